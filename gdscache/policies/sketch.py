@@ -15,6 +15,7 @@ import numpy as np
 _WORD_AND_BITS = struct.Struct("<2I").unpack_from  # bytes 0 to 7 of a key
 _ROWS = struct.Struct("<8x4I").unpack_from  # bytes 8 to 23
 _BIT = tuple(1 << i for i in range(64))
+_SHIFTS = np.arange(0, 24, 6, dtype=np.uint32)
 
 
 class BloomFilter:
@@ -45,6 +46,13 @@ class BloomFilter:
             return True
         self._words[at] = word | bits
         return False
+
+    def add_all(self, keys: Sequence[bytes]) -> None:
+        """`add` keys of one length."""
+        parts = np.frombuffer(b"".join(keys), "<u4").reshape(len(keys), -1)
+        bits = np.uint64(1) << (parts[:, 1:2] >> _SHIFTS & 63).astype(np.uint64)
+        words = np.frombuffer(self._words, np.uint64)
+        np.bitwise_or.at(words, parts[:, 0] & self._mask, np.bitwise_or.reduce(bits, axis=1))
 
     def __contains__(self, key: bytes) -> bool:
         at, some = _WORD_AND_BITS(key)
@@ -114,13 +122,7 @@ class RecentCounter:
         return True
 
     def add(self, key: bytes) -> int:
-        if self._adds == self.period:
-            self._adds = 0
-            self._current, self._last = self._last, self._current
-            for filter_ in self._current:
-                filter_.clear()
-        self._adds += 1
-        self.added += 1
+        self._count(1)
         before = 0
         for filter_ in self._current:
             if not filter_.add(key):
@@ -131,6 +133,26 @@ class RecentCounter:
                 break
             before += 1
         return before
+
+    def add_all(self, keys: Sequence[bytes]) -> None:
+        """`add` keys, for a counter whose `most` is 1."""
+        at = 0
+        while at < len(keys):
+            some = self._count(len(keys) - at)
+            self._current[0].add_all(keys[at : at + some])
+            at += some
+
+    def _count(self, adds: int) -> int:
+        """Begin a generation if the current one is full. Returns how many of these adds are of one generation."""
+        if self._adds == self.period:
+            self._adds = 0
+            self._current, self._last = self._last, self._current
+            for filter_ in self._current:
+                filter_.clear()
+        adds = min(adds, self.period - self._adds)
+        self._adds += adds
+        self.added += adds
+        return adds
 
 
 class FrequencySketch:

@@ -34,7 +34,7 @@ class Channel:
 
     def __init__(self, connection: socket.socket, name: str, heard: Heard, lost: Callable[[str], object]) -> None:
         """Raises `RankProtocolError` if the other end is another user's."""
-        _check_peer(connection)
+        check_peer(connection)
         self._socket = connection
         self._heard = heard
         self._lost = lost
@@ -157,7 +157,7 @@ def _send(to: socket.socket, data: memoryview, descriptors: Sequence[int], flags
         return None
 
 
-def _check_peer(connection: socket.socket) -> None:
+def check_peer(connection: socket.socket) -> None:
     pid, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     if uid != os.geteuid():
         raise RankProtocolError(

@@ -82,7 +82,7 @@ class RankSet:
                 link = Link(address)
                 name = f"leader-{link.rank}"
                 heard = functools.partial(ranks._heard, link)
-                link.channel = Channel(_connected(address), name, heard, functools.partial(ranks.lose, link))
+                link.channel = Channel(connected(address), name, heard, functools.partial(ranks.lose, link))
                 ranks.links.append(link)
                 link.channel.begin()
             ranks._greet(model, gpu)
@@ -285,7 +285,7 @@ def _check(addresses: Sequence[RankAddress]) -> None:
         raise RankError(f"the ranks' shards are {shards}", "give each shard, from 0 on, to as many ranks")
 
 
-def _connected(address: RankAddress) -> socket.socket:
+def connected(address: RankAddress) -> socket.socket:
     until = time.monotonic() + CONNECT_S
     while True:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)

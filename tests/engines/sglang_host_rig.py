@@ -73,10 +73,13 @@ class PoolRig:
         """Random bytes into pages; what they hold now."""
         source = torch.Generator().manual_seed(seed)
         for page in pages:
-            data = self.pool.get_data_page(page * rig.PAGE)
-            drawn = torch.randn(data.shape, generator=source).to(data.dtype)
-            self.pool.set_from_flat_data_page(page * rig.PAGE, drawn)
+            self.pool.set_from_flat_data_page(page * rig.PAGE, self.drawn(source))
         return self.read(pages)
+
+    def drawn(self, source: torch.Generator) -> torch.Tensor:
+        """A random page."""
+        like = self.pool.get_data_page(0)
+        return torch.randn(like.shape, generator=source).to(like.dtype)
 
     def read(self, pages: Sequence[int]) -> list[torch.Tensor]:
         return [self.pool.get_data_page(page * rig.PAGE).clone() for page in pages]
@@ -94,10 +97,11 @@ class HostRig(PoolRig):
         pool: Any = None,
         at_start: bool = True,
         server: dict[str, Any] | None = None,
+        shared: dict[str, Any] | None = None,
         **changes: Any,
     ) -> None:
         """`pool`: an earlier one's, to which a storage is attached again. `at_start`: SGLang was started with one.
-        `server`: more of SGLang's settings.
+        `server`: more of SGLang's settings. `shared`: what it makes of `tp_lcm_size`.
         """
         given = {"hicache_storage_backend": "dynamic"} if at_start else {}
         self.args = rig.server_args(folder, enable_hierarchical_cache=True, **given, **(server or {}))
@@ -115,6 +119,7 @@ class HostRig(PoolRig):
             is_page_first_layout=layout == "page_first",
             model_name="model",
             extra_config={**DYNAMIC, "config": config},
+            **(shared or {}),
         )
         self.storage = StorageBackendFactory.create_backend("dynamic", settings, self.pool)
         self.storage.register_mem_pool_host(self.pool)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import socket
 from typing import Any
 
 import torch
@@ -141,6 +142,35 @@ def _flips(number: int) -> Any:
 
 
 @case
+def a_rank_whose_connection_is_lost(ranks: Ranks) -> None:
+    """All processes live, and the last one and the leader have lost each other in one pool: misses, on all ranks alike.
+    The first prompts part where the leader would find something to keep."""
+    if ranks.ranks == 1:
+        return
+    for kind in KINDS:
+        found, head = ranks.hybrid(kind), rig.prompt(1, 57)
+        found.serve(rig.prompt(2, 90, head))
+        found.settle()
+        ranks.barrier()
+        if ranks.rank == ranks.ranks - 1:
+            found.linker._rank.ranks[-1]._service._channel._socket.shutdown(socket.SHUT_RDWR)
+        if ranks.leads:
+            rig.until(lambda found=found: _states(found)[-1] == "lost", "it is heard of")
+        ranks.barrier()
+        for number in range(6):
+            assert found.serve(rig.prompt(3 + number, 90, head))[1] == 0, kind
+            found.settle_reads()
+            if number == 3:
+                found.flush()
+        found.close()
+
+
+def _states(found: HybridRankRig) -> list[str]:
+    """Of all ranks of the last pool."""
+    return [one["state"] for one in [*found.linker.engine.stats()["pools"].values()][-1]["ranks"]]
+
+
+@case
 def the_rig_notices(ranks: Ranks) -> None:
     """A window that is not brought, or a state that is zero, is what the cases look at."""
     for kind, name in zip(KINDS, ("swa", "mamba", "kv"), strict=True):
@@ -192,8 +222,9 @@ def random_traffic_of_both(ranks: Ranks) -> None:
 
 
 def _random(ranks: Ranks, kind: str) -> None:
-    """Prompts with common beginnings, flushes and restarts, in a pool and tiers that are too small: no wrong byte."""
-    source, loaded = random.Random(5), 0
+    """Prompts with common beginnings, flushes, aborts and restarts, in a pool and tiers that are too small: no wrong
+    byte, and no batch fails."""
+    source, loaded = random.Random(int(os.environ.get("GDSCACHE_SEED", "5"))), 0
     room = {"cpu": {"capacity": f"{ranks.ranks}MiB"}, "ssd": {"capacity": f"{2 * ranks.ranks}MiB"}}
     found = ranks.hybrid(kind, **room)
     for number in range(int(os.environ.get("GDSCACHE_OPERATIONS", "100"))):
@@ -201,13 +232,18 @@ def _random(ranks: Ranks, kind: str) -> None:
         tokens = rig.prompt(source.randrange(3, 9), len(head) + source.randrange(1, 90), head)
         what = source.random()
         if what < 0.1:
-            found.settle()
+            if what < 0.05:
+                found.settle()
             found.flush()
         elif what < 0.14:
             found.close()
             found = ranks.hybrid(kind, **room)
         elif what < 0.2:
             found.leave(found.request(tokens, f"gone{number}"))  # it is looked up; the linker never hears of it again
+        elif what < 0.3:  # it goes while its load is queued
+            request = found.request(tokens, f"aborted{number}")
+            found.load(request)
+            found.abort(request)
         loaded += found.serve(tokens, source.choice([16, 32, 256]))[1]
     assert loaded > 500, loaded
     assert found.linker.counts["failed_loads"] == 0

@@ -137,7 +137,8 @@ class HybridRig(sglang_rig.Linked):
         """It goes before its load has begun."""
         tail = self.tree.linker.private_load_indices.get(request.rid)
         self.tree.linker.release_request(request.rid)
-        self.slots.free(tail)
+        if tail is not None:  # nothing was cached, or there was no room
+            self.slots.free(tail)
         self.tree.unlock(request.lock)
         self.leave(request)
 

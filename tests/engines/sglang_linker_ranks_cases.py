@@ -4,10 +4,12 @@ sglang_linker_ranks_cases.py CASE FOLDER RANK RANKS"""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import signal
 import time
+from typing import Any
 
 import torch
 
@@ -17,7 +19,7 @@ from gdscache.integrations.sglang.setup import WEIGHT_METHODS
 from gdscache.storage.base import Op
 from tests.engines import sglang_rig as rig
 from tests.engines.sglang_case import FAULTY, change_weights, restart
-from tests.engines.sglang_linker_ranks_rig import PATIENCE_S, Ranks, case, run_case
+from tests.engines.sglang_linker_ranks_rig import PATIENCE_S, RankRig, Ranks, case, run_case
 from tests.support.faults import Fault
 from tests.support.faulty import PLAN
 
@@ -39,9 +41,20 @@ def latents_come_back(ranks: Ranks) -> None:
     _come_back(ranks, "mla", 1)
 
 
-def _come_back(ranks: Ranks, kind: str, shards: int) -> None:
+@case
+def packed_pages_come_back(ranks: Ranks) -> None:
+    """Packed ones, and with those that do not fit among them."""
+    for kind, unfit in itertools.product(("mha", "mla"), (False, True)):
+        (place := ranks.folder / f"{kind}-{unfit}").mkdir(exist_ok=True)
+        room = {"cpu": {"capacity": "4MiB"}, "ssd": {"capacity": "8MiB"}}
+        packed = {"options": {"config": rig.sections(place, model={"pack": "on"}, **room)}}
+        _come_back(ranks, kind, ranks.ranks if kind == "mha" else 1, unfit=unfit, **packed)
+
+
+def _come_back(ranks: Ranks, kind: str, shards: int, *, unfit: bool = False, **more: Any) -> None:
     """From the CPU tier after a flush, from the SSD after a restart, and whatever branches off."""
-    found = ranks.rig(kind, shards)
+    found = ranks.rig(kind, shards, **more)
+    found.unfit = unfit
     long, branch = rig.prompt(1, 62), rig.prompt(2, 50, rig.prompt(1, 30))
     assert found.serve(long) == (0, 0)
     assert found.serve(long) == (60, 0), "the tree has it"
@@ -53,11 +66,13 @@ def _come_back(ranks: Ranks, kind: str, shards: int) -> None:
     found.settle()
     if found.linker.engine is not None:
         stats = found.linker.engine.stats()
-        assert stats["tiers"]["ssd"]["pages"] == 15 + 5
+        assert sum(tier["pages"] for name, tier in stats["tiers"].items() if "ssd" in name) == 15 + 5
+        assert bool(stats["stores"].get("unfit")) is unfit
         assert [one["state"] for one in stats["ranks"]] == ["running"] * ranks.ranks
         assert {one["shard"] for one in stats["ranks"]} == {*range(shards)}
     found.close()
-    again = ranks.rig(kind, shards)
+    again = ranks.rig(kind, shards, **more)
+    again.unfit = unfit
     assert again.serve(branch) == (0, 48), "a lone request waits for the SSD"
     assert again.serve(long) == (28, 32)
     again.close()
@@ -66,11 +81,18 @@ def _come_back(ranks: Ranks, kind: str, shards: int) -> None:
 @case
 def random_traffic(ranks: Ranks) -> None:
     """Prompts with common beginnings, flushes, aborts and restarts, in a pool and tiers that are too small: no wrong
-    byte on any rank, and no batch fails."""
-    for kind in ("mha", "mla"):
-        source = random.Random(5)
-        more = {"cpu": {"capacity": "384KiB"}, "ssd": {"path": str(ranks.folder / kind), "capacity": "768KiB"}}
-        found, loaded = ranks.rig(kind, **more), 0
+    byte on any rank, and no batch fails. Packed pages have some among them that do not fit."""
+    for kind, pack in itertools.product(("mha", "mla"), ("off", "on")):
+        source, place = random.Random(int(os.environ.get("GDSCACHE_SEED", "5"))), ranks.folder / f"{kind}-{pack}"
+        place.mkdir(exist_ok=True)
+        sections = rig.sections(place, cpu={"capacity": "384KiB"}, ssd={"capacity": "768KiB"}, model={"pack": pack})
+
+        def opened(kind: str = kind, pack: str = pack, sections: dict[str, Any] = sections) -> RankRig:
+            made = ranks.rig(kind, options={"config": sections})
+            made.unfit = pack == "on"
+            return made
+
+        found, loaded = opened(), 0
         for number in range(int(os.environ.get("GDSCACHE_OPERATIONS", "120"))):
             head = rig.prompt(source.randrange(4), source.randrange(4, 100))
             tokens = rig.prompt(source.randrange(3, 9), len(head) + source.randrange(1, 60), head)
@@ -79,7 +101,7 @@ def random_traffic(ranks: Ranks) -> None:
                 found.flush()
             elif what < 0.14:
                 found.close()
-                found = ranks.rig(kind, **more)
+                found = opened()
             elif what < 0.25:  # it is looked up, and never heard of again
                 found.match(tokens, f"gone{number}")
             elif what < 0.35:  # it goes while its load is queued
@@ -92,12 +114,12 @@ def random_traffic(ranks: Ranks) -> None:
                     found.slots.free(tail)
                     assert found.linker.start_layer_wise_loading() == -1
             loaded += found.serve(tokens)[1]
-        assert loaded > 500, loaded
+        assert loaded > (300 if pack == "on" else 500), (kind, pack, loaded)
         assert found.linker.counts["failed_loads"] == 0
         found.settle()
         if found.linker.engine is not None:
             assert found.linker.engine.check().ok
-            assert sum(file.stat().st_size for file in (ranks.folder / kind).glob("*.bin")) <= 768 << 10
+            assert sum(file.stat().st_size for file in place.rglob("*.bin")) <= 768 << 10
         found.close()
 
 

@@ -117,6 +117,7 @@ class RankRig(InStep, rig.Rig):
         replicas = ranks.ranks if kind == "mla" else max(1, ranks.ranks // heads)
         self.shard = ranks.rank // replicas
         self._heads = max(1, heads // ranks.ranks)
+        self.unfit = False  # whether each eighth page does not fit into a packed extent
         server = {"tp_size": ranks.ranks, **more.pop("server", {})}
         super().__init__(ranks.folder, kind, server=server, model={"num_key_value_heads": heads}, **more)
         self.shuffle()
@@ -128,7 +129,8 @@ class RankRig(InStep, rig.Rig):
         return super().tree_params(tp_cache_group=self.ranks.group, **more)
 
     def content(self, tokens: Sequence[int], at: int, number: int, value: Callable[[int], float] | None) -> float:
-        return float(int(super().content(tokens, at, number, value)) ^ (37 * self.shard))
+        found = float(int(super().content(tokens, at, number, value)) ^ (37 * self.shard))
+        return found * 2.0**40 if self.unfit and at % (8 * rig.PAGE) == 5 * rig.PAGE + 1 else found
 
     def shuffle(self) -> None:
         """Free blocks come in an order of this rank's own."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +43,7 @@ def _come_back(folder: Path, rank: int, kind: str) -> None:
     before = 0
     for end in ends:
         node = tokens[before * rig.PAGE : (end + 1) * rig.PAGE]
-        last = end - before
-        found.compute(node, beside=[last - 1, last] if kind == "swa" else [last], before=tokens[: before * rig.PAGE])
+        found.compute(node, ends=[end - before], before=tokens[: before * rig.PAGE])
         before = end + 1
     found.compute(tokens[before * rig.PAGE :], before=tokens[: before * rig.PAGE])
     for asked, there in ((160, 30), (120, 30), (119, 20), (84, 20), (80, 20), (76, 10), (39, 0)):
@@ -72,16 +73,45 @@ def _with_faults(folder: Path, rank: int, kind: str, failing: int) -> None:
     found = pools.PoolsRig(folder, kind, rank=rank, ranks=2, **_changes(deadline=0.5, **FAULTY))
     tokens = rig.prompt(1, 80)
     for number, fault in enumerate((Fault.FLIP, Fault.EIO, Fault.HANG)):
-        found.compute(tokens, beside=[18, 19] if kind == "swa" else [19])
+        found.compute(tokens, ends=[19])
         with PLAN.rule(Op.READ, fault, skip=20) if rank == failing else contextlib.nullcontext():
             assert found.came(f"a{number}", tokens) == 0, "the window's or the state's page is behind the 20 others"
             found.tree.reset()
-        found.compute(tokens, beside=[18, 19] if kind == "swa" else [19])
+        found.compute(tokens, ends=[19])
         rig.until(lambda: found.all_here() and found.came("b", tokens) in (0, 20), "it is read again")
         found.tree.reset()
         assert found.came(f"c{number}", tokens) == 20
         found.tree.reset()
     found.close()
+
+
+@case
+def pools_die(folder: Path) -> None:
+    """A rank of a hybrid model is killed: on the other one the calls for each pool return, and it can be closed."""
+    for kind in pools.KINDS:
+        for dying in range(2):
+            ranks(_die, folder / f"{kind}-{dying}", kind, dying, dead=(dying,))
+
+
+def _die(folder: Path, rank: int, kind: str, dying: int) -> None:
+    found = pools.PoolsRig(folder, kind, rank=rank, ranks=2, **_changes(deadline=1.0))
+    tokens = rig.prompt(1, 80)
+    found.compute(tokens, ends=[19])
+    keys, wanted = found.keys(tokens), found.transfers(found.keys(tokens))
+    found.all_here()
+    if rank == dying:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.5)
+    begun = time.monotonic()
+    for _ in range(5):
+        assert found.storage.batch_exists_v2(keys, wanted[1:]).restorable_prefix_pages == [20]
+        found.wipe()
+        came = found.storage.batch_get_v2(wanted)
+        assert all(all(its) for its in came.values()), came
+        found.same(wanted)
+        assert all(all(its) for its in found.storage.batch_set_v2(wanted).values())
+    found.storage.close()
+    assert time.monotonic() - begun < 10
 
 
 @case
@@ -106,9 +136,7 @@ def _at_random(folder: Path, rank: int, kind: str) -> None:
         found.tree.reset()
         left = tokens[pages * rig.PAGE :]
         if left:
-            last = len(left) // rig.PAGE - 1
-            own = [last] if kind == "mamba" or not last else [last - 1, last]
-            found.compute(left, beside=own, before=tokens[: pages * rig.PAGE])
+            found.compute(left, ends=[len(left) // rig.PAGE - 1], before=tokens[: pages * rig.PAGE])
     print("came", came, "of", asked, "pages")
     assert came > asked / 20
     assert not found.storage.engine.check().problems

@@ -12,7 +12,7 @@ from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateDType, 
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolTransfer
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, HybridReqToTokenPool, ReqToTokenPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
@@ -23,11 +23,12 @@ from tests.engines import sglang_rig as rig
 
 WINDOW, WINDOW_PAGES = 8, 2
 LAYERS = {"kv": [1, 4], "swa": [0, 2, 3], "mamba": [0, 3]}  # of the model's five, those of each pool
-KINDS = {"swa": ComponentType.SWA, "mamba": ComponentType.MAMBA}
+COMPONENTS = {"swa": ComponentType.SWA, "mamba": ComponentType.MAMBA}
+KINDS = {"swa": ["swa"], "mamba": ["mamba"], "all": ["swa", "mamba"]}  # the pools beside that of all tokens
 
 
 class PoolsRig(hicache.HiCacheRig):
-    """`kind`: the pool beside that of all tokens, of `KINDS`. Bytes of a page follow from its key, pool and rank."""
+    """`kind`: of `KINDS`. Bytes of a page follow from its key, pool and rank."""
 
     def __init__(
         self,
@@ -40,16 +41,16 @@ class PoolsRig(hicache.HiCacheRig):
         timeout: float = 0.3,
         **changes: Any,
     ) -> None:
-        model = {"sliding_window": WINDOW} if kind == "swa" else None
+        windowed, stated = "swa" in KINDS[kind], "mamba" in KINDS[kind]
+        model = {"sliding_window": WINDOW} if windowed else None
         args = self.join(folder, policy, rank, ranks, timeout, model, changes)
         args._mamba_cache_chunk_size = rig.PAGE
-        self.kind, self.rank = kind, rank
-        rows: Any = ReqToTokenPool(8, rig.TOKENS, "cpu", False)
-        if kind == "swa":
+        self.rank = rank
+        rows: Any = _rows_with_states() if stated else ReqToTokenPool(8, rig.TOKENS, "cpu", False)
+        if windowed:
             pool: Any = _windowed_pool()
             slots: Any = SWATokenToKVPoolAllocator(rig.TOKENS, rig.TOKENS, rig.PAGE, torch.bfloat16, "cpu", pool, False)
         else:
-            rows = _rows_with_states()
             pool = _linear_pool(rows.mamba_pool)
             slots = PagedTokenToKVPoolAllocator(rig.TOKENS, rig.PAGE, torch.bfloat16, "cpu", pool, False)
         params = CacheInitParams(
@@ -57,9 +58,9 @@ class PoolsRig(hicache.HiCacheRig):
             req_to_token_pool=rows,
             token_to_kv_pool_allocator=slots,
             page_size=rig.PAGE,
-            sliding_window_size=WINDOW if kind == "swa" else None,
-            enable_mamba_extra_buffer=kind == "mamba",
-            tree_components=(ComponentType.FULL, KINDS[kind]),
+            sliding_window_size=WINDOW if windowed else None,
+            enable_mamba_extra_buffer=stated,
+            tree_components=(ComponentType.FULL, *(COMPONENTS[name] for name in KINDS[kind])),
             tree_core_backend="python",
             tp_cache_group=torch.distributed.group.WORLD,
         )
@@ -67,41 +68,63 @@ class PoolsRig(hicache.HiCacheRig):
         self.tree.init_hicache(args, params)
         controller = self.tree.cache_controller
         self.pool, self.storage = controller.storage_host_pool, controller.storage_backend
-        self.beside = controller.mem_pool_host.entry_map[kind].host_pool
+        entries = {str(name.value): entry.host_pool for name, entry in controller.mem_pool_host.entry_map.items()}
+        self.beside = {name: entries[name] for name in KINDS[kind]}
 
     def content(self, key: str, name: str, pool: Any) -> torch.Tensor:
         """The bytes of a page, or a state, whenever it is computed."""
-        source = torch.Generator().manual_seed(int(key[:12], 16) * 8 + self.rank * 2 + (name == "kv"))
+        source = torch.Generator().manual_seed(
+            int(key[:12], 16) * 8 + self.rank * 4 + ["kv", "swa", "mamba"].index(name)
+        )
         like = pool.get_data_page(0, flat=True).view(torch.uint8)
         return torch.randint(0, 256, like.shape, generator=source, dtype=torch.uint8)
 
-    def compute(self, tokens: Sequence[int], *, beside: Sequence[int] = (), before: Sequence[int] = ()) -> None:
+    def compute(self, tokens: Sequence[int], *, ends: Sequence[int] = (), before: Sequence[int] = ()) -> None:
         """Pages of these tokens behind `before` are computed and backed up by HiCache's own thread, as a node of its
-        tree. `beside`: numbers of the pages of which windows, or a state, are kept. The pools are empty behind it."""
+        tree. `ends`: numbers of the pages behind which a window and a state are kept. The pools are empty behind it."""
         head = self.keys(before)
         keys = self.keys([*before, *tokens])[len(head) :]
         slots = self.pool.alloc(len(keys) * rig.PAGE)
         self._fill("kv", self.pool, slots[:: rig.PAGE].tolist(), keys)
-        extra, own = [], None
-        if beside:
-            each = rig.PAGE if self.kind == "swa" else 1
-            own = self.beside.alloc(len(beside) * each)
-            some = [keys[number] for number in beside]
-            self._fill(self.kind, self.beside, own[::each].tolist(), some)
-            name = next(one for one in self.tree.cache_controller.mem_pool_host.entry_map if one == self.kind)
-            extra = [PoolTransfer(name=name, host_indices=own, keys=some, hit_policy=PoolHitPolicy.TRAILING_PAGES)]
+        extra, held = [], []
+        for name, pool in self.beside.items() if ends else ():
+            each, reach = (rig.PAGE, WINDOW_PAGES) if name == "swa" else (1, 1)
+            some = [keys[n] for n in sorted({n for end in ends for n in range(max(0, end - reach + 1), end + 1)})]
+            own = pool.alloc(len(some) * each)
+            self._fill(name, pool, own[::each].tolist(), some)
+            held.append((pool, own))
+            policy = PoolHitPolicy.TRAILING_PAGES
+            extra.append(PoolTransfer(name=PoolName(name), host_indices=own, keys=some, hit_policy=policy))
         controller = self.tree.cache_controller
         controller.write_storage(slots, list(tokens), hash_value=keys, prefix_keys=head, extra_pools=extra)
         rig.until(lambda: not controller.ack_backup_queue.empty(), "the backup ends")
         controller.ack_backup_queue.get()
         self.pool.free(slots)
-        if own is not None:
-            self.beside.free(own)
+        for pool, own in held:
+            pool.free(own)
 
     def _fill(self, name: str, pool: Any, places: Sequence[int], keys: Sequence[str]) -> None:
         for place, key in zip(places, keys, strict=True):
             like = pool.get_data_page(place, flat=True)
             pool.set_from_flat_data_page(place, self.content(key, name, pool).view(like.dtype))
+
+    def transfers(self, keys: Sequence[str]) -> list[PoolTransfer]:
+        """HiCache's own for these pages, the last window and the last state, into the first slots of each pool."""
+        found = [PoolTransfer(name=PoolName.KV, keys=[*keys], host_indices=self.slots(range(len(keys))))]
+        for name in self.beside:
+            some = keys[-WINDOW_PAGES:] if name == "swa" else keys[-1:]
+            slots = self.slots(range(len(some))) if name == "swa" else torch.arange(len(some))
+            policy = PoolHitPolicy.TRAILING_PAGES
+            found.append(PoolTransfer(name=PoolName(name), keys=[*some], host_indices=slots, hit_policy=policy))
+        return found
+
+    def same(self, transfers: Sequence[PoolTransfer]) -> None:
+        """The slots hold these pages."""
+        for one in transfers:
+            name = str(one.name.value)
+            pool, each = self.beside.get(name, self.pool), 1 if name == "mamba" else rig.PAGE
+            for place, key in zip(one.host_indices[::each].tolist(), one.keys, strict=True):
+                self._same(name, pool, place, key)
 
     def all_here(self) -> bool:
         """All ranks are."""
@@ -109,12 +132,13 @@ class PoolsRig(hicache.HiCacheRig):
         return True
 
     def wipe(self) -> None:
-        for buffer in (self.pool.kv_buffer, self.beside.kv_buffer):
+        for pool in (self.pool, *self.beside.values()):
+            buffer = pool.kv_buffer
             for part in buffer if isinstance(buffer, list) else [buffer]:
                 part.zero_()
 
     def came(self, rid: str, tokens: Sequence[int]) -> int:
-        """A request comes and may run; how many of its first pages it has now. Checks the bytes of both pools."""
+        """A request comes and may run; how many of its first pages it has now. Checks the bytes of all pools."""
         self.wipe()
         request = self.begin_any(rid, tokens)
         if request is not None:
@@ -131,20 +155,21 @@ class PoolsRig(hicache.HiCacheRig):
 
     def _check(self, keys: Sequence[str], pages: int) -> None:
         """The tree's only prompt: pages of all tokens, and what is beside them at the end."""
-        places, beside = list[int](), list[int]()
+        places, beside = list[int](), {name: list[int]() for name in self.beside}
         node = self.tree.tree_core.root_node
         while node.children:
             (node,) = node.children.values()
             places += _places(node.component_data[ComponentType.FULL].host_value, rig.PAGE)
-            beside += _places(node.component_data[KINDS[self.kind]].host_value, rig.PAGE if self.kind == "swa" else 1)
+            for name, found in beside.items():
+                found += _places(node.component_data[COMPONENTS[name]].host_value, rig.PAGE if name == "swa" else 1)
         assert len(places) == pages, (len(places), pages)
         for place, key in zip(places, keys, strict=True):
             self._same("kv", self.pool, place, key)
-        if pages:
-            wanted = keys[-WINDOW_PAGES:] if self.kind == "swa" else keys[-1:]
-            assert len(beside) >= len(wanted), (len(beside), len(wanted))
-            for place, key in zip(beside[-len(wanted) :], wanted, strict=True):
-                self._same(self.kind, self.beside, place, key)
+        for name, pool in self.beside.items() if pages else ():
+            wanted = keys[-WINDOW_PAGES:] if name == "swa" else keys[-1:]
+            assert len(beside[name]) >= len(wanted), (name, len(beside[name]), len(wanted))
+            for place, key in zip(beside[name][-len(wanted) :], wanted, strict=True):
+                self._same(name, pool, place, key)
 
     def _same(self, name: str, pool: Any, place: int, key: str) -> None:
         now = pool.get_data_page(place, flat=True).view(torch.uint8)

@@ -62,6 +62,7 @@ class RanksRig(hicache.HiCacheRig):
 
     def __init__(self, folder: Path, rank: int, kind: str, policy: str = "wait_complete", **more: Any) -> None:
         self.kind, self.rank, self.stored = kind, rank, dict[str, None]()
+        self.packed = "model" in more
         super().__init__(folder, policy, kind=kind, rank=rank, ranks=RANKS, **more)
 
     def store(self, tokens: list[int], seed: int) -> list[torch.Tensor]:
@@ -80,9 +81,15 @@ class RanksRig(hicache.HiCacheRig):
     def content(self, key: str) -> torch.Tensor:
         """The bytes of a page on this rank, whenever it is computed."""
         own = 0 if self.kind == "mla" else self.rank
-        source = torch.Generator().manual_seed(int(key[:12], 16) * RANKS + own)
+        return self.drawn(torch.Generator().manual_seed(int(key[:12], 16) * RANKS + own))
+
+    def drawn(self, source: torch.Generator) -> torch.Tensor:
+        """A random page; one of eight packed ones does not fit into a packed extent."""
         like = self.pool.get_data_page(0)
-        return torch.randn(like.shape, generator=source).to(like.dtype)
+        values = torch.randn(like.shape, generator=source)
+        if self.packed and torch.randint(8, (), generator=source) == 0:
+            values *= 2.0 ** torch.randint(-60, 60, like.shape, generator=source)
+        return values.to(like.dtype)
 
     def compute(self, tokens: list[int], keys: list[str]) -> None:
         """The pages are computed, and stored by HiCache's own thread. The pool is empty before and behind it."""
@@ -121,6 +128,9 @@ class RanksRig(hicache.HiCacheRig):
         self.tree.reset()
 
 
+PACKED = {"model": {"pack": "on"}, "ssd": {"capacity": "16MiB"}, "host_buffer": "4MiB"}
+
+
 def kinds(folder: Path) -> list[tuple[Path, str]]:
     return [(folder / kind, kind) for kind in ("mha", "mla")]
 
@@ -129,29 +139,34 @@ def kinds(folder: Path) -> list[tuple[Path, str]]:
 def ranks_come_back(folder: Path) -> None:
     """Every rank gets its own bytes back, after a restart too; latents are stored once."""
     for place, kind in kinds(folder):
-        assert ranks(_come_back, place, kind) > 20
+        assert ranks(_come_back, place.with_name(f"{kind}-packed"), kind, PACKED) > 20
+        assert ranks(_come_back, place, kind, {}) > 20
         there = sorted(path.name for path in (place / "ssd").iterdir() if path.is_dir())
         assert there == ([f"rank-{number}-of-{RANKS}" for number in range(RANKS)] if kind == "mha" else []), there
 
 
-def _come_back(folder: Path, rank: int, kind: str) -> None:
-    found = RanksRig(folder, rank, kind)
+def _come_back(folder: Path, rank: int, kind: str, more: dict[str, Any]) -> None:
+    found = RanksRig(folder, rank, kind, **more)
     tokens = rig.prompt(1, 200)
-    wanted = found.store(tokens, 1)
+    wanted = found.store(tokens, 3)
+    unfit = [number for number, page in enumerate(wanted) if page.abs().max() > 1e6]
+    there = min(unfit, default=50) if kind == "mla" else 50  # a borrower has no page that does not fit
     for turn in range(2):
-        assert found.came(f"a{turn}", tokens) == 50
-        same(found.pages(tokens), wanted)
+        assert found.came(f"a{turn}", tokens) == there
+        same(found.pages(tokens), wanted[:there])
         found.flush()
     longer = rig.prompt(2, 240, tokens)
-    assert found.came("b", longer) == 50
-    same(found.pages(longer), wanted)
-    stored = found.storage.engine.stats()["tiers"]["ssd"]["pages"] if found.storage._place.leads else None
-    assert stored == (50 if rank == 0 or kind == "mha" else None)
+    assert found.came("b", longer) == there > 10
+    same(found.pages(longer), wanted[:there])
+    if found.storage._place.leads:
+        stats = found.storage.engine.stats()
+        assert sum(tier["pages"] for name, tier in stats["tiers"].items() if "ssd" in name) == 50
+        assert stats["stores"].get("unfit", 0) == len(unfit)
     found.close()
     restart()
-    again = RanksRig(folder, rank, kind)
-    assert again.came("c", tokens) == 50
-    same(again.pages(tokens), wanted)
+    again = RanksRig(folder, rank, kind, **more)
+    assert again.came("c", tokens) == there
+    same(again.pages(tokens), wanted[:there])
     again.close()
 
 
@@ -368,13 +383,21 @@ def latents_at_random_with_faults(folder: Path) -> None:
     _at_random(folder, "mla", faults=True)
 
 
-def _at_random(folder: Path, kind: str, *, faults: bool) -> None:
+@case
+def packed_pages_at_random(folder: Path) -> None:
+    """The same of packed pages, with some that do not fit, and with faults."""
+    for kind in ("mha", "mla"):
+        _at_random(folder, kind, faults=True, model=PACKED["model"])
+
+
+def _at_random(folder: Path, kind: str, *, faults: bool, **more: Any) -> None:
     count = int(os.environ.get("GDSCACHE_OPERATIONS", "80"))
-    print(ranks(_random, folder / kind, kind, count, faults), "collectives")
+    print(ranks(_random, folder / kind, kind, count, faults, more), "collectives")
 
 
-def _random(folder: Path, rank: int, kind: str, count: int, faults: bool) -> None:
-    found = RanksRig(folder, rank, kind, ssd={**FAULTY["ssd"], "capacity": "2MiB"}, deadline=1.0 if faults else 20.0)
+def _random(folder: Path, rank: int, kind: str, count: int, faults: bool, more: dict[str, Any]) -> None:
+    ssd = {**FAULTY["ssd"], "capacity": "2MiB"}
+    found = RanksRig(folder, rank, kind, ssd=ssd, deadline=1.0 if faults else 20.0, **more)
     source, came, asked = random.Random(f"{kind} {faults}"), 0, 0
     for number in range(count):
         head = rig.prompt(source.randrange(4), source.choice([0, 40, 80]))
@@ -404,7 +427,7 @@ def _random(folder: Path, rank: int, kind: str, count: int, faults: bool) -> Non
         torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MIN)
         torch.distributed.all_reduce(either, torch.distributed.ReduceOp.MAX)
         print("kept by both", int(both.sum()), "by either", int(either.sum()))
-        assert int(both.sum()) >= (0.85 if faults else 0.98) * int(either.sum())
+        assert more or int(both.sum()) >= (0.85 if faults else 0.98) * int(either.sum())
     problems = found.storage.engine.check().problems if found.storage._place.leads else ()
     assert not problems, problems
     found.close()

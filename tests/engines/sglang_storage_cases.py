@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolTransfer
 
+from gdscache.errors import ParallelismUnsupportedError
 from gdscache.storage.base import Op
 from tests.engines import sglang_hicache_rig as hicache
 from tests.engines import sglang_host_rig as host
@@ -22,7 +23,8 @@ from tests.support.faulty import PLAN
 @case
 def host_pools(folder: Path) -> None:
     """Each pool and layout: bytes come back where they are asked for, after a restart too; a miss ends a prefix."""
-    for kind, layout, pack in itertools.product(("mha", "mla"), ("page_first", "page_first_direct"), ("off", "on")):
+    pools = [*itertools.product(("mha", "mla"), ("page_first", "page_first_direct")), ("mha", "page_head")]
+    for (kind, layout), pack in itertools.product(pools, ("off", "on")):
         place = folder / f"{kind}-{layout}-{pack}"
         place.mkdir()
         _host_pool(place, kind, layout, {"pack": pack})
@@ -63,6 +65,18 @@ def _host_pool(folder: Path, kind: str, layout: str, model: dict[str, str]) -> N
     apart = host.HostRig(folder, kind, other, model=model)
     assert apart.storage.batch_exists(keys) == 0, "other bytes"
     apart.close()
+
+
+@case
+def pages_for_several_numbers_of_ranks(folder: Path) -> None:
+    """Parts of the heads are no objects of their own: refused where SGLang would split pages, and by that name."""
+    error = None
+    try:
+        host.HostRig(folder, "mha", "page_head", shared={"tp_lcm_size": 2, "should_split_heads": True})
+    except ParallelismUnsupportedError as raised:
+        error = raised
+    assert "tp_lcm_size is 2" in str(error)
+    host.HostRig(folder, "mha", "page_head", shared={"tp_lcm_size": 1}).close()
 
 
 @case

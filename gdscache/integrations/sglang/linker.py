@@ -37,7 +37,6 @@ from gdscache.integrations.sglang.groups import GROUPS, grouped_planes
 from gdscache.integrations.sglang.junctions import Junctions
 from gdscache.integrations.sglang.linker_ranks import (
     LEFT_S,
-    Agreement,
     Leading,
     LeadTable,
     OneLeading,
@@ -67,6 +66,7 @@ from gdscache.integrations.sglang.setup import (
     model_of,
 )
 from gdscache.integrations.watching import WeightWatch
+from gdscache.ranks.agreement import Agreement
 from gdscache.ranks.rank import Rank
 from gdscache.runtime.threads import log_failure
 
@@ -134,6 +134,8 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.pools = {PoolName(GROUPS[name]): pool for name in names}
         self._device = planes.tensors[0][0].device
         self._rank: PoolRanks | None = None
+        self._agreement = Agreement(self._number)
+        undo.callback(self._agreement.close)
         if self._ranks > 1:
             heads, kept = model.get_total_num_kv_heads(), getattr(pool, "full_kv_pool", pool)
             if len(names) > 1 and not hasattr(kept, "k_buffer"):
@@ -150,7 +152,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 undo.callback(made[-1].close)
             self._rank = PoolRanks(planes, made)
         addresses = [] if self._rank is None else [rank.address for rank in self._rank.ranks]
-        return RankFacts(addresses, model_of(server, model, planes, sglang.__version__))
+        return RankFacts(addresses, self._agreement.address, model_of(server, model, planes, sglang.__version__))
 
     def _open(self, undo: contextlib.ExitStack, facts: Sequence[RankFacts]) -> None:
         """Open the engine on the leading rank, and on each rank the movers of its part of the bytes."""
@@ -168,7 +170,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self.layer_done_counter = LayerLoads(self._rank_loads.begin, layers, self.counts)
         undo.callback(self._offloads.close)
         if planes.groups:
-            agreed = Agreement(rank, leading).of
+            agreed = self._agreement.of
             self._junctions = Junctions(self, params.page_size, params.swa_retain_window, self._has, agreed)
             undo.callback(self._junctions.close)
         if PoolName.MAMBA in self.pools:  # SGLang registers it only with pools of tokens
@@ -181,6 +183,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def _leading(self, undo: contextlib.ExitStack, facts: Sequence[RankFacts]) -> _Lead:
         params, options, server, planes = self._params, self._options, self._server, self._planes
         one_model({rank: its.model for rank, its in enumerate(facts)})
+        self._agreement.connect([its.numbers for its in facts[1:]])
         config = configuration(
             options.config, server, self._model, planes, sglang.__version__, LINKER_OPTIONS, cpu=True
         )
@@ -295,6 +298,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 lead.events.close()
         if self._junctions is not None:
             self._junctions.close()
+        self._agreement.close()
         self._end_transfers()
         self._offloads.close()
         if lead is not None:

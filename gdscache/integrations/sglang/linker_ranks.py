@@ -8,7 +8,8 @@ promised pages, and plans loads and stores. Every rank has its part of the bytes
 * SGLang takes each rank's own answer of `load`. It is `True` everywhere: promised pages are pinned on all ranks.
 * Orders of loads use the ranks' own channel. Each rank waits for its order, up to a limit, before it launches its
   forward pass. Without it the batch fails on that rank, and by SGLang's reduction on all.
-* What else a rank has to know of the tiers comes by that channel, too (`Agreement`).
+* What else a rank has to know of the tiers has connections of its own (`Agreement`), since all ranks have to have the
+  same answer, also when a rank's channel is lost.
 * The leader says when a store is over: SGLang takes the least number of completed stores over the ranks.
 """
 
@@ -56,10 +57,11 @@ _log = logging.getLogger("gdscache")
 
 @dataclasses.dataclass(frozen=True)
 class RankFacts:
-    """A rank's report to the leader. `addresses`: one a pool; none for a single rank. `model`: see
-    `setup.model_of`."""
+    """A rank's report to the leader. `addresses`: one a pool; none for a single rank. `numbers`: see `Agreement`.
+    `model`: see `setup.model_of`."""
 
     addresses: Sequence[RankAddress]
+    numbers: RankAddress
     model: dict[str, object]
 
 
@@ -173,7 +175,7 @@ class Leading(Protocol):
     def store(self, hashes: PageHashes | Sequence[str], blocks: Blocks, salt: str, after: StoreMark) -> Stored:
         """Store pages of positions."""
 
-    def tell_ranks(self, pool: int, number: int, what: bytes) -> None: ...
+    def tell_ranks(self, number: int, what: bytes) -> None: ...
 
 
 class OneLeading:
@@ -190,7 +192,7 @@ class OneLeading:
     def store(self, hashes: PageHashes | Sequence[str], blocks: Blocks, salt: str, after: StoreMark) -> Stored:
         return self._engine.store(hashes, np.arange(len(hashes)), salt=salt, after=after)
 
-    def tell_ranks(self, pool: int, number: int, what: bytes) -> None:
+    def tell_ranks(self, number: int, what: bytes) -> None:
         self._engine.tell_ranks(number, what)
 
 
@@ -207,8 +209,8 @@ class SeveralLeading:
         assert isinstance(hashes, PageHashes), "the leader names pages"
         return self._pools.store(hashes, blocks, salt=salt, after=after)
 
-    def tell_ranks(self, pool: int, number: int, what: bytes) -> None:
-        self._pools.tell_ranks(pool, number, what)
+    def tell_ranks(self, number: int, what: bytes) -> None:
+        self._pools.tell_ranks(number, what)
 
 
 class PoolRanks:
@@ -395,30 +397,4 @@ class RankLoads:
     def _tell(self, number: int, what: bytes) -> None:
         if self._leading is not None:
             with contextlib.suppress(EngineClosedError):  # no rank waits after a close
-                self._leading.tell_ranks(0, number, what)
-
-
-class Agreement:
-    """Numbers that the leader finds in its tiers, and all ranks go by. Every rank asks for each, in the same order."""
-
-    def __init__(self, ranks: PoolRanks | None, leading: Leading | None) -> None:
-        """`ranks`: None for a single rank. `leading`: on the leader alone."""
-        self._ranks, self._leading = ranks, leading
-        self._numbers = itertools.count(1)
-
-    def of(self, find: Callable[[], int]) -> int:
-        """The leader's `find()`. 0 if that fails, or, on every rank, if there is no leader any more."""
-        number, found = next(self._numbers), 0
-        if self._ranks is not None and self._leading is None:
-            return int.from_bytes(self._ranks.ranks[-1].told(number, ORDER_S), "little")
-        try:
-            found = find()
-        except GdsCacheError as error:
-            log_failure(error)
-        if self._ranks is not None and self._leading is not None:
-            try:
-                # The last pool's channel: loads' orders have the numbers of the first one's.
-                self._leading.tell_ranks(len(self._ranks.ranks) - 1, number, found.to_bytes(8, "little"))
-            except EngineClosedError:
-                return 0  # as on the other ranks, which hear nothing
-        return found
+                self._leading.tell_ranks(number, what)

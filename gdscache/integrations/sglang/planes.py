@@ -20,7 +20,7 @@ KV, WINDOWS, STATES = "kv", "swa", "mamba"  # SGLang's names of its pools
 _DEVICE_POOLS = ("MHATokenToKVPool", "MLATokenToKVPool")
 _UNTRIED_POOLS = ("DSATokenToKVPool",)  # pools that follow the contract and that no GPU has run
 _HOST_POOLS = ("MHATokenToKVPoolHost", "MLATokenToKVPoolHost")
-HOST_LAYOUTS = ("page_first", "page_first_direct")
+HOST_LAYOUTS = {"page_first": 1, "page_first_direct": 1, "page_head": 3}  # the axis of the layers, K and V apart
 _SCALES = ("k_scale_buffer", "v_scale_buffer", "native_k_scale_buffer", "kv_scale_buffer")
 
 
@@ -139,7 +139,8 @@ def host_planes(pool: Any) -> PoolPlanes:
     tensors = tuple(rows_of(part.reshape(-1, _page_elements(pool, part)), page, rows_are_pages=True) for part in parts)
     described: dict[str, object] = {"pool": kind, "layout": pool.layout, "dtype": str(pool.dtype)}
     described |= {"page": [list(part.shape[1:]) for part in parts]}
-    layers = [(math.prod(part.shape[2:]) * part.element_size(),) * int(part.shape[1]) for part in parts]
+    axis = HOST_LAYOUTS[pool.layout]
+    layers = [(math.prod(part.shape[axis + 1 :]) * part.element_size(),) * int(part.shape[axis]) for part in parts]
     return PoolPlanes([tensors], described, values=pool.dtype, parts=layers)
 
 
@@ -148,7 +149,7 @@ def refuse_layout(layout: str) -> None:
     if layout not in HOST_LAYOUTS:
         raise CacheLayoutUnsupportedError(
             f"the host pool's layout is {layout!r}: a page is not one run of bytes",
-            f"set --hicache-mem-layout to {' or '.join(HOST_LAYOUTS)}",
+            f"set --hicache-mem-layout to {', '.join(HOST_LAYOUTS)}",
         )
 
 

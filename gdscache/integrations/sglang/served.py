@@ -108,9 +108,9 @@ class SeveralPools:
         ]
         return all(one.cause == CACHED for one in told)
 
-    def tell_ranks(self, pool: int, number: int, what: bytes) -> None:
-        """See `CacheEngine.tell_ranks`."""
-        self.engine.engines[pool].tell_ranks(number, what)
+    def tell_ranks(self, number: int, what: bytes) -> None:
+        """See `CacheEngine.tell_ranks`: by the first pool's."""
+        self.engine.engines[0].tell_ranks(number, what)
 
     def seconds(self, pages: int) -> float | None:
         wanted, took = needed(self.engine.groups, pages * self.engine.alignment), list[float]()

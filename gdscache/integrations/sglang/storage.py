@@ -74,8 +74,14 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
                 ", ".join(f"{name} is {size}" for name, size in wrong.items()),
                 "set --tp-size alone, or run one server a GPU, each with an ssd.path of its own",
             )
-        self._config = storage_config_of(storage_config.extra_config or {})
         ranks = storage_config.tp_size
+        if storage_config.should_split_heads:
+            raise ParallelismUnsupportedError(
+                f"tp_lcm_size is {storage_config.tp_lcm_size}, and tp_size is {ranks}: a directory serves one number "
+                "of ranks",
+                f"leave tp_lcm_size out of {STORAGE_OPTIONS}",
+            )
+        self._config = storage_config_of(storage_config.extra_config or {})
         self._place = RankPlace(storage_config.tp_rank, ranks, equal=ranks > 1 and storage_config.is_mla_model)
         self._pages: Pages | None = None
         self._told: ToldMetrics | None = None

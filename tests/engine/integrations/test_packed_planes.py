@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -82,12 +83,22 @@ def test_keys_and_values_may_take_turns_within_a_token(tmp_path: Path) -> None:
     round_trip(planes_section([{"kv": rows}] * LAYERS, TOKENS), tensors, memory, tmp_path)
 
 
-@pytest.mark.parametrize("layout", ["page_first", "page_first_direct"])
-@pytest.mark.parametrize("kind", ["MHATokenToKVPoolHost", "MLATokenToKVPoolHost"])
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        *itertools.product(("MHATokenToKVPoolHost", "MLATokenToKVPoolHost"), ("page_first", "page_first_direct")),
+        ("MHATokenToKVPoolHost", "page_head"),
+    ],
+)
 def test_each_layer_of_sglangs_host_pool_is_a_part(kind: str, layout: str, tmp_path: Path) -> None:
-    shape = (BLOCKS * TOKENS, LAYERS) if layout == "page_first" else (BLOCKS, LAYERS, TOKENS)
-    memory = drawn(2, *shape, HEADS, DIM) if "MHA" in kind else drawn(*shape, 1, DIM)
-    memory.select(2 if "MHA" in kind else 1, 1).mul_(FAR)
+    heads = HEADS if "MHA" in kind else 1
+    shape, axis = {
+        "page_first": ((BLOCKS * TOKENS, LAYERS, heads, DIM), 1),
+        "page_first_direct": ((BLOCKS, LAYERS, TOKENS, heads, DIM), 1),
+        "page_head": ((BLOCKS, heads, TOKENS, LAYERS, DIM), 3),
+    }[layout]
+    memory = drawn(2, *shape) if "MHA" in kind else drawn(*shape)
+    memory.select(axis + ("MHA" in kind), 1).mul_(FAR)
     facts = {"kv_buffer": memory, "layout": layout, "size": BLOCKS * TOKENS, "page_size": TOKENS, "dtype": memory.dtype}
     planes = host_planes(type(kind, (SimpleNamespace,), {})(**facts))
     round_trip(planes.model(), planes.tensors, memory, tmp_path)

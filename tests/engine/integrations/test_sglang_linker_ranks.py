@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from gdscache.errors import GdsCacheError, RankError
+from gdscache.errors import RankError
 from gdscache.integrations.sglang import linker_ranks as parts
-from gdscache.integrations.sglang.linker_ranks import Agreement, place_in, shard_of, together
+from gdscache.integrations.sglang.linker_ranks import place_in, shard_of, together
 from gdscache.runtime.threads import Flag
 from tests.support.helpers import drop_from, until
 from tests.support.sglang_linker_ranks import BLOCKS, LAYERS, Ranks, keys_of
@@ -247,29 +247,6 @@ def test_a_store_is_over_when_the_last_rank_has_come_to_it(opened: Open) -> None
     ranks.reading.append(blocks)
     ranks.settle()
     assert served(ranks, "a", KEYS) == len(KEYS)
-
-
-def test_all_ranks_go_by_what_the_leader_finds(opened: Open) -> None:
-    ranks, asked = opened(), list[int]()
-    first, last = [Agreement(one.ranks, one.leading) for one in ranks.of]
-
-    def fails() -> int:
-        raise GdsCacheError("on purpose", "none")
-
-    def never() -> int:
-        asked.append(1)
-        return 1
-
-    for found in (0, 3, 1 << 40):
-        assert first.of(lambda found=found: found) == last.of(never) == found
-    assert first.of(fails) == last.of(never) == 0
-    ranks.engine.close()
-    assert first.of(lambda: 7) == 0, "the other rank hears nothing"
-    begun = time.monotonic()
-    assert last.of(never) == 0
-    assert time.monotonic() - begun < 5, "nobody is waited for who has gone"
-    assert not asked
-    assert Agreement(None, None).of(lambda: 5) == 5
 
 
 class Done:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,6 +78,7 @@ def host(kind: str, layout: str, **changes: Any) -> Any:
     shapes = {
         "page_first": (size, *rows),
         "page_first_direct": (PAGES, LAYERS, PAGE, 2, 8),
+        "page_head": (PAGES, 2, PAGE, LAYERS, 8),
         "layer_first": (LAYERS, size, 2, 8),
     }
     shape = shapes[layout] if kind == "mla" else (2, *shapes[layout])
@@ -170,8 +172,10 @@ def test_device_pools_are_planes_without_a_copy() -> None:
     assert plane == {"name": "latent", "shape": [18], "layers": [0, 1, 2], "values": "bfloat16"}
 
 
-@pytest.mark.parametrize("kind", ["mha", "mla"])
-@pytest.mark.parametrize("layout", ["page_first", "page_first_direct"])
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [*itertools.product(("mha", "mla"), ("page_first", "page_first_direct")), ("mha", "page_head")],
+)
 def test_host_pools_are_planes_without_a_copy(kind: str, layout: str) -> None:
     pool = host(kind, layout)
     planes = host_planes(pool)
@@ -179,7 +183,7 @@ def test_host_pools_are_planes_without_a_copy(kind: str, layout: str) -> None:
     assert [tuple(t.shape) for t in layer] == [(PAGES, PAGE, LAYERS * 32)] * (1 if kind == "mla" else 2)
     layer[-1][3] = 9
     part = pool.kv_buffer if kind == "mla" else pool.kv_buffer[1]
-    page = part[3] if layout == "page_first_direct" else part[3 * PAGE : 4 * PAGE]
+    page = part[3 * PAGE : 4 * PAGE] if layout == "page_first" else part[3]
     assert page.view(torch.uint8).unique().tolist() == [9]
     assert int((pool.kv_buffer.view(torch.uint8) == 9).sum()) >= page.numel()
 

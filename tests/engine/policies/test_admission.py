@@ -140,6 +140,19 @@ def test_an_add_is_remembered_for_one_period_and_forgotten_after_two() -> None:
             assert (counter.add(name("it")) == 1) is known, (at, between)
 
 
+@given(st.lists(st.integers(0, 200), max_size=30), st.integers(1, 300))
+def test_many_keys_at_once_are_added_as_one_by_one(sizes: list[int], period: int) -> None:
+    """Over the ends of generations, too."""
+    many, each, numbers = RecentCounter(period), RecentCounter(period), itertools.count()
+    for size in sizes:
+        keys = [name(next(numbers)) for _ in range(size)]
+        many.add_all(keys)
+        for key in keys:
+            each.add(key)
+        assert many.dump() == each.dump()
+        assert many.added == each.added
+
+
 @pytest.mark.parametrize("most", [1, 4])
 def test_the_recent_counter_has_the_memory_that_it_says(most: int) -> None:
     counter = RecentCounter(1000, most)
