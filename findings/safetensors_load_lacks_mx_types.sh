@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # safetensors 0.8.0 with torch: `save` writes tensors of the MX types (`float4_e2m1fn_x2` as F4, `float8_e8m0fnu` as
-# F8_E8M0) that `load`, its inverse, does not read: KeyError. `load_file` reads the same bytes from a file, with the bits
+# F8_E8M0) that `load`, its inverse, does not read: KeyError. `load_file` reads these bytes from a file, with the bits
 # that were saved, since it finds types in another way. And no part of an F4 tensor can be read. Its shape in the file
 # counts numbers, torch's counts pairs in a byte, and each slice of `get_slice` raises, even that of all rows. So pages
 # of an MX cache that travel as bytes (a socket, a key-value store) cannot be opened where they arrive, without a detour
