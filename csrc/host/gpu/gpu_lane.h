@@ -102,7 +102,7 @@ struct LaneSizes {
 //
 // A model's matrix products hold every processor until they end. Then each stream has one kernel begin, and the next one
 // waits for another product: so the kernels of chunks take several streams in turns, and no stream of kernels waits for
-// another. More streams than these share the queues of the GPU's front end with the model's, and wait for its whole work.
+// another. Many more streams in a process share queues of the GPU's front end with the model's, and wait for its whole work.
 //
 // The copy engine finishes the queue of one stream before it turns to another. So a model that copies the tokens of a
 // step to the host would wait for every queued store: 77 ms behind 4 GiB. `make_way` lets it pass: two streams copy in
