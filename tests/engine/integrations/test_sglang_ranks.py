@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import contextlib
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from gdscache.config import Config
 from gdscache.errors import CapacityError, ParallelismUnsupportedError, RankError, ShardsError
 from gdscache.integrations.settings import Rows, planes_section
 from gdscache.integrations.sglang.ranks import ALONE, AllRanks, RankPlace
+from tests.support.processes import Child
 
 
 def config(path: Path, **more: Any) -> Config:
@@ -118,19 +119,9 @@ def _rank(line: Connection, folder: str, rank: int) -> None:
 
 
 def test_what_fails_on_one_rank_fails_on_all_and_leaves_none_waiting(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    lines = [context.Pipe() for _ in range(3)]
-    ranks = [
-        context.Process(target=_rank, args=(theirs, str(tmp_path), rank)) for rank, (_, theirs) in enumerate(lines)
-    ]
-    for process in ranks:
-        process.start()
-    try:
-        told = [[line.recv() for _ in range(3)] for line, _ in lines]
-    finally:
-        for process in ranks:
-            process.join(30)
-            process.kill()
+    with contextlib.ExitStack() as ends:
+        ranks = [ends.enter_context(Child(_rank, str(tmp_path), rank)) for rank in range(3)]
+        told = [[rank.receive() for _ in range(3)] for rank in ranks]
     assert [some[0] for some in told] == [["rank 0", "rank 1", "rank 2"]] * 3
     assert [some[1][0] for some in told] == ["RankError", "ValueError", "RankError"]
     assert "rank 1 has no storage: ValueError: mine" in told[0][1][1]
