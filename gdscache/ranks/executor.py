@@ -66,6 +66,7 @@ class RanksMoving:
         self.listener = listener
         self.into_planes = any(way.target == PLANES for way in move.ways)
         self._untold = self.into_planes
+        self._ordered: bool | None = None
         self._refused: int | None = None  # the status of all rows, if no rank gets the move
         self._executor = executor
         self._ways = [*move.ways]
@@ -133,13 +134,17 @@ class RanksMoving:
         self._statuses = np.full(len(self), LOADED, np.uint8)
 
     def ordered(self) -> bool:
-        """The ranks will get it, whole. False if it is over: the slots that it names may belong to others."""
+        """The ranks will get it, whole. False if it is over: the slots that it names may belong to others; or if a rank
+        has answered, to a cancel: the others were told of that, too. The same whenever the caller asks for the order:
+        for the next rank, while the first ones answer."""
         with self._lock:
-            if self._over.is_set() or self._end is not None:
-                return False
-            self._statuses = np.full(len(self), LOADED, np.uint8)
-            self._untold = False
-        return True
+            if self._ordered is None:
+                unheard = len(self._waiting) == len(self._parts)
+                self._ordered = unheard and not self._over.is_set() and self._end is None
+                if self._ordered:
+                    self._statuses = np.full(len(self), LOADED, np.uint8)
+                    self._untold = False
+            return self._ordered
 
     def refuse(self, status: PageStatus) -> None:
         self._refused = CODES[status]

@@ -194,6 +194,9 @@ class Service:
         except Exception as error:  # noqa: BLE001 - the leader waits for an answer
             log_failure(error)
             told = {"error": "RankError", "message": f"rank {self._rank}: {error!r}", "hint": "see this rank's log"}
+        finally:
+            for descriptor in given.descriptors:  # a mapped memory has its own
+                os.close(descriptor)
         shared = told.pop("descriptor", None)
         self._channel.send(
             wire.pack({"answer": fields["call"], "descriptors": 0 if shared is None else 1, **told}),

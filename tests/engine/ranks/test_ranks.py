@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import signal
 import threading
 import time
@@ -471,9 +472,6 @@ def test_a_page_that_is_bad_on_one_rank_is_bad_behind_a_cancel(tmp_path: Path, m
     def hang(name: str) -> contextlib.AbstractContextManager[FaultRule]:
         return FaultPlan.rule(FAULTS, Fault.HANG, Op.READ, where=lambda path, offset: path.endswith(name))
 
-    def answered(engine: CacheEngine, rank: int) -> bool:
-        return all(rank not in moving._waiting for moving in engine.executor._under_way.values())  # type: ignore[union-attr]
-
     for turn in ("store", "load"):
         with contextlib.ExitStack() as stack:
             ranks = [stack.enter_context(Rank(planes, rank)) for rank, planes in enumerate(pools)]
@@ -493,7 +491,49 @@ def test_a_page_that_is_bad_on_one_rank_is_bad_behind_a_cancel(tmp_path: Path, m
                     load.cancel()
                     assert all(told.acquire(timeout=WAIT) for _ in ranks)
                 loads[0].result(WAIT)
-                until(functools.partial(answered, engine, 0), "the first one says so")
+                until(functools.partial(_answered, engine, 0), "the first one says so")
             assert load.result(WAIT).pages[0] is PageStatus.CHECKSUM
             assert engine.lookup(tokens).tokens == 0
             assert not engine.check().problems
+
+
+def test_an_order_is_the_same_when_it_is_asked_for_again_while_a_rank_answers(tmp_path: Path) -> None:
+    layout, tokens = layout_of(MHA), prompt(1, 3)
+    pools = [new_planes(layout, 6, layout.page_tokens) for _ in range(2)]
+    with contextlib.ExitStack() as stack:
+        ranks = [stack.enter_context(Rank(planes, rank)) for rank, planes in enumerate(pools)]
+        config = make_config(tmp_path, cpu=None)
+        engine = stack.enter_context(CacheEngine.from_config(config, ranks=[rank.address for rank in ranks]))
+        handle = engine.store(tokens, [0, 1, 2])
+        for rank in ranks:
+            rank.store(handle.order)
+        assert not handle.result(WAIT).dropped
+        flip_file(tmp_path / "slab-0.bin", 5)
+        load = engine.load(engine.lookup(tokens), [3, 4, 5])
+        assert ranks[0].load(load.order).result(WAIT).pages == (PageStatus.CHECKSUM, GOOD, GOOD)
+        until(lambda: _answered(engine, 0), "the leader has heard it")
+        assert ranks[1].load(load.order).result(WAIT).pages == (GOOD,) * 3
+        assert load.result(WAIT).pages == (PageStatus.CHECKSUM, GOOD, GOOD)
+
+
+def test_memory_that_ranks_shared_goes_with_their_leader(tmp_path: Path) -> None:
+    """A descriptor that stays open would keep the whole CPU pool for as long as the rank's process lives."""
+    layout = layout_of(MLA)
+    with contextlib.ExitStack() as stack:
+        ranks = [stack.enter_context(Rank(new_planes(layout, 6, 4), rank, shard=0)) for rank in range(2)]
+        for _ in range(2):
+            config = make_config(tmp_path, model=MLA)
+            CacheEngine.from_config(config, ranks=[rank.address for rank in ranks]).close()
+            until(lambda: not _memory_files(), "the ranks have let their memory go")
+
+
+def _answered(engine: CacheEngine, rank: int) -> bool:
+    return all(rank not in moving._waiting for moving in engine.executor._under_way.values())  # type: ignore[union-attr]
+
+
+def _memory_files() -> list[str]:
+    found = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return [file for file in found if file.startswith("/memfd:gdscache")]
