@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import itertools
 import json
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from gdscache import __version__
 from gdscache.commands import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED
 from gdscache.commands.bench.commands import bench_app
 from gdscache.commands.config_init import init, print_shipped
@@ -42,14 +42,9 @@ app.command("top")(top)
 
 
 def _show_version(wanted: bool) -> None:
-    if not wanted:
-        return
-    try:
-        version = importlib.metadata.version("gdscache")
-    except importlib.metadata.PackageNotFoundError:
-        version = "(not installed: run from a source tree)"
-    typer.echo(f"gdscache {version}")
-    raise typer.Exit
+    if wanted:
+        typer.echo(f"gdscache {__version__}")
+        raise typer.Exit
 
 
 @app.callback()

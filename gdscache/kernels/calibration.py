@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import importlib.metadata
 import logging
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+import gdscache
 from gdscache.cuda.driver import Driver
 from gdscache.errors import GdsCacheError
 from gdscache.extents.host import HostExtents
@@ -66,7 +66,7 @@ def calibration_key(driver: Driver, engine: CopyEngine) -> dict[str, str]:
         "gpu_uuid": str(getattr(properties, "uuid", f"number-{driver.device.index}")),
         "driver": str(driver.version),
         "copy_engine": engine.api,
-        "gdscache": _version(),
+        "gdscache": gdscache.__version__,
         "kernels": jit.source_digest(),
     }
 
@@ -125,10 +125,3 @@ def _alone(key: dict[str, str]) -> Iterator[None]:
     with file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("gdscache")
-    except importlib.metadata.PackageNotFoundError:
-        return "source"

@@ -9,7 +9,7 @@ from pathlib import Path
 from gdscache.errors import IOFailedError, TransportUnavailableError
 from gdscache.runtime.named_object import named_object
 from gdscache.storage.base import GDS, DeviceMemory, Memory, Op, Switch, Transport
-from gdscache.storage.files import IN_MEMORY, mount_of
+from gdscache.storage.files import IN_MEMORY, find_mount
 
 __all__ = ["DeviceMemory", "Memory", "Op", "Transport", "choose_and_open", "open_transport"]
 
@@ -77,7 +77,7 @@ def _without_gds(directory: Path, threads: int, direct_io: Switch, reason: str) 
     and the kernel's own threads are slower with pages of 4 MiB and more (docs/design/transports.md)."""
     from gdscache.storage.native import NativeTransport
 
-    kind = mount_of(directory)[0]
+    kind = find_mount(directory).file_system
     if kind in IN_MEMORY:
         why = f"{reason}; files of {kind} are copied by threads, without io_uring"
         return NativeTransport(threads, direct_io, uring=False), why

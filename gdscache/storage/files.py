@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import logging
 import mmap
 import os
+import re
 import tempfile
 import threading
 from pathlib import Path
@@ -112,19 +114,34 @@ class DirectFiles(EitherWay):
         return cause
 
 
-def mount_of(directory: Path) -> tuple[str, str, str]:
-    """The file system of a directory: its type, source and mount options; empty if the system does not tell.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Mount:
+    """`source`: the mounted device; `device`: its `major:minor`. All are empty if the system does not tell."""
 
-    Raises `OSError` for a missing directory.
-    """
-    device = directory.stat().st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    for line in text_of(Path("/proc/self/mountinfo")).splitlines():
+    file_system: str = ""
+    source: str = ""
+    device: str = ""
+    options: str = ""
+
+
+def find_mount(directory: Path, root: Path = Path("/")) -> Mount:
+    """The mount that holds a directory."""
+    best, place = (0, Mount()), directory.resolve()
+    for line in text_of(root / "proc/self/mountinfo").splitlines():
         left, _, right = line.partition(" - ")
-        if left.split()[2] == number:
-            kind, source = right.split()[:2]
-            return kind, source, left.split()[5]
-    return "", "", ""
+        fields, kinds = left.split(), right.split()
+        if len(fields) < 6 or len(kinds) < 2:
+            continue
+        point = Path(_unescaped(fields[4]))
+        # A later mount covers an earlier one at the same point.
+        if place.is_relative_to(point) and len(point.parts) >= best[0]:
+            options = ",".join(dict.fromkeys([*fields[5].split(","), *"".join(kinds[2:3]).split(",")])).strip(",")
+            best = len(point.parts), Mount(kinds[0], _unescaped(kinds[1]), fields[2], options)
+    return best[1]
+
+
+def _unescaped(text: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
 
 
 def probe_direct_io(directory: Path) -> str:

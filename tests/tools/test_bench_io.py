@@ -541,7 +541,7 @@ def test_part_of_a_report_can_be_drawn(report: dict[str, Any], tmp_path: Path) -
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_every_way_on_a_gpu(tmp_path: Path) -> None:
     """Whatever works here is byte-checked and measured; what does not has a cause."""
-    found = BENCH.run(Settings.of("quick"), tmp_path)
+    found = BENCH.run(Settings.of("quick", everything=True), tmp_path)
     assert found["failed"] == []
     words = {way["way"]: way for way in found["ways"]}
     assert words["host_gpu"]["cause"] == ""

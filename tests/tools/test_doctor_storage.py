@@ -18,7 +18,7 @@ import pytest
 
 from gdscache.commands.bench import measure
 from gdscache.commands.doctor import disk, storage, trial
-from gdscache.commands.doctor.facts import Asked, Directory, Facts, FreeSpace, Mount, Place, Ssd, defaults
+from gdscache.commands.doctor.facts import Asked, Directory, Facts, FreeSpace, Place, Ssd, defaults
 from gdscache.commands.doctor.report import Found, Row
 from gdscache.commands.doctor.ssd import ssd_rows
 from gdscache.commands.doctor.trial import Moved
@@ -28,7 +28,7 @@ from gdscache.disk.directory import CacheDirectory
 from gdscache.disk.slab import slab_name
 from gdscache.errors import DirectoryNotWritableError, StorageError, TransportUnavailableError
 from gdscache.sizes import GIB, MIB
-from gdscache.storage.files import probe_direct_io
+from gdscache.storage.files import Mount, find_mount, probe_direct_io
 from gdscache.storage.trial import run_child
 from tests.support.doctor_facts import PLAIN, WHOLE
 from tests.support.helpers import WAIT
@@ -90,16 +90,15 @@ def test_the_mount_is_the_innermost_and_the_last(tmp_path: Path) -> None:
     put(tmp_path, {"proc/self/mountinfo": MOUNTS})
 
     def mounted(path: str) -> tuple[str, str]:
-        found = disk.find_mount(Path(path), tmp_path)
+        found = find_mount(Path(path), tmp_path)
         return found.file_system, found.device
 
     assert mounted("/mnt/nvme/a/b") == ("xfs", "259:1")
     assert mounted("/mnt/nvmes") == ("ext4", "254:0")  # a longer name is not inside
     assert mounted("/mnt/nvme 2/x") == ("tmpfs", "0:30")
     assert mounted("/dev/shm") == ("tmpfs", "0:41")
-    assert disk.find_mount(Path("/mnt/nvme"), tmp_path).options == "rw,noatime,attr2"
-    with pytest.raises(OSError, match="mountinfo"):
-        disk.find_mount(Path("/"), tmp_path / "none")
+    assert find_mount(Path("/mnt/nvme"), tmp_path).options == "rw,noatime,attr2"
+    assert find_mount(Path("/"), tmp_path / "none") == Mount()
 
 
 def disks(root: Path, mount: Mount) -> dict[str, Row]:
@@ -248,7 +247,7 @@ def test_a_directory_that_does_not_exist_is_not_made(no_children: list[trial.Tri
     assert list(tmp_path.iterdir()) == []
     assert [tried.transport for tried in no_children] == ["posix", "uring"]
     assert all(Path(tried.directory).is_relative_to(tmp_path) for tried in no_children)
-    assert found.mount.value
+    assert found.mount.file_system
     assert found.space.value
     assert found.direct_io
     json.dumps(dataclasses.asdict(whole))  # all of it is plain data
@@ -497,7 +496,7 @@ def test_a_transport_that_dies_is_an_answer(module: Path, tmp_path: Path) -> Non
 PLACE = Place(
     directory=Directory("/mnt/nvme", True, "/mnt/nvme", "me", "drwx------"),
     space=Found(FreeSpace(100 * GIB, 0)),
-    mount=Found(Mount("xfs", "/dev/nvme0n1", "259:0", "rw")),
+    mount=Mount("xfs", "/dev/nvme0n1", "259:0", "rw"),
     direct_io=Found(""),
     chosen=answered("kvikio", memory="cuda", word="gds", kinds=("cuda", "host")),
 )
@@ -561,8 +560,8 @@ HELD = dataclasses.replace(PLACE.directory, holder="process 7")
         ({"directory": dataclasses.replace(PLACE.directory, format=4)}, {}, "fail", {"directory"}),
         ({"directory": dataclasses.replace(PLACE.directory, format=5)}, {}, "fail", set()),
         ({"direct_io": Found("open answers EINVAL")}, {}, "warn", {"O_DIRECT"}),
-        ({"mount": Found(Mount("tmpfs", "tmpfs", "0:4", "rw"))}, {}, "warn", {"file system"}),
-        ({"mount": Found(Mount("nfs4", "host:/x", "0:4", "rw"))}, {}, "warn", {"file system"}),
+        ({"mount": Mount("tmpfs", "tmpfs", "0:4", "rw")}, {}, "warn", {"file system"}),
+        ({"mount": Mount("nfs4", "host:/x", "0:4", "rw")}, {}, "warn", {"file system"}),
         ({"trials": {"posix": Found(None, "No space left")}}, {}, "fail", {"transport posix"}),
         ({"trials": {"kvikio": Found(None, "no answer within 60 s: killed")}}, {}, "warn", {"transport kvikio"}),
     ],
@@ -576,7 +575,7 @@ def test_what_is_missing_is_named(changes: dict[str, Any], ssd: dict[str, Any], 
 def stripe(device: str, free: int, slab: int = 0) -> Place:
     """`free` and `slab` in GiB."""
     mount = Mount("xfs", "/dev/x", device, "rw")
-    return Place(PLACE.directory, Found(FreeSpace(free * GIB, slab * GIB)), Found(mount), (), Found(""), answered())
+    return Place(PLACE.directory, Found(FreeSpace(free * GIB, slab * GIB)), mount, (), Found(""), answered())
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from gdscache.storage.files import IN_MEMORY, mount_of
+from gdscache.storage.files import IN_MEMORY, find_mount
 
 
 def in_memory(directory: Path) -> bool:
     """Whether a directory's file system is all page cache."""
-    return mount_of(directory)[0] in IN_MEMORY
+    return find_mount(directory).file_system in IN_MEMORY
 
 
 def drop(paths: Iterable[Path]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from gdscache import __version__
 from gdscache.runtime.files import text_of
-from gdscache.storage.files import mount_of
+from gdscache.storage.files import find_mount
 
 PACKAGES = (
     "torch",
@@ -49,13 +49,13 @@ def storage(directory: Path) -> dict[str, Any]:
     """A directory's file system: type, mount options, device, and the device's model if known."""
     device = directory.stat().st_dev
     major, minor = os.major(device), os.minor(device)
-    kind, source, options = mount_of(directory)
+    mount = find_mount(directory)
     block = Path(f"/sys/dev/block/{major}:{minor}").resolve()
     disk = block if (block / "queue").exists() else block.parent
     return {
-        "file_system": kind or None,
-        "source": source or None,
-        "options": options or None,
+        "file_system": mount.file_system or None,
+        "source": mount.source or None,
+        "options": mount.options or None,
         "device": disk.name if (disk / "queue").exists() else None,
         "model": text_of(disk / "device" / "model") or None,
         "rotational": {"0": False, "1": True}.get(text_of(disk / "queue" / "rotational")),

@@ -1,4 +1,4 @@
-"""The mount, disks and GPUDirect support below a directory, from `/proc`, `/sys` and `/run`. Functions take `root`."""
+"""The disks and GPUDirect support below a directory, from `/proc`, `/sys` and `/run`. Functions take `root`."""
 
 from __future__ import annotations
 
@@ -7,34 +7,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from gdscache.commands.doctor.facts import Mount
 from gdscache.commands.doctor.report import Row, Verdict
 from gdscache.runtime.files import text_of
+from gdscache.storage.files import Mount
 
 ROOT = Path("/")
 _FLAGS = {"0": False, "1": True, "N": False, "Y": True}
-
-
-def find_mount(directory: Path, root: Path = ROOT) -> Mount:
-    """The mount that holds an absolute directory without links. Raises `OSError` without `/proc`."""
-    best: tuple[int, Mount] | None = None
-    for line in (root / "proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-        left, _, right = line.partition(" - ")
-        fields, kinds = left.split(), right.split()
-        if len(fields) < 6 or len(kinds) < 2:
-            continue
-        point = Path(_unescaped(fields[4]))
-        # A later mount covers an earlier one at the same point.
-        if directory.is_relative_to(point) and (best is None or len(point.parts) >= best[0]):
-            options = ",".join(dict.fromkeys([*fields[5].split(","), *"".join(kinds[2:3]).split(",")])).strip(",")
-            best = len(point.parts), Mount(kinds[0], _unescaped(kinds[1]), fields[2], options)
-    if best is None:
-        raise FileNotFoundError(f"{directory} is below no mount that the kernel lists")
-    return best[1]
-
-
-def _unescaped(text: str) -> str:
-    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
 
 
 def disk_rows(mount: Mount, root: Path = ROOT) -> Iterator[Row]:

@@ -10,6 +10,7 @@ from gdscache.commands.doctor.trial import Moved
 from gdscache.config import Config
 from gdscache.cuda.numa import Placement
 from gdscache.kernels.choice import Calibration
+from gdscache.storage.files import Mount
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,23 +94,13 @@ class FreeSpace:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Mount:
-    """`device`: `major:minor`; `source`: the mounted device."""
-
-    file_system: str
-    source: str
-    device: str
-    options: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Place:
     """A directory, its mount and disks. `direct_io`: the cause why O_DIRECT fails; empty if it works. `chosen`: the
     result of `ssd.transport` there. None: not tried."""
 
     directory: Directory
     space: Found[FreeSpace]
-    mount: Found[Mount]
+    mount: Mount
     disks: tuple[Row, ...] = ()
     direct_io: Found[str] | None = None
     chosen: Found[Moved] | None = None

@@ -11,6 +11,7 @@ from gdscache.commands.doctor.trial import Moved
 from gdscache.config import SsdConfig
 from gdscache.disk.catalog_file import FORMAT_VERSION, OLD_VERSION
 from gdscache.sizes import about, format_size
+from gdscache.storage.files import Mount
 
 _VOLATILE = ("tmpfs", "ramfs", "overlay")
 _REMOTE = ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre")
@@ -54,7 +55,7 @@ def _of_stripe(row: Row, number: int) -> Row:
 def _place_rows(found: Place, places: Sequence[Place], ssd: SsdConfig | None) -> Iterator[Row]:
     """Rows for the directory, its mount, disks, free space and O_DIRECT."""
     yield _directory_row(found)
-    yield from _mount_row(found)
+    yield _mount_row(found.mount)
     yield from found.disks
     yield from _space_row(found, places, ssd)
     if found.direct_io and found.direct_io.value:
@@ -85,17 +86,16 @@ def _directory_row(found: Place) -> Row:
     return Row("directory", f"{facts.path}: {state}", "fail" if hint else "ok", hint, data)
 
 
-def _mount_row(found: Place) -> Iterator[Row]:
-    mount, hint = found.mount.value, ""
-    if mount is None:
-        yield from answer("file system", found.mount, "info")
-        return
+def _mount_row(mount: Mount) -> Row:
+    hint = ""
+    if not mount.file_system:
+        return Row("file system", "not known: the kernel lists no mounts here")
     if mount.file_system in _REMOTE:
         hint = "set ssd.path to a directory on a local file system"
     elif mount.file_system in _VOLATILE:
         hint = "this is not a disk of its own: mount an SSD for ssd.path"
     value = f"{mount.file_system} on {mount.source}: {mount.options}"
-    yield Row("file system", value, "warn" if hint else "ok", hint, dataclasses.asdict(mount))
+    return Row("file system", value, "warn" if hint else "ok", hint, dataclasses.asdict(mount))
 
 
 def _space_row(found: Place, places: Sequence[Place], ssd: SsdConfig | None) -> Iterator[Row]:
@@ -123,8 +123,7 @@ def _space_row(found: Place, places: Sequence[Place], ssd: SsdConfig | None) -> 
 
 
 def _same_file_system(one: Place, other: Place) -> bool:
-    devices = [place.mount.value.device if place.mount.value else "" for place in (one, other)]
-    return devices[0] == devices[1] != ""
+    return one.mount.device == other.mount.device != ""
 
 
 def _trial_row(name: str, trial: Found[Moved], has_gpu: bool) -> Row:

@@ -26,7 +26,7 @@ from gdscache.disk.slab import slab_name
 from gdscache.errors import DirectoryNotWritableError
 from gdscache.storage.base import Switch
 from gdscache.storage.cufile import find_cufile
-from gdscache.storage.files import probe_direct_io
+from gdscache.storage.files import find_mount, probe_direct_io
 from gdscache.tiers import ssd_route as routes
 
 SCRATCH_PREFIX = ".gdscache-doctor-"
@@ -56,7 +56,7 @@ def find_ssd(asked: Asked, directory: Path, device: str, *, has_gpu: bool, deadl
         find_place(asked, path, number, (), used, device, {}, deadline_s)
         for number, path in enumerate(asked.stripes, start=1)
     ]
-    number = first.mount.value.device if first.mount.value else ""
+    number = first.mount.device
     chosen = first.chosen.value if first.chosen else None
     route = attempt(lambda: find_route(asked, chosen, device)) if chosen and ssd else None
     kernel = tuple(disk.gds_rows(number, has_gpu=has_gpu))
@@ -87,8 +87,8 @@ def find_place(
     transport chosen for the directory; empty for none."""
     place = nearest(directory)
     found = find_directory(directory, place)
-    mount = attempt(lambda: disk.find_mount(place.resolve()))
-    disks = attempt(lambda: tuple(disk.disk_rows(mount.value)) if mount.value else ())
+    mount = find_mount(place)
+    disks = attempt(lambda: tuple(disk.disk_rows(mount)))
     direct: Found[str] | None = None
     chosen: Found[Moved] | None = None
     if not found.problem:

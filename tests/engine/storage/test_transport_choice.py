@@ -15,7 +15,7 @@ import pytest
 from gdscache.errors import IOFailedError, TransportUnavailableError
 from gdscache.storage import Transport, open_transport, probe, trial
 from gdscache.storage.cufile import CufileTransport
-from gdscache.storage.files import DirectFiles, mount_of
+from gdscache.storage.files import DirectFiles, find_mount
 from tests.support.posix_transport import PosixTransport
 from tests.support.transport_parts import has_libcuda, refuse_ring
 
@@ -69,7 +69,7 @@ def test_auto_takes_threads_where_io_uring_is_refused(
 
 def test_auto_takes_threads_for_files_in_memory(caplog: pytest.LogCaptureFixture) -> None:
     memory = Path("/dev/shm")
-    if mount_of(memory)[0] != "tmpfs":
+    if find_mount(memory).file_system != "tmpfs":
         pytest.skip("no RAM disk at /dev/shm")
     with caplog.at_level(logging.INFO, "gdscache.storage"), opened(memory) as chosen:
         assert chosen.name == "posix"
