@@ -128,6 +128,7 @@ class Prefetcher:
         """Tiers are asked: queue the pages of slow ones. The lock is held."""
         manager, landing, keep = self._manager, self._landing, set[bytes]()
         work, claim, beyond = self._live[request], None, 0
+        manager.pins.end_due()
         with contextlib.ExitStack() as undo:
             found = manager.peek(pages, unserved=True)
             if work.pin is not None:
@@ -150,7 +151,8 @@ class Prefetcher:
             request.of(wanted, None if claim is None else claim.until, short=beyond > 0)
             work.begin(pages, tuple(found), present, keep, claim, beyond)
             self._queue.add(request)
-            self._changed.notify_all()
+            if request.end is None:  # a thread that wakes up for nothing takes the interpreter from the caller
+                self._changed.notify_all()
             undo.pop_all()
 
     def release(self, request: PrefetchRequest, work: PrefetchWork) -> None:
