@@ -13,12 +13,8 @@
 #define VECTOR 16
 #endif
 
-#ifndef THREADS
 #define THREADS 256
-#endif
-#ifndef BLOCKS
-#define BLOCKS 4
-#endif
+#define BLOCKS 4  // a processor: their registers have room
 #define WARPS (THREADS / 32)
 #define TILE_VALUES 2048u
 #define TILE_BYTES (TILE_VALUES / 2 * 3)

@@ -59,7 +59,6 @@ QueuedCopies Gpu::queue(const PageCopies& asked) {
     const bool on_gpu = summed || planes_.packed;
     Transfer transfer(copies, queued, origin, span, up(span, 16) * 16, wide, on_gpu, kMostStep / copies.extents.stride,
                       least > 0 ? kMostStep / largest : 0);
-    const bool launched = !alone || transfer.on_gpu;
     Lane& lane = copies.load ? loads_ : stores_;
     const std::lock_guard held(lane.lock);
     const bool traced = traced_;
@@ -69,7 +68,7 @@ QueuedCopies Gpu::queue(const PageCopies& asked) {
         const size_t pages = static_cast<size_t>(copies.pages), unfit = planes_.packed ? pages * 4 : 0;
         if (transfer.on_gpu) queued.digests = buffers_.take(pages * layers * 8 + unfit);
         if (unfit) std::memset(static_cast<uint8_t*>(queued.digests.memory) + pages * layers * 8, 0, unfit);
-        if (launched) lane.next_kernels(copies.after);
+        if (transfer.launched()) lane.next_kernels(copies.after);
         for (const uint64_t event : copies.after) {
             if (alone) cuda_.follow(lane.copies, reinterpret_cast<CudaEvent>(event));
         }
@@ -80,7 +79,7 @@ QueuedCopies Gpu::queue(const PageCopies& asked) {
         run(lane, transfer);
         if (traced) mark(transfer, lane, 1);
         if (!alone) queued.read = lane.read.record(lane.used(), lane.turn);
-        queued.point = lane.join(launched, copies.load || alone || copies.route == Route::kStaged);
+        queued.point = lane.join(transfer.launched(), transfer.copied());
         if (alone) queued.read = queued.point;
     } catch (...) {
         try {
@@ -158,9 +157,7 @@ CudaEvent Gpu::timed_event() {
 
 // Record events before (`which` 0) and behind (1) a transfer's work, on each stream that it needs.
 void Gpu::mark(const Transfer& transfer, const Lane& lane, int which) {
-    const Route route = transfer.copies.route;
-    const bool alone = route == Route::kCopyEngine;
-    const bool needed[] = {transfer.copies.load || alone || route == Route::kStaged, !alone || transfer.on_gpu};
+    const bool needed[] = {transfer.copied(), transfer.launched()};
     for (const int stream : {0, 1}) {
         if (!needed[stream]) continue;
         CudaEvent& event = transfer.queued.times[2 * stream + which];

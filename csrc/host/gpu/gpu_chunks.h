@@ -27,6 +27,9 @@ struct Gpu::Transfer {
     int64_t most_slots, most_blocks;  // from a row of one copy to the next
     int64_t at = 0;                   // the next page
 
+    // Whether the copy engine, and kernels, have a part in it.
+    bool copied() const { return copies.load || copies.route == Route::kCopyEngine || copies.route == Route::kStaged; }
+    bool launched() const { return copies.route != Route::kCopyEngine || on_gpu; }
     int64_t item() const { return wide ? 8 : 4; }
     uint64_t part(int64_t page) const {
         const ExtentSlots& extents = copies.extents;

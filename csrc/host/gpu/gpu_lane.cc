@@ -156,7 +156,7 @@ CudaEvent Lane::event() {
 
 Segment& Lane::take(size_t bytes) {
     Segment& next = segments_[static_cast<size_t>(++chunks_) % kSegments];
-    next = {next.data, next.table, next.copied, next.done, {}, 0, 0};
+    next = {next.data, next.table, next.copied, next.done, {}};
     if (bytes == 0) return next;
     const size_t size = aligned(bytes);
     next.begin = at_ + size <= share_ ? at_ : 0;

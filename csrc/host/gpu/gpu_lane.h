@@ -90,7 +90,6 @@ struct Segment {
     CudaEvent copied = nullptr, done = nullptr;
     std::vector<const Segment*> before;
     size_t begin = 0, end = 0;  // in the ring
-    int64_t number = 0;         // of the chunk
 };
 
 // In bytes: of the ring; of a page; of a chunk's table; of copies before others' may pass.
@@ -102,7 +101,8 @@ struct LaneSizes {
 //
 // A model's matrix products hold every processor until they end. Then each stream has one kernel begin, and the next one
 // waits for another product: so the kernels of chunks take several streams in turns, and no stream of kernels waits for
-// another. Many more streams in a process share queues of the GPU's front end with the model's, and wait for its whole work.
+// another. Many more streams in a process share queues of the GPU's front end with the model's, and wait for its whole
+// work.
 //
 // The copy engine finishes the queue of one stream before it turns to another. So a model that copies the tokens of a
 // step to the host would wait for every queued store: 77 ms behind 4 GiB. `make_way` lets it pass: two streams copy in
@@ -123,6 +123,10 @@ public:
     Segment& take(size_t bytes);
     // Before `bytes` of copies: let others' copies pass if more than `unbroken` bytes would go since they last could.
     void make_way(size_t bytes);
+    void begin_turn() {
+        ++turn;
+        used_.clear();
+    }
     // Kernels of this turn are in other streams now, which follow these events.
     void next_kernels(std::span<const uint64_t> after);
     // The streams that had kernels in this turn.
@@ -139,10 +143,6 @@ public:
     int64_t turn = 0;  // of the queueing thread
     Points done;  // of the whole lane
     Points read;  // of its kernels: behind a store's last read of its source
-    void begin_turn() {
-        ++turn;
-        used_.clear();
-    }
 
 private:
     static constexpr size_t kKernelStreams = 3;
