@@ -235,11 +235,14 @@ def test_what_the_streams_of_a_gpu_did(
     stored(host, prompt(1, PAGES))
     host.load(prompt(1, PAGES))
     settle(host.engine)
-    tracks = tracks_by_kind(timeline.describe())
+    found, names = finished(timeline), track_names(timeline.describe())
     for way in ("load", "store"):
-        assert tracks[f"{way} copies"] == f"{way}s: copy stream"
-        assert tracks[f"{way} kernel"] == f"{way}s: kernel stream"
-    found = finished(timeline)
+        tracks = {
+            kind: {names[e["tid"]] for e in found if e["cat"] == f"{way} {kind}"} for kind in ("copies", "kernel")
+        }
+        assert tracks["copies"] == {f"{way}s: copy stream"}
+        kernels = f"{way}s: kernel stream"  # of a lane's three, whose work may overlap
+        assert {kernels} <= tracks["kernel"] <= {kernels, f"{kernels} (2)", f"{kernels} (3)"}
     (load,) = [e for e in found if e["cat"] == "load"]
     slack = 20_000  # us: the two clocks are compared once, by a thread that may lose its turn between the two
     for event in found:
