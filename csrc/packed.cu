@@ -456,7 +456,8 @@ __device__ __forceinline__ bool gather_part(Piece& piece, const Part& part, u32 
             }
         }
         if (steps) of_codes.to_ring<2>(begin + split, shared.ring, lane);
-        exceptions = __reduce_add_sync(0xffffffffu, exceptions);
+#pragma unroll
+        for (u32 n = 16; n; n /= 2) exceptions += __shfl_xor_sync(0xffffffffu, exceptions, n);
         if (lane == 0) shared.counts[parity][piece.warp] = exceptions;
         __syncthreads();
         u32 at = count;
