@@ -94,7 +94,7 @@ class UsedEngine:
             self.path,
             model=PACKED if packs else MHA,
             cpu=self.cpu,
-            ssd=4096 if packs else 96,  # a 256th of which, eight pages at least, holds the pages that do not fit
+            ssd=8192 if packs else 96,  # a 256th of which holds the pages that do not fit
             bounce=128 if packs else 8,
             transport=transport,
             deadline=DEADLINE_S,

@@ -88,7 +88,7 @@ class Player:
             device=device,
             model=model,
             cpu=draw.choice([None, 3, 8, 20]),
-            ssd=32 if model is not PACKED else 4096,  # a 128th is for pages that do not fit
+            ssd=32 if model is not PACKED else 8192,  # a 256th is for pages that do not fit
             bounce=draw.choice([4, 16]),
             transport=draw.choice(["tests.support.faulty:FaultyTransport", "tests.support.faulty:FaultyMerging"]),
             load={"verify": draw.choice(["once", "always"])},
