@@ -250,7 +250,6 @@ class SsdTier(DurableTier):
                 alive = [i for i, entry in enumerate(entries) if not entry.dropped]
                 live, stored = [entries[i] for i in alive], take_rows(stored, alive)
                 written = [entry.slot for entry in live]
-                put_rows(self._checksums, written, stored)  # known from the commit on
                 touched, retained = self._touched_slots(), self._retained
                 on_failure.callback(self._undo, retained, written)
                 self._deleting = set(itertools.islice(self._doomed, _DELETIONS))
@@ -270,6 +269,8 @@ class SsdTier(DurableTier):
                 ]
             self._learn_checksums(leased)  # a load that still reads them needs the checksums
             self._describe(descriptions)
+            with self.lock:
+                put_rows(self._checksums, written, stored)  # known from the commit on
             self._catalog.commit(records, sorted(self._deleting), touched, wanted)
             with self.lock:
                 on_failure.pop_all()
