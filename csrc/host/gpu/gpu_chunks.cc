@@ -106,15 +106,17 @@ void Gpu::load_chunk(Lane& lane, const Transfer& transfer, const Chunk& chunk) c
 void Gpu::store_chunk(Lane& lane, const Transfer& transfer, const Chunk& chunk) const {
     const Route route = transfer.copies.route;
     const Segment& segment = *chunk.segment;
+    cuda_.follow(lane.kernels, segment.done);
     cuda_.follow(lane.kernels, segment.copied);
     for (const Segment* const before : segment.before) cuda_.follow(lane.kernels, before->copied);
     bring_table(chunk, lane.kernels);
     launch(lane, transfer, chunk);
     cuda_.record(segment.done, lane.kernels);
     if (route == Route::kCopyEngine) copy_pieces(lane, transfer, chunk.first, chunk.first + chunk.pages);
-    if (route != Route::kStaged) return;
-    cuda_.follow(lane.copies, segment.done);
-    stage(lane, transfer, chunk);
+    if (route == Route::kStaged) {
+        cuda_.follow(lane.copies, segment.done);
+        stage(lane, transfer, chunk);
+    }
     cuda_.record(segment.copied, lane.copies);
 }
 

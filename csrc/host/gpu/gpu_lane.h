@@ -83,8 +83,9 @@ private:
 };
 
 // The place of one chunk of a transfer at a time: bytes of the ring, and a table. Addresses are of the GPU's. `copied` is
-// behind the last copies, `done` behind the last kernel. `before`: the last chunks of other segments with some of the
-// same bytes.
+// behind the lane's copies up to this chunk's, `done` behind its kernel. `before`: the last chunks of other segments with
+// some of the same bytes. Older chunks' bytes need no event of their own: a load's copies have waited for their kernels,
+// each when its segment was taken again, and a store waits for all copies up to those of the chunk in its segment.
 struct Segment {
     uint64_t data = 0, table = 0;
     CudaEvent copied = nullptr, done = nullptr;
