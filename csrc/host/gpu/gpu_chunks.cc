@@ -92,8 +92,7 @@ bool Gpu::cut(Lane& lane, Transfer& transfer, Chunk* chunk) {
 void Gpu::load_chunk(Lane& lane, const Transfer& transfer, const Chunk& chunk) const {
     const Route route = transfer.copies.route;
     const Segment& segment = *chunk.segment;
-    cuda_.follow(lane.copies, segment.done);
-    for (const Segment* const before : segment.before) cuda_.follow(lane.copies, before->done);
+    for (const CudaEvent event : segment.after) cuda_.follow(lane.copies, event);
     if (route == Route::kStaged) stage(lane, transfer, chunk);
     else bring_table(chunk, lane.copies);
     if (route == Route::kCopyEngine) copy_pieces(lane, transfer, chunk.first, chunk.first + chunk.pages);
@@ -106,9 +105,7 @@ void Gpu::load_chunk(Lane& lane, const Transfer& transfer, const Chunk& chunk) c
 void Gpu::store_chunk(Lane& lane, const Transfer& transfer, const Chunk& chunk) const {
     const Route route = transfer.copies.route;
     const Segment& segment = *chunk.segment;
-    cuda_.follow(lane.kernels, segment.done);
-    cuda_.follow(lane.kernels, segment.copied);
-    for (const Segment* const before : segment.before) cuda_.follow(lane.kernels, before->copied);
+    for (const CudaEvent event : segment.after) cuda_.follow(lane.kernels, event);
     bring_table(chunk, lane.kernels);
     launch(lane, transfer, chunk);
     cuda_.record(segment.done, lane.kernels);

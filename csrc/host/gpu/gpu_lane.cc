@@ -156,14 +156,18 @@ CudaEvent Lane::event() {
 
 Segment& Lane::take(size_t bytes) {
     Segment& next = segments_[static_cast<size_t>(++chunks_) % kSegments];
-    next = {next.data, next.table, next.copied, next.done, {}};
+    const bool copied = next.begin < next.end;
+    next.after = {loads ? next.done : next.copied};
+    if (!loads && !copied) next.after.push_back(next.done);  // else its copies were behind its kernel
+    next.begin = next.end = 0;
     if (bytes == 0) return next;
     const size_t size = aligned(bytes);
     next.begin = at_ + size <= share_ ? at_ : 0;
     next.end = at_ = next.begin + size;
     next.data = memory_.get() + next.begin;
     for (const Segment& one : segments_) {
-        if (&one != &next && one.begin < next.end && next.begin < one.end) next.before.push_back(&one);
+        const bool shares = &one != &next && one.begin < next.end && next.begin < one.end;
+        if (shares) next.after.push_back(loads ? one.done : one.copied);
     }
     return next;
 }

@@ -83,13 +83,13 @@ private:
 };
 
 // The place of one chunk of a transfer at a time: bytes of the ring, and a table. Addresses are of the GPU's. `copied` is
-// behind the lane's copies up to this chunk's, `done` behind its kernel. `before`: the last chunks of other segments with
-// some of the same bytes. Older chunks' bytes need no event of their own: a load's copies have waited for their kernels,
+// behind the lane's copies up to this chunk's, `done` behind its kernel. `after`: the events behind which the place is
+// free. Older chunks with some of its bytes need no event of their own: a load's copies have waited for their kernels,
 // each when its segment was taken again, and a store waits for all copies up to those of the chunk in its segment.
 struct Segment {
     uint64_t data = 0, table = 0;
     CudaEvent copied = nullptr, done = nullptr;
-    std::vector<const Segment*> before;
+    std::vector<CudaEvent> after;
     size_t begin = 0, end = 0;  // in the ring
 };
 
@@ -119,8 +119,7 @@ public:
     ~Lane();
     Lane(Lane&&) = delete;
 
-    // The next segment, with this many bytes of the ring. Work in it waits for its own events and for those of `before`,
-    // and sets its own.
+    // The next segment, with this many bytes of the ring. Work in it waits for `after`, and sets the other two events.
     Segment& take(size_t bytes);
     // Before `bytes` of copies: let others' copies pass if more than `unbroken` bytes would go since they last could.
     void make_way(size_t bytes);
