@@ -8,8 +8,9 @@ namespace gdscache {
 namespace {
 
 constexpr size_t kAlignment = 4096;
+constexpr size_t kLoadStreams = 2, kStoreStreams = 3;  // of kernels
 constexpr size_t kSegments = 8;
-constexpr size_t kChunks = 4;  // of the largest size in the ring: one more than kernels may wait in streams
+constexpr size_t kChunks = 4;  // of the largest size in the ring: more than kernels may wait in streams
 constexpr size_t kSmallest = 4096;  // bytes of a host buffer
 
 constexpr size_t aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
@@ -126,12 +127,11 @@ Lane::Lane(const Cuda& cuda, const LaneSizes& sizes, bool for_loads)
       done(cuda, for_loads ? 0 : 1),
       read(cuda, for_loads ? 2 : 3),
       cuda_(cuda),
-      streams_{own_stream(cuda, false), own_stream(cuda, false), own_stream(cuda, for_loads),
-               own_stream(cuda, for_loads), own_stream(cuda, for_loads)},
-      resting_(streams_[1].get()),
       turned_(event()),
       share_(std::max(most, sizes.share / kAlignment * kAlignment)) {
-    copies = streams_[0].get(), kernels = streams_[2].get();
+    for (size_t n = 0; n < 2; ++n) streams_.push_back(own_stream(cuda, false));
+    for (size_t n = 0; n < (loads ? kLoadStreams : kStoreStreams); ++n) streams_.push_back(own_stream(cuda, loads));
+    copies = streams_[0].get(), resting_ = streams_[1].get(), kernels = streams_[2].get();
     memory_ = OwnMemory(cuda.allocate(share_ + kSegments * table_bytes), {&cuda});
     segments_.resize(kSegments);
     for (size_t n = 0; n < kSegments; ++n) {
@@ -183,7 +183,7 @@ void Lane::make_way(size_t bytes) {
 }
 
 void Lane::next_kernels(std::span<const uint64_t> after) {
-    kernels = streams_[2 + kernels_at_++ % kKernelStreams].get();
+    kernels = streams_[2 + kernels_at_++ % (streams_.size() - 2)].get();
     if (std::ranges::find(used_, kernels) != used_.end()) return;
     used_.push_back(kernels);
     for (const uint64_t event : after) cuda_.follow(kernels, reinterpret_cast<CudaEvent>(event));

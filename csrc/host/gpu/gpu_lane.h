@@ -102,8 +102,9 @@ struct LaneSizes {
 //
 // A model's matrix products hold every processor until they end. Then each stream has one kernel begin, and the next one
 // waits for another product: so the kernels of chunks take several streams in turns, and no stream of kernels waits for
-// another. Many more streams in a process share queues of the GPU's front end with the model's, and wait for its whole
-// work.
+// another. Each stream costs a little where the GPU has no other work: two are enough for loads, whose kernels are short,
+// and stores, which may pack, take three. Many more streams in a process share queues of the GPU's front end with the
+// model's, and wait for its whole work.
 //
 // The copy engine finishes the queue of one stream before it turns to another. So a model that copies the tokens of a
 // step to the host would wait for every queued store: 77 ms behind 4 GiB. `make_way` lets it pass: two streams copy in
@@ -145,13 +146,11 @@ public:
     Points read;  // of its kernels: behind a store's last read of its source
 
 private:
-    static constexpr size_t kKernelStreams = 3;
-
     CudaEvent event();
 
     const Cuda& cuda_;
-    const OwnStream streams_[2 + kKernelStreams];  // of copies, and of kernels
-    CudaStream resting_;  // the next `copies`
+    std::vector<OwnStream> streams_;  // two of copies, and those of kernels
+    CudaStream resting_ = nullptr;  // the next `copies`
     std::vector<OwnEvent> events_;
     const CudaEvent turned_;
     size_t gone_ = 0;  // bytes of copies since others could pass
