@@ -129,9 +129,6 @@ Lane::Lane(const Cuda& cuda, const LaneSizes& sizes, bool for_loads)
       cuda_(cuda),
       turned_(event()),
       share_(std::max(most, sizes.share / kAlignment * kAlignment)) {
-    for (size_t n = 0; n < 2; ++n) streams_.push_back(own_stream(cuda, false));
-    for (size_t n = 0; n < (loads ? kLoadStreams : kStoreStreams); ++n) streams_.push_back(own_stream(cuda, loads));
-    copies = streams_[0].get(), resting_ = streams_[1].get(), kernels = streams_[2].get();
     memory_ = OwnMemory(cuda.allocate(share_ + kSegments * table_bytes), {&cuda});
     segments_.resize(kSegments);
     for (size_t n = 0; n < kSegments; ++n) {
@@ -152,6 +149,18 @@ Lane::~Lane() {
 CudaEvent Lane::event() {
     events_.push_back(own_event(cuda_, EventUse::kOrder));
     return events_.back().get();
+}
+
+void Lane::begin_turn() {
+    if (streams_.empty()) {
+        std::vector<OwnStream> opened;
+        for (size_t n = 0; n < 2; ++n) opened.push_back(own_stream(cuda_, false));
+        for (size_t n = 0; n < (loads ? kLoadStreams : kStoreStreams); ++n) opened.push_back(own_stream(cuda_, loads));
+        streams_ = std::move(opened);
+        copies = streams_[0].get(), resting_ = streams_[1].get(), kernels = streams_[2].get();
+    }
+    ++turn;
+    used_.clear();
 }
 
 Segment& Lane::take(size_t bytes) {

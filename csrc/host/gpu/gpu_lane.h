@@ -124,10 +124,8 @@ public:
     Segment& take(size_t bytes);
     // Before `bytes` of copies: let others' copies pass if more than `unbroken` bytes would go since they last could.
     void make_way(size_t bytes);
-    void begin_turn() {
-        ++turn;
-        used_.clear();
-    }
+    // The first turn opens the streams, so that a direction, or a kind of pages, that nothing uses has none.
+    void begin_turn();
     // Kernels of this turn are in other streams now, which follow these events.
     void next_kernels(std::span<const uint64_t> after);
     // The streams that had kernels in this turn.
@@ -139,7 +137,7 @@ public:
     const bool loads;
     const size_t unbroken;
     std::mutex lock;
-    CudaStream copies = nullptr, kernels = nullptr;  // `make_way` and `next_kernels` change them
+    CudaStream copies = nullptr, kernels = nullptr;  // of a turn: `make_way` and `next_kernels` change them
     const size_t most, table_bytes;  // of a chunk
     int64_t turn = 0;  // of the queueing thread
     Points done;  // of the whole lane

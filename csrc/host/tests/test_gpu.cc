@@ -356,6 +356,8 @@ void check_ways(const Driver& driver) {
         driver.delay(60);
         {
             Lane lane(cuda, {1 << 16, 4096, 4096, 100}, loads);
+            CHECK(driver.living(kStreams) == 0);  // before its first turn
+            lane.begin_turn();
             const CudaStream one = lane.copies;
             lane.make_way(200);  // the first go in any case
             CHECK(lane.copies == one);
