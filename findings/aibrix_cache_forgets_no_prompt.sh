@@ -2,10 +2,10 @@
 # AIBrix KVCache 0.8.0: its L1 cache, with the default policy S3FIFO, keeps the tokens of every block that it has ever
 # evicted. S3-FIFO has a list of names without pages (ghosts), as long as the main list. Here its length is counted in
 # bytes of pages, of which a ghost has none, so nothing is ever taken from it. Each name holds the whole prompt's
-# tokens. A process that serves new prompts grows without end, beyond the capacity that it was given, and
-# `len(cache)` does not count it. And a block that comes back after any time is taken for a frequent one and goes to the
-# main list, which is what the policy is there to prevent. LRU and FIFO, chosen by
-# `AIBRIX_KV_CACHE_OL_L1_CACHE_EVICTION_POLICY`, stay as they are.
+# tokens. A process that serves new prompts grows without end, beyond the capacity that it was given, and `len(cache)`
+# does not count it. And a block that comes back after any time is taken for a frequent one and goes to the main list,
+# which is what the policy is there to prevent. LRU and FIFO, chosen by `AIBRIX_KV_CACHE_OL_L1_CACHE_EVICTION_POLICY`,
+# stay as they are.
 #
 # Seen with aibrix-kvcache 0.8.0 and torch 2.13.0 on a CPU, a cache of 8 blocks, prompts of 4,096 tokens of which one
 # block is put: S3FIFO has 17 MiB of Python's memory more behind each 1,000 prompts, and calls the first one, put again

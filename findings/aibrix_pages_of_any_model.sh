@@ -52,8 +52,9 @@ else:
     print(status.get()[1].to_tensors()[0].unique().tolist() if status.is_ok() else "nothing")
 manager.close()
 PY
-export TQDM_DISABLE=1 PYTHONWARNINGS=ignore AIBRIX_KV_CACHE_OL_L1_CACHE_ENABLED=0 AIBRIX_KV_CACHE_OL_L2_CACHE_BACKEND=SHFS
-export AIBRIX_KV_CACHE_OL_SHFS_ROOT="$folder/pages" AIBRIX_KV_CACHE_OL_L2_CACHE_INGESTION_TYPE=ALL
+export TQDM_DISABLE=1 PYTHONWARNINGS=ignore AIBRIX_KV_CACHE_OL_L1_CACHE_ENABLED=0
+export AIBRIX_KV_CACHE_OL_L2_CACHE_BACKEND=SHFS AIBRIX_KV_CACHE_OL_SHFS_ROOT="$folder/pages"
+export AIBRIX_KV_CACHE_OL_L2_CACHE_INGESTION_TYPE=ALL
 engine() { "$folder/env/bin/python" engine.py "$@"; }
 "$folder/env/bin/python" -m pip list 2> /dev/null | grep -E "^(aibrix|torch)"
 seen="bfloat16 puts ones: $(engine put bfloat16)

@@ -3,9 +3,10 @@
 # `TokenListView` is sliced without a copy, and the key builders ROLLING_HASH (the default) and RAW hash its whole list
 # from the beginning and take the key of the block's number in the slice. So where many prompts lie in one array and
 # each is a slice of it, every prompt is stored and found under the keys of the first: the second prompt gets the first
-# one's pages, and nothing is raised. The local cache (L1) tells them apart, and the package's connectors for vLLM give each
-# prompt a list of its own. SIMPLE_HASH hashes the slice. A view made of a copy (`TokenListView(list(view))`) has the right keys, and
-# `AIBRIX_KV_CACHE_OL_TOKEN_VALIDATION_ENABLED=1`, which is off by default, compares tokens when pages are read.
+# one's pages, and nothing is raised. The local cache (L1) tells them apart, and the package's connectors for vLLM give
+# each prompt a list of its own. SIMPLE_HASH hashes the slice. A view made of a copy (`TokenListView(list(view))`) has
+# the right keys, and `AIBRIX_KV_CACHE_OL_TOKEN_VALIDATION_ENABLED=1`, which is off by default, compares tokens when
+# pages are read.
 #
 # Seen with aibrix-kvcache 0.8.0 and torch 2.13.0 on a CPU, in the store of files (SHFS), an array of 32 tokens and a
 # page of ones for the first 16: the slice of the other 16 finds that page with ROLLING_HASH and RAW, and nothing with

@@ -10,8 +10,8 @@
 # tokens that differ in the last one, a Llama of random weights. Tokens before the last whose keys of the second layer
 # differ: none without a press, whole or in chunks of 32 and 16, and none with one in one call; with a press 15 in
 # chunks of 32, from token 47 on, and 7 in chunks of 16, from token 55 on. Of the prompt 32 tokens are held in one call,
-# 48 in chunks of 32, 56 in chunks of 16. Fails (exit 1) where that is no longer so. kvpress imports `datasets` for a press that is not used here; an empty
-# module takes its place.
+# 48 in chunks of 32, 56 in chunks of 16. Fails (exit 1) where that is no longer so. kvpress imports `datasets` for a
+# press that is not used here; an empty module takes its place.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -72,8 +72,8 @@ for press in (False, True):
         assert len(one) == 64
         changed = ((one - two).abs().amax(1) > 1e-4).tolist()
         seen[press, chunk] = held, sum(changed[:-1])
-        print(f"{'press' if press else 'plain'}, chunks of {chunk}: {held} tokens held; keys of {sum(changed[:-1])} tokens "
-              f"differ besides the last, the first of them {changed.index(True)}")
+        print(f"{'press' if press else 'plain'}, chunks of {chunk}: {held} tokens held; keys of {sum(changed[:-1])} "
+              f"tokens differ besides the last, the first of all that differ is {changed.index(True)}")
 plain = [seen[False, chunk] for chunk in (None, 32, 16)]
 held = [seen[True, chunk][0] for chunk in (None, 32, 16)]
 ahead = [seen[True, chunk][1] for chunk in (None, 32, 16)]
