@@ -169,11 +169,12 @@ class UsedEngine:
             report = handle.result(LONGEST_S / 2)
             self.counts.dropped.update(report.dropped.values())
             self.refused = dict(report.dropped)
-            for i, (key, tiers) in enumerate(zip(document.keys, report.tiers, strict=True)):
+            there = self.slots_of_pages(set(document.keys))
+            for key, tiers in zip(document.keys, report.tiers, strict=True):
                 self.counts.stored.update(tiers)
                 if on_ssd(tiers):
                     (self.damaged.add if self.harm else self.damaged.discard)(key)
-                if i not in report.dropped:  # or it was there already
+                if on_ssd(tiers) or key in there:  # a page that a full queue keeps from the SSD is in memory alone
                     self.committed.add(key)
         if report is None and self.harm:  # whatever became of them
             self.damaged.update(set(document.keys) - self.committed)

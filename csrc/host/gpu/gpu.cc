@@ -82,11 +82,7 @@ QueuedCopies Gpu::queue(const PageCopies& asked) {
         queued.point = lane.join(transfer.launched(), transfer.copied());
         if (alone) queued.read = queued.point;
     } catch (...) {
-        try {
-            queued.point = lane.join(true, true);
-            lane.done.await(queued.point);
-        } catch (const CudaError&) {  // nothing runs in a broken context
-        }
+        lane.drain();
         give_back(queued);
         throw;
     }

@@ -137,7 +137,7 @@ Lane::Lane(const Cuda& cuda, const LaneSizes& sizes, bool for_loads)
     }
 }
 
-Lane::~Lane() {
+void Lane::drain() const {
     for (const OwnStream& stream : streams_) {
         try {
             cuda_.synchronize(stream.get());

@@ -117,7 +117,7 @@ struct LaneSizes {
 class Lane {
 public:
     Lane(const Cuda& cuda, const LaneSizes& sizes, bool loads);
-    ~Lane();
+    ~Lane() { drain(); }
     Lane(Lane&&) = delete;
 
     // The next segment, with this many bytes of the ring. Work in it waits for `after`, and sets the other two events.
@@ -133,6 +133,8 @@ public:
     // A point behind this turn's work in the streams of kernels, of copies, or in both. A load without kernels ends on the
     // copies' stream alone: beside matrix products, which hold every processor, the other one passes a point 1 ms later.
     int64_t join(bool by_kernels, bool by_copies);
+    // Wait for all work.
+    void drain() const;
 
     const bool loads;
     const size_t unbroken;

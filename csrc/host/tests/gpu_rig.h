@@ -49,6 +49,7 @@ struct Driver : Beside {
         find(&calls, "fake_calls");
         find(&delay, "fake_delay");
         find(&hold, "fake_hold");
+        find(&hold_copies, "fake_hold_copies");
         find(&living, "fake_living");
         find(&entered_here, "fake_entered_here");
         find(&device, "fake_device");
@@ -65,6 +66,7 @@ struct Driver : Beside {
     decltype(&fake_calls) calls;
     decltype(&fake_delay) delay;
     decltype(&fake_hold) hold;
+    decltype(&fake_hold_copies) hold_copies;
     decltype(&fake_living) living;
     decltype(&fake_entered_here) entered_here;
     decltype(&fake_device) device;

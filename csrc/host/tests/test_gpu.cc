@@ -251,54 +251,183 @@ void check_looks(const Driver& driver, uint64_t count) {
     }
 }
 
-// Stores of one page each, by all routes, of which some wait for a model: those behind them go on in other streams, and
-// leave alone the tables and the bytes in the ring that work in front of them still needs.
-void check_overtaking(const Driver& driver, uint64_t count) {
-    driver.batches(13);
-    driver.delay(0);
-    for (uint64_t seed = 0; count > 0; seed++) {
-        Random random(seed);
-        GpuPool pool(driver, random);
-        if (!pool.can_look) continue;
-        count--;
-        const Cuda cuda(driver.path.c_str(), driver.context());
-        std::optional<Gpu> gpu;
-        {
-            const Cuda::Entered entered(cuda);
-            gpu.emplace(cuda, pool.planes, pool.kernels(driver, Kernels::kLooks, 4), ChunkSizes{},
-                        2 * static_cast<size_t>(pool.planes.extent_bytes) * (1 + random.below(20)));
-        }
-        {
-            Model model(gpu->cuda());
-            std::atomic<bool> busy = true;
-            driver.call(model.stream, [](void* of) { static_cast<std::atomic<bool>*>(of)->wait(true); }, &busy);
-            const CudaEvent behind = model.record();
-            std::vector<std::unique_ptr<OneTransfer>> transfers;
-            std::vector<QueuedCopies> queued;
-            while (transfers.size() < 40) {
-                const auto page = static_cast<int64_t>(random.below(static_cast<uint64_t>(pool.pages)));
-                auto made = std::make_unique<OneTransfer>(driver, pool, random, std::vector{page}, true);
-                if (made->count != 1 || made->first == made->last) continue;
-                made->load = false;
-                made->foresee();
-                if (random.below(6) == 0) made->after.push_back(reinterpret_cast<uint64_t>(behind));
-                queued.push_back(gpu->queue(made->copies()));
-                transfers.push_back(std::move(made));
-            }
-            std::this_thread::sleep_for(std::chrono::milliseconds(1 + random.below(3)));
-            busy = false;
-            busy.notify_all();
-            for (size_t n = 0; n < queued.size(); n++) {
-                std::vector<uint64_t> found(transfers[n]->n_sums());
-                gpu->finish(queued[n], found.data());
-                if (transfers[n]->sums) transfers[n]->check_sums(found);
-                transfers[n]->check_extents();
-            }
-        }
-        const Cuda::Entered entered(cuda);
-        gpu.reset();
+// A model that computes until it is told to end.
+class Busy {
+public:
+    Busy(const Driver& driver, const Cuda& cuda) : model_(cuda) {
+        driver.call(model_.stream, [](void* of) { static_cast<std::atomic<bool>*>(of)->wait(true); }, &busy_);
+        behind = model_.record();
     }
-    driver.check_empty();
+    ~Busy() { end(); }
+    void end() {
+        busy_ = false;
+        busy_.notify_all();
+    }
+
+    CudaEvent behind;
+
+private:
+    std::atomic<bool> busy_ = true;
+    Model model_;
+};
+
+// Transfers both ways, by all routes. Each comes after those before it that need its pages' planes, by their points
+// alone. Some wait for one of two models: those behind them go on in other streams, and leave alone the tables and the
+// bytes in the ring that work in front of them still needs. Some fail, and are queued again.
+void check_overtaking(const Driver& driver, uint64_t seed) {
+    constexpr const char* kQueues[] = {"cuLaunchKernel", "cuMemcpyBatchAsync", "cuStreamWaitEvent",
+                                       "cuEventRecord",  "cuEventCreate",      "cuMemHostAlloc"};
+    Random random(seed);
+    driver.batches(13);
+    driver.delay(random.below(2) ? 100 : 0);
+    GpuPool pool(driver, random);
+    const Cuda cuda(driver.path.c_str(), driver.context());
+    std::optional<Gpu> gpu;
+    {
+        const Cuda::Entered entered(cuda);
+        ChunkSizes sizes;
+        const auto bytes = [&] { return static_cast<int64_t>(between(random, 1, 4)) * pool.planes.extent_bytes; };
+        if (random.below(2)) sizes = {bytes(), bytes(), bytes(), bytes() / 2 + 1, between(random, 1, 12)};
+        const auto kernels = static_cast<Kernels>(random.below(4));
+        gpu.emplace(cuda, pool.planes, pool.kernels(driver, kernels, 4), sizes,
+                    pool.staging(random) * (1 + random.below(4)));
+    }
+    struct Page {
+        std::unique_ptr<Model> model;
+        int64_t written = 0;        // a point behind the last change of its planes
+        std::vector<int64_t> read;  // points behind reads since then
+    };
+    {
+        std::vector<Page> all(static_cast<size_t>(pool.pages));
+        for (Page& page : all) page.model = std::make_unique<Model>(cuda);
+        Busy busy[] = {{driver, cuda}, {driver, cuda}};
+        std::vector<std::unique_ptr<OneTransfer>> transfers;
+        std::vector<QueuedCopies> queued;
+        const auto finish = [&](size_t n) {
+            std::vector<uint64_t> found(transfers[n]->n_sums());
+            gpu->finish(queued[n], found.data());
+            if (transfers[n]->sums) transfers[n]->check_sums(found);
+            transfers[n]->check_extents();
+            std::swap(transfers[n], transfers.back());
+            std::swap(queued[n], queued.back());
+            transfers.pop_back();
+            queued.pop_back();
+        };
+        driver.hold_copies(random.below(4) == 0);
+        const uint64_t loads = random.below(3), route = random.below(6), kind = random.below(6);
+        const uint64_t waits = 2 + random.below(20);
+        const bool fails = random.below(3) == 0;
+        // A call that fails waits for all work before it, so another thread ends the models then.
+        const auto end = [&](int n) {
+            if (n == 1) driver.hold_copies(0);
+            busy[n].end();
+        };
+        std::thread ends([&] {
+            for (int n = 0; fails && n < 2; n++) {
+                std::this_thread::sleep_for(std::chrono::milliseconds(2 + n));
+                end(n);
+            }
+        });
+        for (uint64_t left = 60; left > 0;) {
+            std::vector<int64_t> some(static_cast<size_t>(pool.pages));
+            std::iota(some.begin(), some.end(), 0);
+            shuffle(random, some);
+            some.resize(random.below(4) ? 1 : static_cast<size_t>(between(random, 1, 4)));
+            auto made = std::make_unique<OneTransfer>(driver, pool, random, some, random.below(4) != 0);
+            if (made->count == 0 || made->first == made->last) continue;
+            if (kind < 3 && made->kind != static_cast<Extents>(kind)) continue;
+            if (route < 3) made->route = static_cast<Route>(route);
+            made->load = random.below(2) < loads;
+            std::vector<Page*> pages;
+            for (int64_t n = 0; n < made->count; n++) {
+                const int64_t block = made->blocks[static_cast<size_t>(n * pool.planes.page_blocks)];
+                pages.push_back(&all[static_cast<size_t>(block / pool.planes.page_blocks)]);
+            }
+            const bool fills = random.below(12) == 0, writes = fills || made->load;
+            Model& model = *pages[0]->model;
+            bool follows = fills;
+            for (const Page* const page : pages) {
+                follows = follows || page->written || (writes && !page->read.empty());
+                gpu->follow(model.stream, page->written);
+                for (const int64_t point : page->read) {
+                    if (writes) gpu->follow(model.stream, point);
+                }
+            }
+            if (fills) {
+                made->fill_mirror();
+                driver.call(model.stream, [](void* of) { static_cast<OneTransfer*>(of)->fill_planes(); }, made.get());
+            }
+            made->foresee();
+            const auto wait = [&](CudaEvent event) { made->after.push_back(reinterpret_cast<uint64_t>(event)); };
+            if (follows) wait(model.record());
+            if (random.below(waits) == 0) wait(busy[random.below(2)].behind);
+            while (true) {
+                try {
+                    for (const char* const function : kQueues) {
+                        if (fails && random.below(60) == 0) driver.fail(function, between(random, 0, 12));
+                    }
+                    queued.push_back(gpu->queue(made->copies()));
+                    break;
+                } catch (const CudaError&) {
+                    CHECK(fails && gpu->reached(gpu->last(made->load)));
+                }
+            }
+            for (const char* const function : kQueues) driver.fail(function, -1);
+            for (Page* const page : pages) {
+                if (writes) page->written = queued.back().point, page->read.clear();
+                else page->read.push_back(queued.back().read);
+            }
+            transfers.push_back(std::move(made));
+            if (left-- == 30 && !fails) end(0);
+            for (size_t n = random.below(transfers.size()); n < transfers.size(); n++) {
+                if (gpu->reached(queued[n].point)) finish(n);
+            }
+        }
+        std::this_thread::sleep_for(std::chrono::milliseconds(random.below(3)));
+        if (!fails) end(1);
+        ends.join();
+        while (!transfers.empty()) finish(random.below(transfers.size()));
+        CHECK(pool.matches());
+    }
+    const Cuda::Entered entered(cuda);
+    gpu.reset();
+    driver.delay(0);
+}
+
+// What was queued has ended when a call throws, though an event that is needed for a point fails too.
+void check_failures(const Driver& driver) {
+    Random random(1);
+    driver.batches(13);
+    GpuPool pool(driver, random);
+    const Cuda cuda(driver.path.c_str(), driver.context());
+    const Cuda::Entered entered(cuda);
+    {
+        Gpu gpu(cuda, pool.planes, pool.kernels(driver, Kernels::kPlain, 4), ChunkSizes{}, pool.staging(random));
+        std::vector<int64_t> pages(static_cast<size_t>(pool.pages));
+        std::iota(pages.begin(), pages.end(), 0);
+        std::unique_ptr<OneTransfer> transfer;
+        do transfer = std::make_unique<OneTransfer>(driver, pool, random, pages, false);
+        while (transfer->kind == Extents::kDevice || transfer->count == 0 || transfer->first == transfer->last);
+        transfer->load = true, transfer->route = Route::kStaged;
+        driver.fail("cuLaunchKernel", 0);
+        driver.fail("cuEventCreate", 0);
+        driver.hold(1);
+        std::atomic<bool> over = false;
+        std::thread caller([&] {
+            try {
+                gpu.queue(transfer->copies());
+                CHECK(false);
+            } catch (const CudaError&) {
+                over = true;
+            }
+        });
+        std::this_thread::sleep_for(std::chrono::milliseconds(20));
+        CHECK(!over);
+        driver.hold(0);
+        caller.join();
+        driver.fail("cuEventCreate", -1);
+    }
+    driver.check_empty(1);
 }
 
 // Points are in order, and a wait for one ends with it.
@@ -385,8 +514,10 @@ int main(int argc, char** argv) {
     const uint64_t from = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 0;  // the seed of one failed round
     check_points(driver);
     check_looks(driver, 1 + count / 50);
-    check_overtaking(driver, 1 + count / 5);
+    for (uint64_t seed = 0; seed < 1 + count / 3; seed++) check_overtaking(driver, seed);
+    driver.check_empty();
     check_ways(driver);
+    check_failures(driver);
     for (uint64_t seed = from; seed < from + count; seed++) check_pool(driver, seed);
     const bool whole = from == 0 && count >= 100;
     CHECK(!whole || driver.calls("cuMemcpy2DAsync_v2") > static_cast<int64_t>(count));  // pages in equal steps

@@ -209,7 +209,7 @@ def test_a_first_rank_that_has_gone_means_misses_at_once(tmp_path: Path) -> None
         begun = time.monotonic()
         assert found.others[0].exists(KEYS[:4]) == 0
         assert found.others[0].get(KEYS[:4], slots(0, 1, 2, 3)) == [False] * 4
-        assert time.monotonic() - begun < 1
+        assert time.monotonic() - begun < WAIT / 2
         assert not found.pools[0].any()
 
 
@@ -222,8 +222,8 @@ def test_a_first_rank_that_does_not_answer_costs_one_deadline(tmp_path: Path, mo
         assert found.others[0].get(KEYS[:4], slots(0, 1, 2, 3)) == [False] * 4
         first = time.monotonic() - begun
         assert [found.others[0].exists(KEYS[:4]) for _ in range(20)] == [0] * 20
-        assert 0.3 < first < 3
-        assert time.monotonic() - begun < first + 0.3, "it is not asked while it owes an answer"
+        assert 0.3 < first < WAIT / 2
+        assert time.monotonic() - begun < first + 20 * 0.4 / 2, "it is not asked while it owes an answer"
         go.set()
         until(lambda: found.others[0].exists(KEYS[:4]) == 4, "it answers again")
         until(lambda: not found.leases, "what came too late is given back")
