@@ -10,8 +10,7 @@ import os
 import platform
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -50,7 +49,7 @@ from gdscache.moves import PageStatus
 from gdscache.moves.machine import Machine, Reserve
 from gdscache.moves.native import NativeExecutor
 from gdscache.pages.keys import namespace_digest
-from gdscache.pages.layout import PageLayout
+from gdscache.pages.layout import PLAIN, PageLayout
 from gdscache.pages.planes import PagedPlanes
 from gdscache.policies.admission import open_admission
 from gdscache.prefetch.prefetcher import Prefetcher, held_pages
@@ -66,7 +65,7 @@ from gdscache.store.plan import Plain, StorePlanner
 from gdscache.store.storer import Storer
 from gdscache.store.writer import TierWriter
 from gdscache.tiers import ssd_route
-from gdscache.tiers.base import PLAIN, DurableTier, Tier, open_tier
+from gdscache.tiers.base import DurableTier, Tier, open_tier
 from gdscache.tiers.cpu import Bounce, CpuTier
 from gdscache.tiers.expiry import steady_clock
 from gdscache.tiers.gpu import GpuTier
@@ -205,7 +204,7 @@ def build(
             log=log,
         )
         name, said = str(config.ssd.path) if config.ssd else config.model.name, config.log
-        journal = Journal(manager, name, layout.page_bytes, summary=said.summary, requests=said.requests)
+        journal = Journal(manager, name, layout, summary=said.summary, requests=said.requests)
         manager.tell = journal.tick
         copies = []
         for one in both:
@@ -504,7 +503,7 @@ def _figures(
         late_requests=quarantine.requests,
         state=state,
         stopped=stopped,
-        counts=_by_kind(manager.counts),
+        counts=dict(manager.counts),
         shards=top.layout.shards,
         ranks=_ranks_told(top.ranks, state),
         latencies={what: manager.latencies.summary(*_work(what)) for what in LATENCIES},
@@ -512,6 +511,7 @@ def _figures(
         slowest=manager.latencies.slowest(SLOWEST),
         groups=", ".join(group.words for group in config.model.layer_groups()),
         queues=queues(),
+        plain_extent_bytes=top.layout.packed_as(packed=False).extent_bytes,
     )
     if ssd is None:
         return told
@@ -526,14 +526,6 @@ def _figures(
         evictions=index.evictions,
         counts={**told.counts, **{("lost", cause): n for cause, n in ssd.lost.items()}},
     )
-
-
-def _by_kind(counts: Mapping[tuple[str, str], int]) -> dict[tuple[str, str], int]:
-    """The counts of plain tiers are those of the others of their kind."""
-    found = Counter[tuple[str, str]]()
-    for (group, name), n in list(counts.items()):
-        found[group, name.removesuffix(PLAIN)] += n
-    return dict(found)
 
 
 def _work(latency: str) -> tuple[str, str]:

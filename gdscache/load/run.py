@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from gdscache.arrays import Int64Array, integers
-from gdscache.load.plan import LoadPlan, TierRun, bytes_in
+from gdscache.load.plan import LoadPlan, TierRun
 from gdscache.load.planner import LoadPlanner
 from gdscache.load.report import LoadPart, LoadReport
 from gdscache.moves import PLANES, Executor, Move, Moving, PageStatus, Priority, Spent, Steps, Way, failure
 from gdscache.native import take_rows
-from gdscache.pages.layout import GroupSizes, PageLayout, copy_groups, read_groups
+from gdscache.pages.layout import PLAIN, GroupSizes, PageLayout, copy_groups, read_groups
 from gdscache.runtime.threads import in_turn
-from gdscache.tiers.base import PLAIN, DurableTier, Tier, checked_sums
+from gdscache.tiers.base import DurableTier, Tier, checked_sums
 from gdscache.tiers.quarantine import Late
 
 if TYPE_CHECKING:
@@ -470,7 +470,7 @@ class LoadRun:
         return LoadReport(prefix * size, plan.told(rows), nbytes, seconds, tuple(reasons))
 
     def _bytes(self, tier: str, pages: int) -> int:
-        return pages * bytes_in(self._layout, self._manager.tiers[tier])
+        return pages * self._layout.bytes_in(tier)
 
     def _commit_deletions(self) -> None:
         if 0 in self.plan.loaded():

@@ -36,13 +36,13 @@ from gdscache.limits import LIMITS
 from gdscache.native import put_rows, take_rows, take_unbound, trim_heap
 from gdscache.pages.checksum import Checksums, bound
 from gdscache.pages.keys import Page
-from gdscache.pages.layout import PageLayout
+from gdscache.pages.layout import PLAIN, PageLayout
 from gdscache.policies import new_policy
 from gdscache.policies.base import EvictionPolicy
 from gdscache.runtime.limited_log import LimitedLog
 from gdscache.sizes import about
 from gdscache.storage import open_transport
-from gdscache.tiers.base import NO_RETENTIONS, PLAIN, DurableTier
+from gdscache.tiers.base import NO_RETENTIONS, DurableTier
 
 if TYPE_CHECKING:
     import torch

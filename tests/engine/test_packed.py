@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,16 @@ import torch
 from typer.testing import CliRunner
 
 from gdscache import CacheEngine, Config
+from gdscache.commands import top
 from gdscache.commands.cli import app
 from gdscache.config import ModelConfig
+from gdscache.disk import status_page
 from gdscache.errors import ExtentSizeError, GeometryError
+from gdscache.metrics import FAMILIES
+from gdscache.pages.layout import PLAIN
+from gdscache.sizes import about
 from gdscache.storage.base import Op
+from gdscache.tiers.journal import summed
 from tests.support import fake_gpu
 from tests.support.faults import Fault, FaultPlan
 from tests.support.faulty import PLAN
@@ -156,6 +163,45 @@ def test_pages_of_which_none_fits_come_back(tmp_path: Path) -> None:
         assert engine.lookup(TOKENS).tiers == ("ssd_plain",) * PAGES
         assert load(engine, range(10)) == len(TOKENS)
         assert rows(pool, range(10)) == wanted
+
+
+def test_figures_are_of_bytes_as_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of pages that fit, and of one that does not: on the status page, and what is read from it; in metrics and log."""
+    monkeypatch.setattr(status_page, "PERIOD_S", 0.1)
+    pool = planes()
+    bits(pool[1][0])[2] = drawn("random", pool[1][0][2].numel(), np.random.default_rng(3)).reshape(pool[1][0][2].shape)
+    with CacheEngine(config(tmp_path, "on", ssd=ssd(tmp_path, "32MiB")), pool) as engine:
+        extents = [engine.layout.extent_bytes, engine.layout.packed_as(packed=False).extent_bytes]
+        nbytes = [(PAGES - 1) * engine.layout.page_bytes, engine.layout.plane_bytes]
+        [one] = top.watched([tmp_path])
+        until(lambda: one.look()["rates"] is not None, "two pages come")
+        assert not store(engine)
+        assert load(engine, range(16, 26)) == len(TOKENS)
+        until(lambda: one.look()["counts"]["loaded"]["cpu_plain"], "the page tells of the load")
+        found = one.look()
+        assert {tier["name"]: tier["extent_bytes"] for tier in found["tiers"]} == {
+            f"{tier}{PLAIN * plain}": extents[plain] for tier in ("cpu", "ssd") for plain in (False, True)
+        }
+        pages = {
+            tier: flow["stored_bytes"] * found["rates"]["over_seconds"]
+            for tier, flow in found["rates"]["tiers"].items()
+        }
+        assert pages == pytest.approx({tier["name"]: tier["pages"] * tier["extent_bytes"] for tier in found["tiers"]})
+        packed, plain = json.loads(CliRunner().invoke(app, ["inspect", str(tmp_path), "--json"]).stdout)
+        assert [(one["pages"], one["extent_bytes"]) for one in (packed, plain)] == [
+            (PAGES - 1, extents[0]),
+            (1, extents[1]),
+        ]
+        assert plain["slots"] * plain["extent_bytes"] == plain["capacity_bytes"]
+        assert plain["live"]["pid"] == os.getpid()
+        moved = next(family for family in FAMILIES if family.name == "gdscache_moved_bytes").read(engine.stats())
+        assert [moved["planes", "cpu"], moved["planes", "cpu_plain"], moved["cpu_plain", "planes"]] == [
+            *nbytes,
+            nbytes[1],
+        ]
+        each = [f"{tier}{PLAIN * plain} {about(nbytes[plain])}" for plain in (0, 1) for tier in ("cpu", "ssd")]
+        said = summed(engine.manager.snapshot(), engine.layout)
+        assert all(one in said.split("stored ")[1] for one in each)
 
 
 def test_plain_pages_are_evicted_for_plain_pages(tmp_path: Path) -> None:
