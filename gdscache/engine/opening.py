@@ -200,7 +200,7 @@ def build(
             timeline=timeline,
             calls=calls,
             wall_clock=clock,
-            on_use=functools.partial(_used, earned),
+            on_use=[offers.used for offers in earned],
             log=log,
         )
         name, said = str(config.ssd.path) if config.ssd else config.model.name, config.log
@@ -325,11 +325,6 @@ def _plain_top(top: _Top) -> _Top:
         return _Top(layout, PagedPlanes(layout, top.planes.tensors), plain=True)
     assert top.ranks is not None, "planes of ranks"
     return _Top(layout, RemotePlanes(layout, top.ranks), ranks=top.ranks, plain=True)
-
-
-def _used(earned: Sequence[EarnedOffers], keys: Sequence[bytes]) -> None:
-    for offers in earned:
-        offers.used(keys)
 
 
 def _open_below(
