@@ -61,7 +61,7 @@ from gdscache.runtime.calls import Caller
 from gdscache.runtime.limited_log import LimitedLog
 from gdscache.store.earned_offers import EarnedOffers
 from gdscache.store.outlets import Outlet
-from gdscache.store.plan import Plain, StorePlanner
+from gdscache.store.plan import StorePlanner
 from gdscache.store.storer import Storer
 from gdscache.store.writer import TierWriter
 from gdscache.tiers import ssd_route
@@ -220,8 +220,7 @@ def build(
             for tier in one.files if config.store.write_policy != "never" else ():
                 writers[tier.name] = TierWriter(manager, tier, moves, extent)
                 undo.callback(writers[tier.name].close, drain=False)
-            memory = None if one is below else Plain(one.cpu, f"bounce{PLAIN}")
-            planner = StorePlanner(manager, config.store, extent, some, mine, plain=memory, unfit=planner)
+            planner = StorePlanner(manager, config.store, extent, some, mine, plain=one.top.plain, unfit=planner)
             spare = None if one.bounce is None else one.bounce.stores
             storer = Storer(manager, planner, moves, spare, writers, extent, config.store, deadline, storer)
             undo.callback(storer.close, drain=False)
