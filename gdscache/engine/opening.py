@@ -18,7 +18,7 @@ import torch
 
 from gdscache.config import Config, EventsConfig
 from gdscache.config.concerns import concerns
-from gdscache.config.pools import PLAIN_DIRECTORY, PLAIN_PARTS, plain_parts, pool_parts
+from gdscache.config.pools import PLAIN_DIRECTORY, plain_parts, pool_parts
 from gdscache.cuda.host_memory import PageLocking
 from gdscache.cuda.numa import near
 from gdscache.cuda.streams import resolve_device
@@ -147,6 +147,7 @@ class _Top(NamedTuple):
 class _Below(NamedTuple):
     """The tiers below the planes. `direct`: pages go between the SSD and the planes past host memory."""
 
+    config: Config
     top: _Top
     cpu: CpuTier | None
     ssd: SsdTier | None
@@ -186,7 +187,7 @@ def build(
         else:
             below = opened(config, top)
         both = [below] if plain is None else [below, plain]
-        outlets = [_outlets(config, one, limits.admission_offers, log) for one in both]
+        outlets = [_outlets(one, limits.admission_offers, log) for one in both]
         memories = [None if one.cpu is None else one.cpu.index for one in both]
         earned = [
             EarnedOffers(index, some, config.store.write_policy, limits.write_hits)
@@ -369,7 +370,7 @@ def _open_below(
     bounce = _bounce(config, top, cpu, files, direct, quarantine)
     if bounce is not None:
         undo.callback(bounce.close)
-    return _Below(top, cpu, ssd, further, bounce, direct)
+    return _Below(config, top, cpu, ssd, further, bounce, direct)
 
 
 def _open_status(
@@ -414,14 +415,12 @@ def _clock(config: Config) -> Callable[[], float]:
     return steady_clock(max(now, written))
 
 
-def _outlets(config: Config, below: _Below, offers: int, log: LimitedLog) -> list[Outlet]:
-    extent = below.top.layout.extent_bytes
+def _outlets(below: _Below, offers: int, log: LimitedLog) -> list[Outlet]:
+    config, extent = below.config, below.top.layout.extent_bytes
     limit = config.store.queue // extent
     found = []
     for tier in below.files:
         endurance = config.ssd.endurance if config.ssd is not None and tier is below.ssd else None
-        if endurance is not None and below.top.plain:
-            endurance //= PLAIN_PARTS
         admission = open_admission(config.store.admission, tier.index.slots, extent, endurance, offers=offers, log=log)
         found.append(Outlet(tier, admission, limit))
     return found

@@ -320,6 +320,17 @@ def test_pages_behind_one_that_does_not_fit_evict_others(tmp_path: Path, unfit: 
             assert rows(pool, range(16, 26)) == wanted
 
 
+def test_endurance_of_few_pages_has_room_for_some_that_do_not_fit(tmp_path: Path) -> None:
+    """Their part of it is the one that the configuration gives them: eight pages at least."""
+    extent = ModelConfig(**MODEL, pack="off").layout().extent_bytes
+    with CacheEngine(
+        config(tmp_path, "on", ssd=ssd(tmp_path, "32MiB") | {"endurance": 256 * extent}), planes("random")
+    ) as engine:
+        engine.store(TOKENS[:32], [0, 1]).result(WAIT)
+        engine.flush(WAIT)
+        assert engine.stats()["stored"] == {"cpu_plain": 1, "ssd_plain": 1}
+
+
 def test_damage_of_plain_pages_is_found(tmp_path: Path) -> None:
     given = config(tmp_path, "on", ssd=ssd(tmp_path, "32MiB"))
     with CacheEngine(given, planes("random")) as engine:
