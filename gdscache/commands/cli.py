@@ -22,9 +22,8 @@ from gdscache.commands.top import top
 from gdscache.config import Config, config_schema, load_config
 from gdscache.config.pools import plain_parts, pool_parts
 from gdscache.pages.keys import namespace_digest
-from gdscache.pages.layout import PageLayout
+from gdscache.pages.layout import PLAIN, PageLayout
 from gdscache.sizes import about
-from gdscache.tiers.base import PLAIN
 
 app = App(
     name="gdscache",

@@ -26,7 +26,7 @@ from gdscache.commands import EXIT_FAILED
 from gdscache.commands.console import duration
 from gdscache.config.pools import POOL_PREFIX
 from gdscache.disk import status_page
-from gdscache.disk.status_page import CAUSED, FRESH_S, STATUS_NAME, Status, TierState
+from gdscache.disk.status_page import CAUSED, FRESH_S, STATUS_NAME, Status
 from gdscache.errors import NotADirectoryPathError, printable
 from gdscache.sizes import significant
 
@@ -35,7 +35,7 @@ WINDOW_S = 5.0  # seconds that a rate is measured over
 SECOND_PAGE_S = 2.5  # seconds that --once waits for a second page, without which there are no rates
 _COLUMN, _GAP, _BETWEEN = 38, "  ", " │ "  # least width of a column; between columns; between directories
 _PLAIN = 80  # least columns of a pipe
-_NAME, _BAR, _EIGHTHS = 9, 9, "▏▎▍▌▋▊▉"
+_NAME, _BAR, _EIGHTHS = 10, 8, "▏▎▍▌▋▊▉"
 _CAUSES, _LOADS, _RANKS = 6, 5, 4  # rows shown at most
 _TITLE, _WARNING, _NOTE = "bold", "bold red", "dim"  # styles of rich
 
@@ -70,9 +70,7 @@ class Watched:
             pages.popleft()
         late, first = found.age > FRESH_S, pages[0]
         rates = None if late or found.written <= first.written else _rates(first, found)
-        sizes = {"extent_bytes": found.figures.extent_bytes * found.figures.shards}
-        tiers = [tier._asdict() for tier in _tiers(found)]
-        return {"path": str(self.path), **describe_status(found), **sizes, "tiers": tiers, "late": late, "rates": rates}
+        return {"path": str(self.path), **describe_status(found), "late": late, "rates": rates}
 
 
 def watched(directories: Sequence[Path], known: Iterable[Watched] = ()) -> list[Watched]:
@@ -96,16 +94,16 @@ def _rates(first: Status, last: Status) -> dict[str, Any]:
     def of_tier(group: str, tier: str, factor: float) -> float | None:
         return rate(group, tier) * factor if (group, tier) in now else None
 
-    nbytes, asked = last.figures.extent_bytes * last.figures.shards, rate("lookups", "pages")
-    evicted = {tier.name: tier.evictions for tier in _tiers(first)}
+    asked, nbytes = rate("lookups", "pages"), last.figures.extent_of
+    evicted = {tier.name: tier.evictions for tier in first.figures.tiers}
     tiers = {
         tier.name: {
             "hit_rate": of_tier("hits", tier.name, 1 / asked) if asked else None,
-            "loaded_bytes": of_tier("loaded", tier.name, nbytes),
-            "stored_bytes": of_tier("stored", tier.name, nbytes),
+            "loaded_bytes": of_tier("loaded", tier.name, nbytes(tier.name)),
+            "stored_bytes": of_tier("stored", tier.name, nbytes(tier.name)),
             "evicted_pages": max(0, tier.evictions - evicted.get(tier.name, tier.evictions)) / seconds,
         }
-        for tier in _tiers(last)
+        for tier in last.figures.tiers
     }
     causes: dict[str, dict[str, float]] = {group: {} for group in CAUSED}
     for (group, cause), pages in last.causes.items():
@@ -119,12 +117,6 @@ def _rates(first: Status, last: Status) -> dict[str, Any]:
         "tiers": tiers,
         "causes": causes,
     }
-
-
-def _tiers(status: Status) -> Sequence[TierState]:
-    """The tiers; of a page of format 2 the SSD alone."""
-    told = status.figures
-    return told.tiers or (TierState("ssd", told.slots, told.pages, told.evictions),)
 
 
 # -- the screen --------------------------------------------------------------------------------------------------------
@@ -203,7 +195,7 @@ def _about(report: Report) -> Section:
 def _tier_rows(report: Report, width: int) -> Section:
     rows = []
     for tier in report["tiers"]:
-        share, size = tier["pages"] / (tier["slots"] or 1), tier["slots"] * report["extent_bytes"]
+        share, size = tier["pages"] / (tier["slots"] or 1), tier["slots"] * tier["extent_bytes"]
         rows.append((_barred(tier["name"], share), _share(share), _bytes(size)))
     return _table(width, (8, 12), ("TIER", "full", "of"), rows)
 
@@ -255,7 +247,7 @@ def _slowest(report: Report, width: int) -> Section:
         (duration(load["seconds"]), load["tier"], _bytes(load["nbytes"]), _ago(report["written"] - load["ended"]))
         for load in report["slowest_loads"][:_LOADS]
     ]
-    return _table(width, (5, 11, 9), ("SLOWEST LOADS", "", "", "ago"), rows)
+    return _table(width, (10, 9, 7), ("SLOW LOADS", "", "", "ago"), rows)
 
 
 def _causes(report: Report, width: int) -> Section:

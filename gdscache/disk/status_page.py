@@ -24,6 +24,7 @@ import xxhash
 
 from gdscache.disk.catalog_file import FILE_MODE, MOST_SHARDS, own_file
 from gdscache.errors import DirectoryNotWritableError, NotARegularFileError
+from gdscache.pages.layout import is_plain
 from gdscache.runtime.latencies import NOTHING, SlowLoad, Summary
 from gdscache.runtime.threads import start
 
@@ -47,6 +48,11 @@ COUNTS = (
     ("dropped", ""),
     ("refused", ""),
 )
+BY_TIER = (
+    "hits",
+    "loaded",
+    "stored",
+)  # groups with a count for each tier: those of other tiers stand before the causes
 CAUSED = ("misses", "dropped", "refused", "lost")  # groups with a count for each cause, the most frequent first
 CAUSES = 48
 RANKS = 16
@@ -63,8 +69,9 @@ _TIER = struct.Struct("<16s3Q")
 _LOAD = struct.Struct("<16s3Q")
 _GROUPS = struct.Struct("<128s")
 _QUEUES = struct.Struct("<5Q")
+_PLAIN = struct.Struct("<Q")
 _GROUPS_AT, _TEXTS_AT, _RANKS_AT, _LATENCIES_AT, _CAUSES_AT = 256, 384, 1216, 1472, 1600
-_TIERS_AT, _LOADS_AT, _QUEUES_AT = 3520, 3720, 4040
+_TIERS_AT, _LOADS_AT, _QUEUES_AT, _PLAIN_AT = 3520, 3720, 4040, 4080
 _MOST_NS = (1 << 64) - 1
 _TRIES, _PAUSE = 5, 0.01  # reads of a page that is being written
 _CLOSE_S = 2.0  # seconds that `close` waits for a hanging write
@@ -113,7 +120,8 @@ class Figures:
     """An engine's own figures. `counts`: by (group, name), as `TierManager.counts`, and in the group `lost` the pages
     dropped at open. `stopped`: why, or "". `latencies`: the known ones of `LATENCIES`. `tiers`: the fastest first.
     `slowest`: the slowest loads of the last minutes. `groups`: the tokens that the layers keep, in words, or "".
-    The sizes and counts up to `evictions` are the SSD's, and 0 without one."""
+    The sizes and counts up to `evictions` are the SSD's, and 0 without one. `extent_bytes`: of a page in one shard;
+    `plain_extent_bytes`: the same where it is not packed."""
 
     format_version: int
     directories: int
@@ -133,6 +141,11 @@ class Figures:
     slowest: Sequence[SlowLoad] = ()
     groups: str = ""
     queues: Queues = NO_QUEUES
+    plain_extent_bytes: int = 0
+
+    def extent_of(self, tier: str) -> int:
+        """Bytes of a page in a tier, over all shards."""
+        return (self.plain_extent_bytes if is_plain(tier) else self.extent_bytes) * self.shards
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -178,12 +191,13 @@ def pack(status: Status) -> bytes:
         _LATENCY.pack_into(page, _LATENCIES_AT + at * _LATENCY.size, samples, *nanoseconds)
     _GROUPS.pack_into(page, _GROUPS_AT, _text(f.groups, 128))
     _QUEUES.pack_into(page, _QUEUES_AT, *f.queues)
+    _PLAIN.pack_into(page, _PLAIN_AT, f.plain_extent_bytes)
     for at, tier in enumerate(f.tiers[:TIERS]):
         _TIER.pack_into(page, _TIERS_AT + at * _TIER.size, _text(tier.name, 16), *tier[1:])
     for at, load in enumerate(f.slowest[:SLOWEST]):
         ended, took = int(load.ended * 1000), min(int(load.seconds * 1e9), _MOST_NS)
         _LOAD.pack_into(page, _LOADS_AT + at * _LOAD.size, _text(load.tier, 16), ended, took, load.nbytes)
-    for at, (name, count) in enumerate(_causes(f.counts)):
+    for at, (name, count) in enumerate([*_further(f), *_causes(f.counts)][:CAUSES]):
         _CAUSE.pack_into(page, _CAUSES_AT + at * _CAUSE.size, _text(name, 32), count)
     _HEAD.pack_into(page, 0, MAGIC, xxhash.xxh3_64_intdigest(memoryview(page)[_HEAD.size :]))
     return bytes(page)
@@ -210,12 +224,12 @@ def unpack(page: bytes) -> Status | OtherFormat | None:
     for at, what in enumerate(LATENCIES):
         samples, median, slow = _LATENCY.unpack_from(page, _LATENCIES_AT + at * _LATENCY.size)
         latencies[what] = Summary(samples, median / 1e9, slow / 1e9)
-    causes = {}
-    for at in range(CAUSES):
-        name, times = _CAUSE.unpack_from(page, _CAUSES_AT + at * _CAUSE.size)
+    counts, causes = dict(zip(COUNTS, rest, strict=False)), dict[tuple[str, str], int]()
+    for name, times in _entries(_CAUSE, page, _CAUSES_AT, CAUSES):
         group, dot, cause = _read_text(name).partition(".")
         if dot:
-            causes[group, cause] = times
+            (counts if group in BY_TIER else causes)[group, cause] = times
+    (plain,) = _PLAIN.unpack_from(page, _PLAIN_AT)
     tiers = [TierState(_read_text(name), *sizes) for name, *sizes in _entries(_TIER, page, _TIERS_AT, TIERS)]
     slowest = [
         SlowLoad(_read_text(tier), ended / 1000, took / 1e9, nbytes)
@@ -232,14 +246,15 @@ def unpack(page: bytes) -> Status | OtherFormat | None:
         late_requests=late,
         state=STATES[state],
         stopped=stopped,
-        counts=dict(zip(COUNTS, rest, strict=False)),
+        counts=counts,
         shards=shards,
         ranks=tuple(RankState(number, STATES[code]) for number, code, _ in told),
         latencies=latencies,
-        tiers=tuple(tiers),
+        tiers=tuple(tiers) or (TierState("ssd", slots, pages, evictions),),
         slowest=tuple(slowest),
         groups=_read_text(*_GROUPS.unpack_from(page, _GROUPS_AT)),
         queues=Queues(*_QUEUES.unpack_from(page, _QUEUES_AT)),
+        plain_extent_bytes=plain or extent,
     )
     return Status(pid, host, command, opened / 1000, written / 1000, number, catalog, log, figures, format_, causes)
 
@@ -361,9 +376,15 @@ def _count(counts: Mapping[tuple[str, str], int], group: str, name: str) -> int:
     return counts.get((group, name), 0) if name else sum(n for (g, _), n in counts.items() if g == group)
 
 
+def _further(figures: Figures) -> list[tuple[str, int]]:
+    """The counts of tiers that have no place among `COUNTS`."""
+    named = [(group, tier.name) for tier in figures.tiers[:TIERS] for group in BY_TIER]
+    return [(".".join(name), figures.counts.get(name, 0)) for name in named if name not in COUNTS]
+
+
 def _causes(counts: Mapping[tuple[str, str], int]) -> list[tuple[str, int]]:
     found = [(f"{group}.{name}", n) for (group, name), n in counts.items() if n > 0 and group in CAUSED]
-    return sorted(found, key=lambda one: (-one[1], one[0]))[:CAUSES]
+    return sorted(found, key=lambda one: (-one[1], one[0]))
 
 
 def _entries(entry: struct.Struct, page: bytes, at: int, most: int) -> Iterator[tuple[Any, ...]]:

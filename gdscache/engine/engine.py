@@ -647,6 +647,7 @@ class CacheEngine:
             "copies": self._parts.copies[0].describe() if self._parts.copies else None,
             "ranks": None if self._parts.ranks is None else self._parts.ranks.describe(),
             "page_bytes": self.layout.page_bytes,
+            "plain_page_bytes": self.layout.plane_bytes,
             "page_tokens": self.layout.page_tokens,
             "extent_bytes": self.layout.extent_bytes,
             "concerns": list(self._parts.concerns),

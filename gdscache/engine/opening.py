@@ -10,8 +10,7 @@ import os
 import platform
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -19,7 +18,7 @@ import torch
 
 from gdscache.config import Config, EventsConfig
 from gdscache.config.concerns import concerns
-from gdscache.config.pools import PLAIN_DIRECTORY, PLAIN_PARTS, plain_parts, pool_parts
+from gdscache.config.pools import PLAIN_DIRECTORY, plain_parts, pool_parts
 from gdscache.cuda.host_memory import PageLocking
 from gdscache.cuda.numa import near
 from gdscache.cuda.streams import resolve_device
@@ -50,7 +49,7 @@ from gdscache.moves import PageStatus
 from gdscache.moves.machine import Machine, Reserve
 from gdscache.moves.native import NativeExecutor
 from gdscache.pages.keys import namespace_digest
-from gdscache.pages.layout import PageLayout
+from gdscache.pages.layout import PLAIN, PageLayout
 from gdscache.pages.planes import PagedPlanes
 from gdscache.policies.admission import open_admission
 from gdscache.prefetch.prefetcher import Prefetcher, held_pages
@@ -62,11 +61,11 @@ from gdscache.runtime.calls import Caller
 from gdscache.runtime.limited_log import LimitedLog
 from gdscache.store.earned_offers import EarnedOffers
 from gdscache.store.outlets import Outlet
-from gdscache.store.plan import Plain, StorePlanner
+from gdscache.store.plan import StorePlanner
 from gdscache.store.storer import Storer
 from gdscache.store.writer import TierWriter
 from gdscache.tiers import ssd_route
-from gdscache.tiers.base import PLAIN, DurableTier, Tier, open_tier
+from gdscache.tiers.base import DurableTier, Tier, open_tier
 from gdscache.tiers.cpu import Bounce, CpuTier
 from gdscache.tiers.expiry import steady_clock
 from gdscache.tiers.gpu import GpuTier
@@ -148,6 +147,7 @@ class _Top(NamedTuple):
 class _Below(NamedTuple):
     """The tiers below the planes. `direct`: pages go between the SSD and the planes past host memory."""
 
+    config: Config
     top: _Top
     cpu: CpuTier | None
     ssd: SsdTier | None
@@ -187,7 +187,7 @@ def build(
         else:
             below = opened(config, top)
         both = [below] if plain is None else [below, plain]
-        outlets = [_outlets(config, one, limits.admission_offers, log) for one in both]
+        outlets = [_outlets(one, limits.admission_offers, log) for one in both]
         memories = [None if one.cpu is None else one.cpu.index for one in both]
         earned = [
             EarnedOffers(index, some, config.store.write_policy, limits.write_hits)
@@ -201,11 +201,11 @@ def build(
             timeline=timeline,
             calls=calls,
             wall_clock=clock,
-            on_use=functools.partial(_used, earned),
+            on_use=[offers.used for offers in earned],
             log=log,
         )
         name, said = str(config.ssd.path) if config.ssd else config.model.name, config.log
-        journal = Journal(manager, name, layout.page_bytes, summary=said.summary, requests=said.requests)
+        journal = Journal(manager, name, layout, summary=said.summary, requests=said.requests)
         manager.tell = journal.tick
         copies = []
         for one in both:
@@ -221,8 +221,7 @@ def build(
             for tier in one.files if config.store.write_policy != "never" else ():
                 writers[tier.name] = TierWriter(manager, tier, moves, extent)
                 undo.callback(writers[tier.name].close, drain=False)
-            memory = None if one is below else Plain(one.cpu, f"bounce{PLAIN}")
-            planner = StorePlanner(manager, config.store, extent, some, mine, plain=memory, unfit=planner)
+            planner = StorePlanner(manager, config.store, extent, some, mine, plain=one.top.plain, unfit=planner)
             spare = None if one.bounce is None else one.bounce.stores
             storer = Storer(manager, planner, moves, spare, writers, extent, config.store, deadline, storer)
             undo.callback(storer.close, drain=False)
@@ -328,11 +327,6 @@ def _plain_top(top: _Top) -> _Top:
     return _Top(layout, RemotePlanes(layout, top.ranks), ranks=top.ranks, plain=True)
 
 
-def _used(earned: Sequence[EarnedOffers], keys: Sequence[bytes]) -> None:
-    for offers in earned:
-        offers.used(keys)
-
-
 def _open_below(
     config: Config,
     top: _Top,
@@ -376,7 +370,7 @@ def _open_below(
     bounce = _bounce(config, top, cpu, files, direct, quarantine)
     if bounce is not None:
         undo.callback(bounce.close)
-    return _Below(top, cpu, ssd, further, bounce, direct)
+    return _Below(config, top, cpu, ssd, further, bounce, direct)
 
 
 def _open_status(
@@ -421,14 +415,12 @@ def _clock(config: Config) -> Callable[[], float]:
     return steady_clock(max(now, written))
 
 
-def _outlets(config: Config, below: _Below, offers: int, log: LimitedLog) -> list[Outlet]:
-    extent = below.top.layout.extent_bytes
+def _outlets(below: _Below, offers: int, log: LimitedLog) -> list[Outlet]:
+    config, extent = below.config, below.top.layout.extent_bytes
     limit = config.store.queue // extent
     found = []
     for tier in below.files:
         endurance = config.ssd.endurance if config.ssd is not None and tier is below.ssd else None
-        if endurance is not None and below.top.plain:
-            endurance //= PLAIN_PARTS
         admission = open_admission(config.store.admission, tier.index.slots, extent, endurance, offers=offers, log=log)
         found.append(Outlet(tier, admission, limit))
     return found
@@ -504,7 +496,7 @@ def _figures(
         late_requests=quarantine.requests,
         state=state,
         stopped=stopped,
-        counts=_by_kind(manager.counts),
+        counts=dict(manager.counts),
         shards=top.layout.shards,
         ranks=_ranks_told(top.ranks, state),
         latencies={what: manager.latencies.summary(*_work(what)) for what in LATENCIES},
@@ -512,6 +504,7 @@ def _figures(
         slowest=manager.latencies.slowest(SLOWEST),
         groups=", ".join(group.words for group in config.model.layer_groups()),
         queues=queues(),
+        plain_extent_bytes=top.layout.packed_as(packed=False).extent_bytes,
     )
     if ssd is None:
         return told
@@ -526,14 +519,6 @@ def _figures(
         evictions=index.evictions,
         counts={**told.counts, **{("lost", cause): n for cause, n in ssd.lost.items()}},
     )
-
-
-def _by_kind(counts: Mapping[tuple[str, str], int]) -> dict[tuple[str, str], int]:
-    """The counts of plain tiers are those of the others of their kind."""
-    found = Counter[tuple[str, str]]()
-    for (group, name), n in list(counts.items()):
-        found[group, name.removesuffix(PLAIN)] += n
-    return dict(found)
 
 
 def _work(latency: str) -> tuple[str, str]:

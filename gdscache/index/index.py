@@ -116,13 +116,13 @@ class PageIndex(EvictablePages):
         self._evict(victims)
         return len(victims)
 
-    def make_room(self, pages: Sequence[Page], spare: int, coming: int = 0) -> None:
+    def make_room(self, pages: Sequence[Page], spare: int, coming: int = 0, *, apart: bool = False) -> None:
         """Evict until `pages` and `spare` more find slots, where `coming` evicted slots are free soon.
 
-        Only pages that continue a prefix of this tier may evict others: no lookup would reach the rest. A large tier
-        evicts a few more tails for later calls.
+        Only pages that continue a prefix of this tier may evict others: no lookup would reach the rest. `apart`: any
+        may, since pages that they follow are in another tier. A large tier evicts a few more tails for later calls.
         """
-        short = self.continuing(pages) + spare - self.free_slots - coming
+        short = (len(pages) if apart else self.continuing(pages)) + spare - self.free_slots - coming
         if short > 0:
             self._evict(self._victims(short, pages=pages, ahead=self._ahead))
 

@@ -61,7 +61,9 @@ class PoolRows:
             report = sequence.load.result() if sequence.load is not None else None
             loaded = report.bytes_by_tier if report is not None else {}
             found["gpu"] += sequence.cached_tokens - (report.tokens if report is not None else 0)
-            found.update({tier: nbytes // layout.page_bytes * layout.page_tokens for tier, nbytes in loaded.items()})
+            found.update(
+                {tier: nbytes // layout.bytes_in(tier) * layout.page_tokens for tier, nbytes in loaded.items()}
+            )
         return {tier: tokens for tier, tokens in found.items() if tokens}
 
     @property

@@ -15,7 +15,6 @@ from gdscache.index.table import Entry
 from gdscache.load.report import told_of
 from gdscache.moves import PageStatus
 from gdscache.pages.keys import Page
-from gdscache.pages.layout import PageLayout
 from gdscache.pages.reasons import CACHED, Reason, joined
 from gdscache.tiers.base import Lease, Tier
 
@@ -143,11 +142,6 @@ class LoadPlan:
 
     def tier_of(self, row: int) -> Tier:
         return next(run.tier for run in self.runs if row in run.rows)
-
-
-def bytes_in(layout: PageLayout, tier: Tier) -> int:
-    """Bytes of a page in a tier below the planes."""
-    return layout.plane_bytes if tier.plain else layout.page_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

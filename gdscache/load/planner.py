@@ -232,15 +232,13 @@ class LoadPlanner:
         self._filling.update(dict.fromkeys(targets, plan))
         plan.leases[-1].take(index, targets)
 
-    def _by_landing(self, plan: LoadPlan, rows: Sequence[int]) -> Iterator[tuple[Tier, list[int]]]:
+    def _by_landing(self, plan: LoadPlan, rows: Sequence[int]) -> Sequence[tuple[Tier, Sequence[int]]]:
         """Rows of pages on files, by the tiers in memory that they are read to."""
         landings = self.manager.landings
         if len(landings) == 1:
-            yield landings[0], [*rows]
-            return
+            return ((landings[0], rows),)
         plain = [plan.tier_of(row).plain for row in rows]
-        for landing in landings:
-            yield landing, [row for row, one in zip(rows, plain, strict=True) if one == landing.plain]
+        return [(tier, [row for row, one in zip(rows, plain, strict=True) if one == tier.plain]) for tier in landings]
 
     def _set_out(self, plan: LoadPlan, first: int = 0) -> None:
         self._cover(plan)

@@ -10,20 +10,20 @@ import enum
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from gdscache.arrays import Int64Array, integers
-from gdscache.load.plan import LoadPlan, TierRun, bytes_in
+from gdscache.load.plan import LoadPlan, TierRun
 from gdscache.load.planner import LoadPlanner
 from gdscache.load.report import LoadPart, LoadReport
 from gdscache.moves import PLANES, Executor, Move, Moving, PageStatus, Priority, Spent, Steps, Way, failure
 from gdscache.native import take_rows
-from gdscache.pages.layout import GroupSizes, PageLayout, copy_groups, read_groups
+from gdscache.pages.layout import PLAIN, GroupSizes, PageLayout, copy_groups, read_groups
 from gdscache.runtime.threads import in_turn
-from gdscache.tiers.base import PLAIN, DurableTier, Tier, checked_sums
+from gdscache.tiers.base import DurableTier, Tier, checked_sums
 from gdscache.tiers.quarantine import Late
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class LoadRun:
         plain: Executor | None = None,
     ) -> None:
         self._planner = planner
-        self._plain = plain
+        self._executors = executor, executor if plain is None else plain  # of packed, and of plain tiers
         self._unpacked: list[TierRun] = []
         self._sizes = GROUP_SIZES if sizes is None else sizes
         self._manager = planner.manager
@@ -137,28 +137,23 @@ class LoadRun:
         """Begin the planned pages that have no move yet. Any thread may call it. If it raises, `abort` ends the
         load."""
         plan = self.plan
-        runs, self._begun = plan.runs[self._begun :], len(plan.runs)
-        self._shared += [run for run in runs if run.filling is not None]
-        brought = [run for run in runs if run.filling is None]
-        self._unpacked += [run for run in brought if self._apart(run)]
+        runs, self._begun, brought = plan.runs[self._begun :], len(plan.runs), list[TierRun]()
+        for run in runs:
+            apart = self._executors[run.tier.plain] is not self._executor  # ranks move all pages of a load in one
+            (self._shared if run.filling is not None else self._unpacked if apart else brought).append(run)
         with self._manager.timeline.span("begin", load=self._load.number, pages=sum(len(run.rows) for run in runs)):
-            ways: list[Way] = []
-            order: list[Int64Array] = []
-            for part, way in self._all_ways([run for run in brought if not self._apart(run)]):
-                order.append(part)
-                ways.append(way)
-            self._hand_over(ways, order)
+            self._hand_over(*self._all_ways(brought))
             if self._blocks is not None and self._moving is not None and self._manager.measured:
                 self._time()
 
-    def _apart(self, run: TierRun) -> bool:
-        """Whether another move brings a run. Ranks move all pages of a load in one."""
-        return run.tier.plain and not self._by_ranks
-
-    def _all_ways(self, runs: Sequence[TierRun]) -> Iterator[tuple[Int64Array, Way]]:
+    def _all_ways(self, runs: Sequence[TierRun]) -> tuple[list[Way], list[Int64Array]]:
+        ways, order = list[Way](), list[Int64Array]()
         for tier in self._manager.tiers.values():  # the fastest first
             rows = [run.rows for run in runs if run.tier is tier]
-            yield from self._ways(tier, rows) if rows else ()
+            for part, way in self._ways(tier, rows) if rows else ():
+                order.append(part)
+                ways.append(way)
+        return ways, order
 
     def _hand_over(self, ways: Sequence[Way], order: Sequence[Int64Array]) -> None:
         left = self._shared or self._unpacked
@@ -237,7 +232,7 @@ class LoadRun:
         assert self._blocks is not None, "a prefetch of a page that is in memory"
         rows, all_slots = integers([*itertools.chain.from_iterable(runs)]), self.plan.slots
         slots = integers([*itertools.chain.from_iterable(all_slots[some.start : some.stop] for some in runs)])
-        sums = self._executor_of(tier).checksums(tier.name, slots) if self._always else None
+        sums = self._executors[tier.plain].checksums(tier.name, slots) if self._always else None
         return rows, Way(tier.name, PLANES, slots, take_rows(self._blocks, rows), sums=sums)
 
     def _read(
@@ -261,15 +256,9 @@ class LoadRun:
         self._stage, self._moving, self._parts = stage, None, [*order]
         groups = () if stage is Stage.SHARED else self._groups(ways)
         move = Move(priority, tuple(ways), seconds, groups, self._load.number, stage is Stage.OPEN)
-        executor = self._executor_of(self._manager.tiers[ways[0].source])
+        executor = self._executors[self._manager.tiers[ways[0].source].plain]
         self._moving = moving = executor.begin(move, self._after, self)
         self._load.carried_by(moving, last=stage is Stage.WHOLE)
-
-    def _executor_of(self, tier: Tier) -> Executor:
-        if not tier.plain:
-            return self._executor
-        assert self._plain is not None, "pages that no executor moves"
-        return self._plain
 
     def _groups(self, ways: Sequence[Way]) -> tuple[range, ...]:
         """The layers that move together, by the number of pages to read, or to copy where none is read; pages that are
@@ -323,9 +312,8 @@ class LoadRun:
 
     def _end_plain(self) -> Steps[None]:
         """Move the pages of plain tiers."""
-        moves = [*self._all_ways(self._unpacked)]
-        if moves:
-            order, ways = zip(*moves, strict=True)
+        ways, order = self._all_ways(self._unpacked)
+        if ways:
             if self._blocks is not None and self._manager.measured:
                 self._busy = self._slowest(self._unpacked)
                 self._manager.busy.begin(self._busy, self._executor.now())
@@ -470,7 +458,7 @@ class LoadRun:
         return LoadReport(prefix * size, plan.told(rows), nbytes, seconds, tuple(reasons))
 
     def _bytes(self, tier: str, pages: int) -> int:
-        return pages * bytes_in(self._layout, self._manager.tiers[tier])
+        return pages * self._layout.bytes_in(tier)
 
     def _commit_deletions(self) -> None:
         if 0 in self.plan.loaded():

@@ -147,6 +147,7 @@ def unborn(tiers: Mapping[str, str]) -> Stats:
         "tokens": TokenCounts(tiers).describe(),
         "measured": Measures(tiers).describe(),
         "page_bytes": 0,
+        "plain_page_bytes": 0,
         "gate": {"hits": {}, "tokens": {}, "tiers": {}, "prefill": {"relative_errors": errors.describe()}},
         "prefetch": {"ended": {}, "pages": {}},
         "store_policy": {"admission": {"admitted": 0, "endurance": None} if files else None},

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from gdscache.histograms import AGES, ERRORS, SECONDS, Buckets, Histogram
 from gdscache.moves import PageStatus, PrefetchEnd
+from gdscache.pages.layout import is_plain
 from gdscache.policies.admission import ADMISSIONS
 
 Kind = Literal["counter", "gauge", "histogram"]
@@ -105,8 +106,11 @@ def _hit(stats: Stats) -> Values:
 
 def _moved(stats: Stats) -> Values:
     paths = stats["measured"]["moved_pages"]
+    sizes = stats["page_bytes"], stats["plain_page_bytes"]
     return {
-        (source, target): pages * stats["page_bytes"] for source, to in paths.items() for target, pages in to.items()
+        (source, target): pages * sizes[is_plain(source) or is_plain(target)]
+        for source, to in paths.items()
+        for target, pages in to.items()
     }
 
 

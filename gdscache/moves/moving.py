@@ -15,6 +15,7 @@ from gdscache.moves.library import NativeMoves
 from gdscache.native import SHORT, error_of
 
 _STATUSES = tuple(PageStatus)
+_UNFIT = _STATUSES.index(PageStatus.UNFIT)
 
 
 class Carrier(Protocol):
@@ -105,16 +106,16 @@ class NativeMoving:
     def _finish(self) -> End:
         statuses, failed, late, why = self._carrier.moves.outcome(self.number)
         self._carrier.tell_spans()
-        listener = self._listener
+        listener, codes = self._listener, sorted(set(statuses.tobytes()))
         if listener is not None:
-            for code in sorted(set(statuses.tobytes())):
+            for code in codes:
                 if _STATUSES[code] is not PageStatus.PENDING:
                     listener.judged(np.flatnonzero(statuses == code), self._told(_STATUSES[code]))
             if self.into_planes:
                 listener.ready(range(self._carrier.moves.layers), None)
         errors = {row: write_error(self.move.ways[0].target, code) for row, code in failed}
         broken = f"a copy failed: {why}" if why else ""
-        unfit = np.flatnonzero(statuses == _STATUSES.index(PageStatus.UNFIT)).tolist()
+        unfit = np.flatnonzero(statuses == _UNFIT).tolist() if _UNFIT in codes else ()
         end = End(errors, late, DeviceError(broken, "see the system log") if broken else None, unfit=unfit)
         with self._lock:
             self._late = len(end.late)

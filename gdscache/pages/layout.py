@@ -26,6 +26,7 @@ COPY_BYTES = 256 << 20
 FIRST_BYTES = 4 << 20
 FIRST_SECONDS = 0.002
 
+PLAIN = "_plain"  # ends the names of tiers, and of their memories, of pages that do not fit into packed extents
 PACKED_DTYPE = "bfloat16"
 MAX_PACKED_VALUES = 1 << 24
 
@@ -182,6 +183,10 @@ class PageLayout:
         """Bytes of a page's extent: `page_bytes` rounded up to `EXTENT_ALIGNMENT`."""
         return _rounded_up(self.page_bytes)
 
+    def bytes_in(self, tier: str) -> int:
+        """Bytes of a page in a tier, without padding."""
+        return self.plane_bytes if is_plain(tier) else self.page_bytes
+
     @cached_property
     def token_bytes(self) -> int:
         """Bytes of one token over all layers and planes."""
@@ -283,6 +288,11 @@ _UNPACKED = (
     f"set model.pack to off: only {PACKED_DTYPE} is packed, at most {MAX_PACKED_VALUES:,} values a plane and page. By "
     "SmolLM2's cache, the same codes leave 0.94 of float16, 0.88 of float32 and float8_e5m2, and all of other types"
 )
+
+
+def is_plain(tier: str) -> bool:
+    """Whether pages are never packed in a tier of this name."""
+    return tier == "gpu" or tier.endswith(PLAIN)
 
 
 def packed_bytes(values: int) -> int:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from gdscache.errors import EngineClosedError
 from gdscache.limits import EngineLimits
 from gdscache.load.loader import Loader
-from gdscache.load.plan import PrefetchPlan, bytes_in
+from gdscache.load.plan import PrefetchPlan
 from gdscache.moves import PageStatus, PrefetchEnd, Priority, Steps, failure
 from gdscache.pages.keys import Page
 from gdscache.pages.layout import PageLayout
@@ -318,7 +318,7 @@ class Prefetcher:
                     self._held.land(page.key, target.slot if good and not cleared else None)
             self._pages.update(statuses)
             read = chunk.by_tier(bytes(status == PageStatus.LOADED.value for status in statuses))
-            nbytes = sum(pages * bytes_in(self.layout, self._manager.tiers[name]) for name, pages in read.items())
+            nbytes = sum(pages * self.layout.bytes_in(name) for name, pages in read.items())
             self._bytes += nbytes
             self._timed[request] = self._timed[request][0], self._timed[request][1] + nbytes
             self._live[request].land(numbers, statuses, nbytes)

@@ -12,8 +12,8 @@ import numpy as np
 from gdscache.arrays import Int64Array
 from gdscache.cuda.streams import Event, Landed
 from gdscache.moves.base import End, Listener, Move, Moving, PageStatus, Steps, Way
+from gdscache.pages.layout import PLAIN
 from gdscache.runtime.threads import Flag
-from gdscache.tiers.base import PLAIN
 
 if TYPE_CHECKING:
     from gdscache.moves.native import NativeExecutor

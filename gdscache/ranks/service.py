@@ -35,7 +35,7 @@ from gdscache.moves.machine import Machine, Reserve
 from gdscache.moves.native import NativeExecutor
 from gdscache.native import SHORT, take_rows
 from gdscache.pages.checksum import first_bad_layer
-from gdscache.pages.layout import PageLayout
+from gdscache.pages.layout import PLAIN, PageLayout
 from gdscache.pages.planes import PagedPlanes
 from gdscache.ranks import wire
 from gdscache.ranks.channel import Channel
@@ -44,7 +44,6 @@ from gdscache.ranks.mixed import MixedMoving, plain_rows
 from gdscache.ranks.wire import Array, Message
 from gdscache.runtime.threads import Flag, Workers, failure_of, log_failure
 from gdscache.storage import open_transport
-from gdscache.tiers.base import PLAIN
 
 WAITING = 16
 CLOSE_S = 5.0  # seconds that the end waits for late I/O

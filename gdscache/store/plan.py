@@ -23,7 +23,6 @@ the coldest are refused.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -33,6 +32,7 @@ from gdscache.index.table import Entry, PageState
 from gdscache.limits import BATCH_PAGES, LEAST_BATCH
 from gdscache.moves import PLANES
 from gdscache.pages.keys import Page
+from gdscache.pages.layout import PLAIN
 from gdscache.pages.reasons import Told
 from gdscache.store.batch_size import batch_pages
 from gdscache.store.earned_offers import EarnedOffers
@@ -63,15 +63,6 @@ def round_pages(extent_bytes: int, *, waiting: bool) -> Iterator[int]:
         pages = min(most, 2 * pages)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Plain:
-    """Where pages lie that do not fit into packed extents: their tier in memory, and the space of their bounce
-    reserve."""
-
-    landing: Tier | None
-    bounce: str
-
-
 class StorePlanner:
     """The state of all accepted stores that are not done.
 
@@ -90,7 +81,7 @@ class StorePlanner:
         earned: EarnedOffers,
         watermarks: tuple[float, float] | None = None,
         *,
-        plain: Plain | None = None,
+        plain: bool = False,
         unfit: StorePlanner | None = None,
     ) -> None:
         """`outlets`: one to each tier of files. `earned`: notes of the manager's lookups. `watermarks` of `write_back`,
@@ -102,10 +93,9 @@ class StorePlanner:
         self._cleaning = 0  # of these, pages that go from the CPU tier to the SSD without a store
         self._manager = manager
         self.lock = manager.lock
-        self._landing = manager.landing if plain is None else plain.landing
-        self._bounced = "bounce" if plain is None else plain.bounce
-        self._again = plain is not None
-        self._unfit = unfit
+        self._landing = next((tier for tier in manager.landings if tier.plain == plain), None)
+        self._bounced = "bounce" + PLAIN * plain
+        self._plain, self._unfit = plain, unfit
         self._policy = config.write_policy if self.outlets else "never"
         self._extent_bytes = extent_bytes
         self._limit = config.queue // extent_bytes
@@ -134,7 +124,7 @@ class StorePlanner:
     def accept(self, pages: Sequence[Page], receipt: Receipt, retention: Retention = DEFAULT) -> list[int]:
         """The numbers of the pages that some tier lacks and the queue has room for. The others get their outcome."""
         manager = self._manager
-        manager.counts["stores", "requests"] += not self._again
+        manager.counts["stores", "requests"] += not self._plain  # whose pages another planner has accepted before
         manager.retain(pages, retention)
         room = max(0, self._limit - self.queued + (0 if self._landing is None else len(self.keys)))
         missing = self._missing(pages)

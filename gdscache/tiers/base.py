@@ -31,18 +31,17 @@ from gdscache.index.retention import Retention
 from gdscache.index.table import Entry
 from gdscache.pages.checksum import Checksums
 from gdscache.pages.keys import Page
+from gdscache.pages.layout import PLAIN, PageLayout
 from gdscache.runtime.named_object import named_object
 
 if TYPE_CHECKING:
     import torch
 
     from gdscache.config import TierConfig
-    from gdscache.pages.layout import PageLayout
     from gdscache.storage.base import Files
 
 NO_RETENTIONS: Mapping[bytes, Retention] = {}
-PLAIN = "_plain"  # ends the names of plain tiers and of their memories
-_TAKEN = ("gpu", "cpu", "ssd", "planes", "bounce", f"cpu{PLAIN}", f"ssd{PLAIN}", f"bounce{PLAIN}")
+_TAKEN = ("gpu", "cpu", "ssd", "planes", "bounce")
 
 
 class Tier(abc.ABC):
@@ -264,7 +263,7 @@ def open_tier(config: TierConfig, layout: PageLayout, lock: threading.RLock) -> 
     """
     refuse, options = functools.partial(_bad_class, config.tier), config.options or {}
     tier: DurableTier = named_object(config.tier, DurableTier, refuse, layout, config.capacity, lock, **options)
-    if tier.name in _TAKEN:
+    if tier.name.removesuffix(PLAIN) in _TAKEN:
         tier.close()
         raise _bad_class(config.tier, f"its name is {tier.name!r}, which another tier or memory has")
     return tier

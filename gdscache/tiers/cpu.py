@@ -9,8 +9,9 @@ from gdscache.extents.base import SlotMemory
 from gdscache.index.free_slots import SlotShare
 from gdscache.index.index import PageIndex
 from gdscache.index.table import PageState
+from gdscache.pages.layout import PLAIN
 from gdscache.policies import new_policy
-from gdscache.tiers.base import PLAIN, Tier
+from gdscache.tiers.base import Tier
 
 if TYPE_CHECKING:
     from gdscache.tiers.quarantine import Quarantine

@@ -16,6 +16,7 @@ from gdscache.sizes import about
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from gdscache.pages.layout import PageLayout
     from gdscache.tiers.manager import TierManager
 
 _log = logging.getLogger("gdscache.summary")
@@ -32,11 +33,11 @@ class Journal:
     """
 
     def __init__(
-        self, manager: TierManager, name: str, page_bytes: int, *, summary: float = 0.0, requests: float = 0.0
+        self, manager: TierManager, name: str, layout: PageLayout, *, summary: float = 0.0, requests: float = 0.0
     ) -> None:
         self._manager = manager
         self._name = name
-        self._page_bytes = page_bytes
+        self._layout = layout
         self._summary, self._requests = summary, requests
         now = manager.log.clock()
         self._since = now
@@ -81,10 +82,10 @@ class Journal:
         seconds, self._since = now - self._since, now
         new, self._before = counts - self._before, counts
         if _SUMMED.intersection(group for group, _ in new) and _log.isEnabledFor(logging.INFO):
-            _log.info("%s: in %.0f s %s", self._name, seconds, summed(new, self._page_bytes))
+            _log.info("%s: in %.0f s %s", self._name, seconds, summed(new, self._layout))
 
 
-def summed(counts: Mapping[tuple[str, str], int], page_bytes: int) -> str:
+def summed(counts: Mapping[tuple[str, str], int], layout: PageLayout) -> str:
     def of(group: str) -> dict[str, int]:
         found = {name: n for (kind, name), n in counts.items() if kind == group and n > 0}
         return dict(sorted(found.items(), key=lambda one: -one[1]))
@@ -96,9 +97,9 @@ def summed(counts: Mapping[tuple[str, str], int], page_bytes: int) -> str:
         found = sum(hits.values())
         parts.append(f"hit {_share(found, asked)}{_each(hits, lambda n: _share(n, asked))}")
         parts.append(f"missed {_share(asked - found, asked)}{_each(misses, '{:,}'.format)}")
-    loaded, stored = of("bytes_loaded"), of("stored")
-    parts.append(f"loaded {about(sum(loaded.values()))}{_each(loaded, about)}")
-    parts.append(f"stored {about(sum(stored.values()) * page_bytes)}{_each(stored, lambda n: about(n * page_bytes))}")
+    stored = {tier: pages * layout.bytes_in(tier) for tier, pages in of("stored").items()}
+    for what, sizes in (("loaded", of("bytes_loaded")), ("stored", stored)):
+        parts.append(f"{what} {about(sum(sizes.values()))}{_each(sizes, about)}")
     for group in ("refused", "dropped"):
         causes = of(group)
         parts.append(f"{group} {sum(causes.values()):,} pages{_each(causes, '{:,}'.format)}")

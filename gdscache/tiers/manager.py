@@ -62,20 +62,21 @@ class TierManager:
         calls: Caller | None = None,
         quarantine: Quarantine | None = None,
         timeline: Timeline = OFF,
-        on_use: Callable[[Sequence[bytes]], None] = lambda keys: None,
+        on_use: Sequence[Callable[[Sequence[bytes]], None]] = (),
         measured: bool = True,
         log: LimitedLog | None = None,
     ) -> None:
         """`tiers`: the fastest first, with unique names. `landing` is the first tier in memory, where pages of slower
         tiers are read to, and `landings` are the first ones of packed and of plain pages; `files` are the tiers of
-        files; lookups see the `served` tiers. `on_use` gets the keys of a prefix that a lookup found, tail first, under
-        the lock: it only notes them. `measured`: learn times of loads."""
+        files; lookups see the `served` tiers. Each of `on_use` gets the keys of a prefix that a lookup found, tail
+        first, under the lock: it only notes them. `measured`: learn times of loads."""
         self.lock = lock
         self.calls: Caller = Direct() if calls is None else calls
         self.tiers: dict[str, Tier] = {tier.name: tier for tier in tiers}
         self.served = [(name, tier) for name, tier in self.tiers.items() if tier.served]
         memories = [tier for tier in tiers if tier.kind == "memory"]
-        self.landings = [*{tier.plain: tier for tier in reversed(memories)}.values()][::-1]
+        self._landings = {tier.plain: tier for tier in reversed(memories)}
+        self.landings = [*self._landings.values()][::-1]
         self.landing = next(iter(self.landings), None)
         self.files = [cast("DurableTier", tier) for tier in tiers if tier.kind == "files"]
         self._watches = any(tier.served for tier in self.files)  # a post costs lookups some 2 ms beside busy threads
@@ -107,7 +108,7 @@ class TierManager:
 
     def landing_of(self, tier: Tier) -> Tier | None:
         """The tier in memory where a tier's pages are read to: it has the same extents."""
-        return next((landing for landing in self.landings if landing.plain == tier.plain), None)
+        return self._landings.get(tier.plain)
 
     # For callers that know the tiers' names: nothing is decided by these properties.
 
@@ -142,7 +143,8 @@ class TierManager:
                 tier.touch(keys)
                 if hits:
                     self.counts["hits", name] += hits
-            self._on_use(keys)
+            for use in self._on_use:
+                use(keys)
             self.counts["lookups", "requests"] += 1
             self.counts["lookups", "pages"] += len(pages) - start
             missing = len(pages) - start - len(found) - hidden

@@ -9,7 +9,7 @@ from typing import Any
 
 from gdscache.histograms import SECONDS, SIZE_CLASSES, Buckets, Histogram, size_class
 from gdscache.moves import PLANES
-from gdscache.tiers.base import PLAIN
+from gdscache.pages.layout import PLAIN
 
 WAITS = ("layer", "verdict", "pages")  # a layer of a load, a load's end, a prefetch's end
 

@@ -36,13 +36,13 @@ from gdscache.limits import LIMITS
 from gdscache.native import put_rows, take_rows, take_unbound, trim_heap
 from gdscache.pages.checksum import Checksums, bound
 from gdscache.pages.keys import Page
-from gdscache.pages.layout import PageLayout
+from gdscache.pages.layout import PLAIN, PageLayout
 from gdscache.policies import new_policy
 from gdscache.policies.base import EvictionPolicy
 from gdscache.runtime.limited_log import LimitedLog
 from gdscache.sizes import about
 from gdscache.storage import open_transport
-from gdscache.tiers.base import NO_RETENTIONS, PLAIN, DurableTier
+from gdscache.tiers.base import NO_RETENTIONS, DurableTier
 
 if TYPE_CHECKING:
     import torch
@@ -219,11 +219,13 @@ class SsdTier(DurableTier):
 
     def reserve(self, pages: Sequence[Page], retentions: Mapping[bytes, Retention] = NO_RETENTIONS) -> list[Entry]:
         """May commit deletions first. Only pages that continue a prefix of this tier may evict others: after a restart
-        no lookup reaches the rest. Raises `IOFailedError`; `LockLostError` when another process may use the directory.
+        no lookup reaches the rest. Prefixes with pages that do not fit packed lie in two tiers: there any page may.
+        Raises `IOFailedError`; `LockLostError` when another process may use the directory.
         """
         self._keep_out()
         with self.lock:
-            self.index.make_room(pages, self._reserve, len(self._returned))
+            apart = self.plain or self.layout.packed
+            self.index.make_room(pages, self._reserve, len(self._returned), apart=apart)
             commit_first = self.index.free_slots < len(pages) and bool(self._returned)
         if commit_first:
             self.commit_waiting()

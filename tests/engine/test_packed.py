@@ -5,24 +5,32 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from gdscache import CacheEngine, Config
+from gdscache.commands import top
 from gdscache.commands.cli import app
 from gdscache.config import ModelConfig
+from gdscache.disk import status_page
 from gdscache.errors import ExtentSizeError, GeometryError
+from gdscache.metrics import FAMILIES
+from gdscache.pages.layout import PLAIN
+from gdscache.sizes import about
 from gdscache.storage.base import Op
+from gdscache.tiers.journal import summed
 from tests.support import fake_gpu
 from tests.support.faults import Fault, FaultPlan
 from tests.support.faulty import PLAN
 from tests.support.helpers import WAIT, until
-from tests.support.packed_pages import bits, drawn
+from tests.support.packed_pages import KINDS, bits, drawn
 
 MODEL = {"name": "packed", "layers": 3, "kv_heads": 4, "head_dim": 64, "dtype": "bfloat16", "page_tokens": 32}
 PAGES, BLOCKS = 5, 32
@@ -158,6 +166,45 @@ def test_pages_of_which_none_fits_come_back(tmp_path: Path) -> None:
         assert rows(pool, range(10)) == wanted
 
 
+def test_figures_are_of_bytes_as_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of pages that fit, and of one that does not: on the status page, and what is read from it; in metrics and log."""
+    monkeypatch.setattr(status_page, "PERIOD_S", 0.1)
+    pool = planes()
+    bits(pool[1][0])[2] = drawn("random", pool[1][0][2].numel(), np.random.default_rng(3)).reshape(pool[1][0][2].shape)
+    with CacheEngine(config(tmp_path, "on", ssd=ssd(tmp_path, "32MiB")), pool) as engine:
+        extents = [engine.layout.extent_bytes, engine.layout.packed_as(packed=False).extent_bytes]
+        nbytes = [(PAGES - 1) * engine.layout.page_bytes, engine.layout.plane_bytes]
+        [one] = top.watched([tmp_path])
+        until(lambda: one.look()["rates"] is not None, "two pages come")
+        assert not store(engine)
+        assert load(engine, range(16, 26)) == len(TOKENS)
+        until(lambda: one.look()["counts"]["loaded"]["cpu_plain"], "the page tells of the load")
+        found = one.look()
+        assert {tier["name"]: tier["extent_bytes"] for tier in found["tiers"]} == {
+            f"{tier}{PLAIN * plain}": extents[plain] for tier in ("cpu", "ssd") for plain in (False, True)
+        }
+        pages = {
+            tier: flow["stored_bytes"] * found["rates"]["over_seconds"]
+            for tier, flow in found["rates"]["tiers"].items()
+        }
+        assert pages == pytest.approx({tier["name"]: tier["pages"] * tier["extent_bytes"] for tier in found["tiers"]})
+        packed, plain = json.loads(CliRunner().invoke(app, ["inspect", str(tmp_path), "--json"]).stdout)
+        assert [(one["pages"], one["extent_bytes"]) for one in (packed, plain)] == [
+            (PAGES - 1, extents[0]),
+            (1, extents[1]),
+        ]
+        assert plain["slots"] * plain["extent_bytes"] == plain["capacity_bytes"]
+        assert plain["live"]["pid"] == os.getpid()
+        moved = next(family for family in FAMILIES if family.name == "gdscache_moved_bytes").read(engine.stats())
+        assert [moved["planes", "cpu"], moved["planes", "cpu_plain"], moved["cpu_plain", "planes"]] == [
+            *nbytes,
+            nbytes[1],
+        ]
+        each = [f"{tier}{PLAIN * plain} {about(nbytes[plain])}" for plain in (0, 1) for tier in ("cpu", "ssd")]
+        said = summed(engine.manager.snapshot(), engine.layout)
+        assert all(one in said.split("stored ")[1] for one in each)
+
+
 def test_plain_pages_are_evicted_for_plain_pages(tmp_path: Path) -> None:
     pool = planes("random")
     with CacheEngine(config(tmp_path, "on"), pool) as engine:  # one plain slot on each tier
@@ -171,6 +218,117 @@ def test_plain_pages_are_evicted_for_plain_pages(tmp_path: Path) -> None:
         assert engine.load(engine.lookup(tokens), [16, 17]).result(WAIT).tokens == 32
         assert rows(pool, range(16, 18)) == wanted
         assert engine.stats()["tiers"]["cpu_plain"]["evictions"] >= 1
+
+
+FITS, UNFIT = [kind for kind in KINDS if kind not in ("random", "outlier channels")], ("random", "outlier channels")
+
+
+class Hostile:
+    """Six prompts of five pages, the first two in common. Values of each odd page do not fit, and those of the others
+    do, barely some. `stored`: the values of each page that was stored, by its tokens: part after part."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed, self.stored = seed, dict[tuple[int, ...], list[npt.NDArray[np.uint16]]]()
+        self.pool, self.rng = planes(), np.random.default_rng(seed)
+
+    def prompt(self) -> list[int]:
+        return [*range(64), *range(100 * (1 + self.rng.integers(6)), 20_000)][: PAGES * 32]
+
+    def pages(self, tokens: list[int]) -> list[tuple[int, ...]]:
+        return [tuple(tokens[: end + 32]) for end in range(0, len(tokens), 32)]
+
+    def values(self, page: tuple[int, ...]) -> list[npt.NDArray[np.uint16]]:
+        rng = np.random.default_rng([self.seed, *page])
+        kinds, number = (UNFIT if len(page) // 32 % 2 == 0 else FITS), 2 * 16 * 4 * 64
+        hostile = kinds[rng.integers(len(kinds))]
+        return [drawn(hostile, number, rng).reshape(2, 16, 4, 64) for _ in range(6)]
+
+    def store(self, engine: CacheEngine, tokens: list[int]) -> None:
+        for at, page in enumerate(self.pages(tokens)):
+            self.stored[page] = self.values(page)
+            for plane, values in zip(
+                (tensor for layer in self.pool for tensor in layer), self.stored[page], strict=True
+            ):
+                bits(plane)[2 * at : 2 * at + 2] = values
+        assert not engine.store(tokens, list(range(2 * PAGES))).result(WAIT).dropped
+
+    def load(self, engine: CacheEngine, tokens: list[int]) -> int:
+        """The pages that are found. What is behind them was never stored, or did not fit and was evicted."""
+        hit, pages = engine.lookup(tokens), self.pages(tokens)
+        found = hit.tokens // 32
+        for plane in (tensor for layer in self.pool for tensor in layer):
+            bits(plane)[16:] = 0x5A5A
+        assert engine.load(hit, list(range(16, 16 + 2 * found))).result(WAIT).tokens == hit.tokens
+        for at, page in enumerate(pages[:found]):
+            for plane, values in zip(
+                (tensor for layer in self.pool for tensor in layer), self.stored[page], strict=True
+            ):
+                assert np.array_equal(bits(plane)[16 + 2 * at : 18 + 2 * at], values), (at, "a wrong bit")
+        assert found == PAGES or pages[found] not in self.stored or found % 2 == 1, "a page that fits is gone"
+        return found
+
+
+@pytest.mark.parametrize("tiers", ["cpu", "ssd", "cpu ssd"])
+def test_hostile_pages_against_a_plain_model(tmp_path: Path, tiers: str) -> None:
+    """Packed tiers have room for all pages, the plain tiers for few. So the pages that fit stay, whatever the others
+    do, the last prompt is there as a whole, and each bit is as it was stored."""
+    model = Hostile(int(os.environ.get("GDSCACHE_SEED", "7")))
+    extent = ModelConfig(**MODEL, pack="off").layout().extent_bytes
+    sections: dict[str, Any] = {
+        "host_buffer": 64 * extent,
+        "cpu": {"capacity": 48 * extent},
+        "ssd": ssd(tmp_path, 64 * extent),
+    }
+    sections |= {tier: None for tier in ("cpu", "ssd") if tier not in tiers.split()}
+    evicted = 0
+    for _ in range(3):
+        with CacheEngine(config(None, "on", **sections), model.pool) as engine:
+            if "ssd" not in tiers:
+                model.stored.clear()
+            for _ in range(15):
+                tokens = model.prompt()
+                if model.rng.integers(2):
+                    model.store(engine, tokens)
+                    assert model.load(engine, tokens) == PAGES, "the last prompt is not there as a whole"
+                else:
+                    model.load(engine, tokens)
+            engine.flush(WAIT)
+            assert engine.check().ok
+            kept = [page for page in model.stored if len(page) // 32 % 2]
+            stats = engine.stats()["tiers"]
+            for name, tier in stats.items():
+                evicted += tier["evictions"]
+                assert name.endswith(PLAIN) or not tier["evictions"], "packed pages were evicted for plain ones"
+            assert stats[tiers.split()[-1]]["pages"] == len(kept)
+    assert evicted > 10, "the plain tiers were never full"
+
+
+@pytest.mark.parametrize("unfit", [1, 2])
+def test_pages_behind_one_that_does_not_fit_evict_others(tmp_path: Path, unfit: int) -> None:
+    """Of a full SSD, and so does the page that does not fit, whose prefix is in another tier."""
+    pool = planes()
+    bits(pool[1][0])[2 * unfit] = drawn("random", 4096, np.random.default_rng(3)).reshape(16, 4, 64)
+    wanted, extent = rows(pool, range(10)), ModelConfig(**MODEL, pack="on").layout().extent_bytes
+    given = config(None, "on", cpu=None, ssd=ssd(tmp_path, 9 * extent), host_buffer="16MiB")
+    for first in range(0, 50_000, 10_000):
+        tokens = [first + token for token in TOKENS]
+        with CacheEngine(given, pool) as engine:
+            slots = [tier["slots"] for tier in engine.stats()["tiers"].values()]
+            assert slots == [7, 1], "more than one prompt's, and less than two"
+            assert not engine.store(tokens, list(range(2 * PAGES))).result(WAIT).dropped
+            assert engine.load(engine.lookup(tokens), range(16, 26)).result(WAIT).tokens == len(TOKENS)
+            assert rows(pool, range(16, 26)) == wanted
+
+
+def test_endurance_of_few_pages_has_room_for_some_that_do_not_fit(tmp_path: Path) -> None:
+    """Their part of it is the one that the configuration gives them: eight pages at least."""
+    extent = ModelConfig(**MODEL, pack="off").layout().extent_bytes
+    with CacheEngine(
+        config(tmp_path, "on", ssd=ssd(tmp_path, "32MiB") | {"endurance": 256 * extent}), planes("random")
+    ) as engine:
+        engine.store(TOKENS[:32], [0, 1]).result(WAIT)
+        engine.flush(WAIT)
+        assert engine.stats()["stored"] == {"cpu_plain": 1, "ssd_plain": 1}
 
 
 def test_damage_of_plain_pages_is_found(tmp_path: Path) -> None:

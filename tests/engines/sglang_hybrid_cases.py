@@ -24,19 +24,36 @@ KINDS = ("swa", "mamba", "all")
 @case
 def hybrids_come_back(ranks: Ranks) -> None:
     """From the CPU tier after a flush, from the SSD after a restart; where prompts part, the last end before."""
+    _come_back(ranks)
+
+
+@case
+def packed_hybrids_come_back(ranks: Ranks) -> None:
+    """Windows are packed, states lie as they are, and so do pages that do not fit."""
+    _come_back(ranks, model={"pack": "on"}, ssd={"capacity": "32MiB"})
+
+
+def _come_back(ranks: Ranks, **more: Any) -> None:
     for kind in KINDS:
-        found, long = ranks.hybrid(kind), rig.prompt(1, 100)
+        found, long = ranks.hybrid(kind, **more), rig.prompt(1, 100)
+        found.unfit = "model" in more
         assert found.serve(long) == (0, 0)
         assert found.serve(long) == (96, 0), "the tree has it"
         found.settle()
         found.flush()
         assert found.serve(long) == (0, 96)
         found.settle()
+        if found.unfit and ranks.leads:
+            for name, pool in found.linker.engine.by_groups.items():
+                assert pool.layout.packed == (name != "mamba")
+                unfit, stored = pool.stats()["stores"].get("unfit", 0), pool.stats()["stored"]
+                assert (unfit and stored["cpu"]) or name == "mamba", (name, unfit, stored)
         found.close()
         # SGLang keeps a page more than the windows at the ends of chunks: at 32, 64 and 96.
         hits = {30: 28, 62: 60, 94: 92, 98: 96} if kind == "swa" else {30: 0, 62: 32, 94: 64, 98: 96}
         for head, hit in hits.items():
-            found = ranks.hybrid(kind)
+            found = ranks.hybrid(kind, **more)
+            found.unfit = "model" in more
             assert found.serve(rig.prompt(head, 110, rig.prompt(1, head))) == (0, hit), (kind, head)
             found.settle()
             found.close()

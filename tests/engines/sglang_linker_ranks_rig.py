@@ -157,6 +157,7 @@ class HybridRankRig(InStep, hybrids.HybridRig):
 
     def __init__(self, ranks: Ranks, kind: str, folder: Path, **more: Any) -> None:
         self.ranks = ranks
+        self.unfit = False  # whether the last page of each chunk does not fit into a packed extent
         super().__init__(folder, kind, group=ranks.group, ranks=ranks.ranks, **more)
         self.shuffle()
 
@@ -164,7 +165,9 @@ class HybridRankRig(InStep, hybrids.HybridRig):
         own = self.ranks.rank
         if layer in hybrids.LAYERS["kv"]:  # which has two heads; a window's or a state's parts are each rank's own
             own //= max(1, self.ranks.ranks // 2)
-        return float(int(super().content(tokens, layer, part)) ^ (37 * own))
+        found = float(int(super().content(tokens, layer, part)) ^ (37 * own))
+        far = self.unfit and len(tokens) % hybrids.CHUNK == hybrids.CHUNK - hybrids.PAGE + 1
+        return found * 2.0**40 if far else found
 
     def shuffle(self) -> None:
         own = [self.slots.full_attn_allocator, self.slots.swa_attn_allocator] if self.windowed else [self.slots]

@@ -33,11 +33,18 @@ def pools_come_back(folder: Path) -> None:
     """Windows and states come with the pages they belong to, at lengths at which both are there, after a restart too;
     two ranks have each its own."""
     for kind in pools.KINDS:
-        assert ranks(_come_back, folder / kind, kind) > 10
+        assert ranks(_come_back, folder / kind, kind, _changes()) > 10
 
 
-def _come_back(folder: Path, rank: int, kind: str) -> None:
-    found = pools.PoolsRig(folder, kind, rank=rank, ranks=2, **_changes())
+@case
+def packed_pools_come_back(folder: Path) -> None:
+    """Windows are packed, states lie as they are, and so do pages that do not fit."""
+    for kind in pools.KINDS:
+        assert ranks(_come_back, folder / kind, kind, _changes(model={"pack": "on"}, ssd={"capacity": "32MiB"})) > 10
+
+
+def _come_back(folder: Path, rank: int, kind: str, changes: dict[str, Any]) -> None:
+    found = pools.PoolsRig(folder, kind, rank=rank, ranks=2, **changes)
     tokens = rig.prompt(1, 160)
     ends = (9, 19, 29)  # pages that a node of the tree ended with
     before = 0
@@ -49,9 +56,14 @@ def _come_back(folder: Path, rank: int, kind: str) -> None:
     for asked, there in ((160, 30), (120, 30), (119, 20), (84, 20), (80, 20), (76, 10), (39, 0)):
         assert found.came(f"a{asked}", tokens[:asked]) == there, (kind, asked)
         found.tree.reset()
+    if found.packed:
+        for name, pool in found.storage.engine.by_groups.items():
+            assert pool.layout.packed == (name != "mamba")
+            unfit, stored = pool.stats()["stores"].get("unfit", 0), pool.stats()["stored"]
+            assert (unfit and stored["ssd"]) or name == "mamba", (name, unfit, stored)
     found.storage.close()
     restart()
-    again = pools.PoolsRig(folder, kind, rank=rank, ranks=2, **_changes())
+    again = pools.PoolsRig(folder, kind, rank=rank, ranks=2, **changes)
     assert again.came("b", tokens) == 30
     names = {f"rank-{number}-of-2" for number in range(2)}
     assert {path.name for path in (folder / "ssd").iterdir()} == names
@@ -117,12 +129,13 @@ def _die(folder: Path, rank: int, kind: str, dying: int) -> None:
 @case
 def pools_at_random(folder: Path) -> None:
     """Prompts with common beginnings, in directories that are too small, with faults of one rank."""
-    for kind in pools.KINDS:
-        print(kind, ranks(_at_random, folder / kind, kind), "collectives")
+    for kind, pack in (*((kind, "off") for kind in pools.KINDS), ("all", "on")):
+        room = {"model": {"pack": "on"}, "host_buffer": "4MiB"} if pack == "on" else {"host_buffer": "1MiB"}
+        print(kind, pack, ranks(_at_random, folder / f"{kind}-{pack}", kind, room), "collectives")
 
 
-def _at_random(folder: Path, rank: int, kind: str) -> None:
-    changes = _changes(deadline=1.0, ssd={**FAULTY["ssd"], "capacity": "2MiB"}, host_buffer="1MiB")
+def _at_random(folder: Path, rank: int, kind: str, room: dict[str, Any]) -> None:
+    changes = _changes(deadline=1.0, ssd={**FAULTY["ssd"], "capacity": "2MiB"}, **room)
     found = pools.PoolsRig(folder, kind, rank=rank, ranks=2, **changes)
     source, came, asked = random.Random(kind), 0, 0
     for number in range(int(os.environ.get("GDSCACHE_OPERATIONS", "60"))):

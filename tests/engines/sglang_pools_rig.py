@@ -43,6 +43,7 @@ class PoolsRig(hicache.HiCacheRig):
     ) -> None:
         windowed, stated = "swa" in KINDS[kind], "mamba" in KINDS[kind]
         model = {"sliding_window": WINDOW} if windowed else None
+        self.packed = "model" in changes
         args = self.join(folder, policy, rank, ranks, timeout, model, changes)
         args._mamba_cache_chunk_size = rig.PAGE
         self.rank = rank
@@ -72,11 +73,13 @@ class PoolsRig(hicache.HiCacheRig):
         self.beside = {name: entries[name] for name in KINDS[kind]}
 
     def content(self, key: str, name: str, pool: Any) -> torch.Tensor:
-        """The bytes of a page, or a state, whenever it is computed."""
-        source = torch.Generator().manual_seed(
-            int(key[:12], 16) * 8 + self.rank * 4 + ["kv", "swa", "mamba"].index(name)
-        )
+        """The bytes of a page, or a state, whenever it is computed. Where pages are packed, one of eight does not fit,
+        of windows one of four."""
+        number = int(key[:12], 16)
+        source = torch.Generator().manual_seed(number * 8 + self.rank * 4 + ["kv", "swa", "mamba"].index(name))
         like = pool.get_data_page(0, flat=True).view(torch.uint8)
+        if self.packed and name != "mamba" and number % (4 if name == "swa" else 8):
+            return torch.randn(like.numel() // 2, generator=source).bfloat16().view(torch.uint8).view(like.shape)
         return torch.randint(0, 256, like.shape, generator=source, dtype=torch.uint8)
 
     def compute(self, tokens: Sequence[int], *, ends: Sequence[int] = (), before: Sequence[int] = ()) -> None:

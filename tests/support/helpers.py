@@ -22,9 +22,8 @@ from gdscache.limits import EngineLimits
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.load.report import LoadReport
 from gdscache.moves.native import NativeExecutor
-from gdscache.pages.layout import PageLayout
+from gdscache.pages.layout import PLAIN, PageLayout
 from gdscache.store.handle import StoreHandle
-from gdscache.tiers.base import PLAIN
 from gdscache.tiers.ssd import SsdTier
 
 Bytes = npt.NDArray[np.uint8]

@@ -11,7 +11,7 @@ import torch
 
 from gdscache.integrations.fields import ENVIRONMENT
 from gdscache.integrations.sglang import facts, setup
-from gdscache.integrations.sglang.planes import PoolPlanes
+from gdscache.integrations.sglang.planes import PoolPlanes, named
 from tests.support import adapter_fields
 
 VERSION = "0.5.23"
@@ -87,4 +87,4 @@ def tensors() -> list[tuple[torch.Tensor, ...]]:
 def planes() -> PoolPlanes:
     """Two planes of a host pool."""
     tensors = (torch.zeros((24, 4, 512), dtype=torch.uint8), torch.zeros((24, 4, 512), dtype=torch.uint8))
-    return PoolPlanes([tensors], {"pool": "p", "layout": "l", "dtype": "d", "page": [1]})
+    return PoolPlanes([tensors], {"pool": "p", "layout": "l", "dtype": "d", "page": [1]}, [named(tensors)])

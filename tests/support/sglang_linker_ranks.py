@@ -53,7 +53,7 @@ class Process:
     def open(self, engine: CacheEngine | None, table: LoadTable | RankTable) -> None:
         self.table = table
         self.ranks, self.leading = ranks, leading = (
-            PoolRanks(PoolPlanes(self.planes, {}), [self.rank]),
+            PoolRanks(PoolPlanes(self.planes, {}, []), [self.rank]),
             engine and OneLeading(engine),
         )
         self.offloads = RankOffloads(ranks, leading, self.counts)

@@ -96,7 +96,7 @@ def test_rates_are_those_of_the_engine(host: Host, tmp_path: Path) -> None:
     assert rates["tiers"]["cpu"]["loaded_bytes"] * seconds == pytest.approx(3 * BYTES)
     assert rates["tiers"]["cpu"]["stored_bytes"] * seconds == pytest.approx(3 * BYTES)
     assert rates["causes"]["misses"]["absent"] * seconds == pytest.approx(2)
-    assert found["tiers"][0] == {"name": "cpu", "slots": 8, "pages": 3, "evictions": 0}
+    assert found["tiers"][0] == {"name": "cpu", "slots": 8, "pages": 3, "evictions": 0, "extent_bytes": BYTES}
     assert [load["tier"] for load in found["slowest_loads"]] == ["cpu"]
     assert found["ranks"] == [{"rank": 0, "pid": os.getpid(), "state": "running"}]
 

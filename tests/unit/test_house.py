@@ -47,7 +47,7 @@ MAY_IMPORT = {
     "moves": "cuda native pages runtime storage tracing",
     "kvcacheio": "cuda kernels",
     "tiers": "config cuda disk extents gate index moves native pages policies runtime storage tracing",
-    "metrics": "moves policies tiers",
+    "metrics": "moves pages policies tiers",
     "mooncake": "cuda index native pages runtime storage tiers",
     "load": "config cuda index moves native pages runtime tiers tracing",
     "store": "cuda index moves native pages runtime tiers",

@@ -311,7 +311,9 @@ class TransformersClient:
         if load is not None:
             report, page = load.result(_DEADLINE_S), self.cache.layout
             recomputed = load.tokens - report.tokens
-            sources = {tier: n // page.page_bytes * page.page_tokens for tier, n in report.bytes_by_tier.items() if n}
+            sources = {
+                tier: n // page.bytes_in(tier) * page.page_tokens for tier, n in report.bytes_by_tier.items() if n
+            }
         first = time.perf_counter() - begun
         while len(found) < self.settings.new_tokens:
             found.append(_best(self._forward(self._ids([found[-1][0]]), layers)))

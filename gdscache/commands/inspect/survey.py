@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections import Counter
@@ -23,6 +24,7 @@ from gdscache.commands.inspect.reading import (
     read_once,
     slab_directories,
 )
+from gdscache.config.pools import PLAIN_DIRECTORY
 from gdscache.disk import namespaces_file, status_page
 from gdscache.disk.catalog_file import CATALOG_NAME, SIDECARS, SUSPECT_NAME, kept_aside
 from gdscache.disk.catalog_image import Progress
@@ -30,6 +32,7 @@ from gdscache.disk.recovery import Recovered
 from gdscache.disk.slab import slab_files
 from gdscache.disk.status_page import OtherFormat, Status
 from gdscache.errors import IOFailedError
+from gdscache.pages.layout import PLAIN
 
 SCHEMA = "gdscache.inspect/5"
 _SAID = (
@@ -52,7 +55,7 @@ def inspect(directory: Path, progress: Progress = lambda done, total, text: None
     """
     directory = existing(directory)
     for attempt in range(ATTEMPTS):
-        owner, status = find_owner(directory, catalog_open=has_log(directory)), status_page.read(directory)
+        owner, status = find_owner(directory, catalog_open=has_log(directory)), _read_status(directory)
         fresh = isinstance(status, Status) and status.age < status_page.FRESH_S
         if owner.state == "in use" or (owner.state == "unknown" and fresh):
             return _live(directory, owner, status)
@@ -61,6 +64,24 @@ def inspect(directory: Path, progress: Progress = lambda done, total, text: None
             return _still(directory, owner, contents)
         time.sleep(PAUSE)
     raise IOFailedError(f"{directory} changes all the time", "look again when fewer engines open and close it")
+
+
+def _read_status(directory: Path) -> Status | OtherFormat | None:
+    """The status page of a directory. One of pages that do not fit into packed extents has none of its own: that of the
+    directory above says its sizes, too."""
+    status = status_page.read(directory)
+    if status is not None or directory.name != PLAIN_DIRECTORY:
+        return status
+    above = status_page.read(directory.parent)
+    if not isinstance(above, Status):
+        return above
+    for tier in above.figures.tiers:
+        if tier.name == f"ssd{PLAIN}":
+            sizes: dict[str, Any] = tier._asdict() | {"extent_bytes": above.figures.plain_extent_bytes}
+            sizes["free_slots"] = sizes["slots"] - sizes["pages"]
+            del sizes["name"]
+            return dataclasses.replace(above, figures=dataclasses.replace(above.figures, **sizes))
+    return None
 
 
 def _common(directory: Path, owner: Owner, slab_files: Sequence[tuple[Path, int]]) -> dict[str, Any]:
@@ -127,7 +148,7 @@ def describe_status(status: Status) -> dict[str, Any]:
         },
         "groups": figures.groups or None,
         "queues": figures.queues._asdict(),
-        "tiers": [tier._asdict() for tier in figures.tiers],
+        "tiers": [tier._asdict() | {"extent_bytes": figures.extent_of(tier.name)} for tier in figures.tiers],
         "slowest_loads": [load._asdict() for load in figures.slowest],
         "ranks": [{"rank": number, "pid": rank.pid, "state": rank.state} for number, rank in enumerate(figures.ranks)],
     }

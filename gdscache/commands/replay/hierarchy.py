@@ -175,7 +175,7 @@ class Hierarchy:
             [tier for tier in (self.cpu, self.ssd) if tier is not None],
             wall_clock=clock.time,
             clock=clock.time,
-            on_use=earned.used,
+            on_use=[earned.used],
             measured=False,
         )
         self.executor = VirtualExecutor(clock, machine, self.page_bytes, extent)

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from gdscache.errors import CacheLayoutUnsupportedError
-from gdscache.integrations.sglang.planes import KV, STATES, WINDOWS, PoolPlanes, device_planes, rows_of
+from gdscache.integrations.settings import Rows
+from gdscache.integrations.sglang.planes import KV, STATES, WINDOWS, PoolPlanes, device_planes, named, rows_of
 
 GROUPS = {"FULL": KV, "SWA": WINDOWS, "MAMBA": STATES}  # the pools of SGLang's components
 _HYBRID_POOLS = ("SWAKVPool", "HybridLinearKVPool")
@@ -48,13 +49,13 @@ def _joined(
 ) -> PoolPlanes:
     """The layers of all pools in the model's order. A layer of the model may have planes in two pools."""
     order = sorted((layer, name) for name, (_, where) in own.items() for layer in where)
-    tensors, names, layers = list[tuple[torch.Tensor, ...]](), list[tuple[str, ...]](), dict[int, list[int]]()
+    tensors, rows, layers = list[tuple[torch.Tensor, ...]](), list[Mapping[str, Rows]](), dict[int, list[int]]()
     in_group: dict[str, list[int]] = {name: [] for name in own}
     for place, (layer, name) in enumerate(order):
         planes, where = own[name]
         at = where[layer]
         tensors.append(planes.tensors[at])
-        names.append(planes.names[at] if planes.names else ("k", "v") if len(planes.tensors[at]) == 2 else ("latent",))
+        rows.append(planes.rows[at])
         layers.setdefault(layer, []).append(place)
         in_group[name].append(place)
     groups: list[dict[str, object]] = []
@@ -66,7 +67,7 @@ def _joined(
             about["state"] = True
         groups.append(about)
     described = {name: {**planes.described, "layers": sorted(where)} for name, (planes, where) in own.items()}
-    return PoolPlanes(tensors, {"pools": described, "window": window}, names, groups, layers)
+    return PoolPlanes(tensors, {"pools": described, "window": window}, rows, groups, layers)
 
 
 def _state_planes(states: Any) -> PoolPlanes:
@@ -78,4 +79,4 @@ def _state_planes(states: Any) -> PoolPlanes:
     parts = [(name, part) for name, part in parts if part.numel()]
     tensors = [tuple(rows_of(part[layer], 1) for _, part in parts) for layer in range(len(states.mamba_map))]
     described: dict[str, object] = {name: [str(part.dtype), list(part.shape[2:])] for name, part in parts}
-    return PoolPlanes(tensors, described, [tuple(name for name, _ in parts)] * len(tensors))
+    return PoolPlanes(tensors, described, [named(planes, names=[name for name, _ in parts]) for planes in tensors])

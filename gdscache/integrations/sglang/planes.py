@@ -34,8 +34,7 @@ class OnePool(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class PoolPlanes:
     """`tensors[layer][plane]`: uint8, (pages, page_tokens, bytes), or (slots, 1, bytes) of states. `described`: facts
-    that decide the bytes. `names`: of each layer's planes; none: K and V, or a latent. `values`: the type of all
-    values, and bytes of the parts that take turns in a plane; none for planes of several types.
+    that decide the bytes. `rows`: of each layer's planes, by name.
 
     If layers keep different tokens: `groups` as in `model.groups`, and `layers`, each model layer's places in
     `tensors`.
@@ -43,11 +42,9 @@ class PoolPlanes:
 
     tensors: list[tuple[torch.Tensor, ...]]
     described: dict[str, object]
-    names: Sequence[tuple[str, ...]] = ()
+    rows: Sequence[Mapping[str, Rows]]
     groups: Sequence[Mapping[str, object]] = ()
     layers: Mapping[int, Sequence[int]] = dataclasses.field(default_factory=dict)
-    values: torch.dtype | None = None
-    parts: Sequence[tuple[int, ...]] = ()
 
     def pools(self) -> list[OnePool]:
         """The pools in the order of an engine's: each kind of layer has its own."""
@@ -57,20 +54,21 @@ class PoolPlanes:
 
     def model(self) -> dict[str, object]:
         """The keys of a configuration's section `model` that describe a page."""
-        names = self.names or [_names(planes) for planes in self.tensors]
-        layers = [
-            {
-                name: Rows.of(int(tensor.shape[2]), self.values, parts)
-                for name, tensor, parts in zip(some, planes, self.parts or [()] * len(some), strict=True)
-            }
-            for some, planes in zip(names, self.tensors, strict=True)
-        ]
-        section = planes_section(layers, max(int(planes[0].shape[1]) for planes in self.tensors))
+        section = planes_section(self.rows, max(int(planes[0].shape[1]) for planes in self.tensors))
         return {**section, "groups": [dict(group) for group in self.groups]} if self.groups else section
 
 
-def _names(planes: tuple[torch.Tensor, ...]) -> tuple[str, ...]:
-    return ("k", "v") if len(planes) == 2 else ("latent",)
+def named(
+    planes: Sequence[torch.Tensor],
+    dtype: torch.dtype | None = None,
+    names: Sequence[str] = (),
+    parts: Sequence[tuple[int, ...]] = (),
+) -> dict[str, Rows]:
+    """A layer's `PoolPlanes.rows`. `names`: none for K and V, or a latent. `dtype`: of all values, None for states and
+    planes of several types. `parts`: bytes of those that take turns in each plane."""
+    names = names or (("k", "v") if len(planes) == 2 else ("latent",))
+    every = zip(names, planes, parts or [()] * len(planes), strict=True)
+    return {name: Rows.of(int(plane.shape[2]), dtype, some) for name, plane, some in every}
 
 
 def device_planes(pool: Any, page_tokens: int, *, untried: bool = False) -> PoolPlanes:
@@ -91,7 +89,8 @@ def device_planes(pool: Any, page_tokens: int, *, untried: bool = False) -> Pool
     _refuse_parts(pool)
     tensors = [tuple(rows_of(buffer, page_tokens) for buffer in layer) for layer in layers]
     shapes = [[list(buffer.shape[1:]) for buffer in layer] for layer in layers]
-    return PoolPlanes(tensors, {"pool": kind, "dtype": str(pool.dtype), "rows": shapes}, values=pool.dtype)
+    rows = [named(planes, pool.dtype) for planes in tensors]
+    return PoolPlanes(tensors, {"pool": kind, "dtype": str(pool.dtype), "rows": shapes}, rows)
 
 
 def _refuse_parts(pool: Any) -> None:
@@ -124,7 +123,7 @@ def _indexed_planes(pool: Any, page_tokens: int, *, untried: bool) -> PoolPlanes
         [list(latent.shape[1:]), list(keys.shape[1:])] for latent, keys in zip(pool.kv_buffer, index, strict=True)
     ]
     described: dict[str, object] = {"pool": type(pool).__name__, "dtype": str(pool.dtype), "rows": shapes}
-    return PoolPlanes(tensors, described, names=[("latent", "index")] * len(tensors))
+    return PoolPlanes(tensors, described, [named(planes, names=("latent", "index")) for planes in tensors])
 
 
 def host_planes(pool: Any) -> PoolPlanes:
@@ -141,7 +140,7 @@ def host_planes(pool: Any) -> PoolPlanes:
     described |= {"page": [list(part.shape[1:]) for part in parts]}
     axis = HOST_LAYOUTS[pool.layout]
     layers = [(math.prod(part.shape[axis + 1 :]) * part.element_size(),) * int(part.shape[axis]) for part in parts]
-    return PoolPlanes([tensors], described, values=pool.dtype, parts=layers)
+    return PoolPlanes([tensors], described, [named(tensors, pool.dtype, parts=layers)])
 
 
 def refuse_layout(layout: str) -> None:

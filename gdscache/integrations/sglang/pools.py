@@ -12,7 +12,16 @@ from gdscache.engine.engine import CacheEngine
 from gdscache.engine.hybrid import HybridEngine
 from gdscache.errors import CacheGroupsUnsupportedError
 from gdscache.integrations.sglang.host import HostPages
-from gdscache.integrations.sglang.planes import KV, STATES, WINDOWS, PoolPlanes, host_planes, refuse_layout, rows_of
+from gdscache.integrations.sglang.planes import (
+    KV,
+    STATES,
+    WINDOWS,
+    PoolPlanes,
+    host_planes,
+    named,
+    refuse_layout,
+    rows_of,
+)
 
 _STATES = "MambaPoolHost"
 
@@ -50,13 +59,9 @@ def pools_planes(pools: Mapping[str, Any], window: int | None) -> PoolPlanes:
     return PoolPlanes(
         [each[name].tensors[0] for name in names],
         {"pools": {name: each[name].described for name in names}},
-        [each[name].names[0] if each[name].names else _names(each[name]) for name in names],
+        [each[name].rows[0] for name in names],
         groups,
     )
-
-
-def _names(planes: PoolPlanes) -> tuple[str, ...]:
-    return ("k", "v") if len(planes.tensors[0]) == 2 else ("latent",)
 
 
 def _state_planes(pool: Any) -> PoolPlanes:
@@ -72,7 +77,7 @@ def _state_planes(pool: Any) -> PoolPlanes:
     parts = {name: part for name, part in parts.items() if part.numel()}
     described: dict[str, object] = {name: [str(part.dtype), list(part.shape[1:])] for name, part in parts.items()}
     tensors = tuple(rows_of(part, 1) for part in parts.values())
-    return PoolPlanes([tensors], {"pool": kind, "layout": pool.layout, **described}, [tuple(parts)])
+    return PoolPlanes([tensors], {"pool": kind, "layout": pool.layout, **described}, [named(tensors, names=[*parts])])
 
 
 class PoolPages:

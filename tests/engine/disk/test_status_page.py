@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import struct
@@ -100,7 +101,7 @@ def test_the_page_is_as_the_format_says(host: Host, tmp_path: Path) -> None:
     assert took == struct.unpack_from("<3Q", page, 1544)[1]
     assert page[3760:4040] == bytes(4040 - 3760)
     assert struct.unpack_from("<5Q", page, 4040) == (0, 0, host.engine.config.store.queue, 0, 0)
-    assert page[4080:] == bytes(16)
+    assert page[4080:] == page[64:72] + bytes(8), "an extent that is not packed has these bytes, too"
 
 
 def test_queues_are_those_of_stats(tmp_path: Path) -> None:
@@ -177,7 +178,8 @@ def test_a_page_of_format_2_is_read(host: Host, tmp_path: Path) -> None:
     found = status_page.unpack(sealed(bytes(page), 16, 2))
     assert isinstance(found, status_page.Status)
     assert (found.format, found.figures.slots, found.figures.groups) == (2, 12, "")
-    assert (found.figures.tiers, found.figures.slowest) == ((), ())
+    assert (found.figures.tiers, found.figures.slowest) == ((status_page.TierState("ssd", 12, 0, 0),), ())
+    assert found.figures.extent_of("gpu") == host.layout.extent_bytes
 
 
 def sealed(page: bytes, at: int, value: int) -> bytes:
@@ -209,23 +211,30 @@ def test_latencies_causes_and_ranks_are_told(host: Host, tmp_path: Path, capfd: 
 def test_all_that_a_page_can_say_comes_back() -> None:
     ranks = [status_page.RankState(1000 + n, status_page.STATES[n % 3]) for n in range(20)]
     counts = {("misses", f"cause_{n:02}"): 1000 - n for n in range(60)} | {("lost", "slot"): 5, ("hits", "ssd"): 3}
+    counts |= {("hits", "tier 1"): 4, ("stored", "tier 4"): 6}
     times = {what: Summary(n, n / 1000, n / 100) for n, what in enumerate(status_page.LATENCIES, 1)}
     tiers = [status_page.TierState(f"tier {n}", n + 2, n + 1, n) for n in range(7)]
     slow = [SlowLoad("ssd", 1e9 + n, 9 - n, n << 20) for n in range(9)]
     figures = status_page.Figures(
         *(6, 2, 8192, 9, 8, 1, 0, 0, "stopped", "gone", counts, 16, ranks, times, tiers, slow, "full: all tokens" * 20)
     )
+    figures = dataclasses.replace(figures, plain_extent_bytes=12288)
     page = status_page.pack(status_page.Status(1, "host", "command", 5.0, 6.0, 7, 8, 9, figures))
     found = status_page.unpack(page)
     assert isinstance(found, status_page.Status)
     assert (found.figures.ranks, found.figures.shards) == (tuple(ranks[:16]), 16)
     assert found.figures.latencies == times
-    assert list(found.causes.items()) == [(("misses", f"cause_{n:02}"), 1000 - n) for n in range(48)]
+    by_tier = [(group, f"tier {n}") for n in range(5) for group in ("hits", "loaded", "stored")]
+    assert [found.figures.counts[name] for name in by_tier] == [counts.get(name, 0) for name in by_tier]
+    assert list(found.causes.items()) == [(("misses", f"cause_{n:02}"), 1000 - n) for n in range(48 - len(by_tier))]
     assert found.figures.counts["misses", ""] == sum(range(941, 1001))
     assert found.figures.tiers == tuple(tiers[:5])
     assert found.figures.slowest == tuple(slow[:8])
     assert found.figures.groups == "full: all tokens" * 8
-    assert page[4040:] == bytes(56)
+    assert page[4040:] == bytes(40) + (12288).to_bytes(8, "little") + bytes(8)
+    assert [found.figures.extent_of(tier) for tier in ("gpu", "ssd", "ssd_plain")] == [
+        16 * n for n in (12288, 8192, 12288)
+    ]
 
 
 def test_a_page_of_another_format_is_named(host: Host, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -12,9 +12,12 @@ import pytest
 import torch
 
 from gdscache import CacheEngine, Config
+from gdscache.config import ModelConfig
 from gdscache.errors import GeometryError, PlanesError
 from gdscache.integrations.settings import Rows, engine_configuration, planes_section
-from gdscache.integrations.sglang.planes import device_planes, host_planes
+from gdscache.integrations.sglang.groups import grouped_planes
+from gdscache.integrations.sglang.planes import PoolPlanes, device_planes, host_planes
+from gdscache.integrations.sglang.pools import pools_planes
 from gdscache.integrations.vllm.cache_groups import key_elements
 from gdscache.integrations.vllm.planes import planes_of
 from gdscache.pages.keys import PageHashes
@@ -113,6 +116,51 @@ def test_sglangs_device_pools_say_their_type(kind: str, tmp_path: Path) -> None:
         pools = {"k_buffer": list(memory[:, 0]), "v_buffer": list(memory[:, 1]), "kv_cache_layout": "nhd"}
     planes = device_planes(type(kind, (SimpleNamespace,), {})(**pools, dtype=memory.dtype), TOKENS)
     round_trip(planes.model(), planes.tensors, memory, tmp_path)
+
+
+def kind_of(kind: str, **facts: Any) -> Any:
+    """An object of a class that is named as SGLang's."""
+    return type(kind, (SimpleNamespace,), {})(**facts)
+
+
+def device_pool(layers: int, dtype: torch.dtype = torch.bfloat16) -> Any:
+    k, v = ([drawn(BLOCKS * TOKENS, HEADS, DIM).to(dtype) for _ in range(layers)] for _ in range(2))
+    return kind_of("MHATokenToKVPool", k_buffer=k, v_buffer=v, kv_cache_layout="nhd", dtype=dtype)
+
+
+def host_pool(layers: int) -> Any:
+    memory = drawn(2, BLOCKS, layers, TOKENS, HEADS, DIM)
+    facts = {"layout": "page_first_direct", "size": BLOCKS * TOKENS, "page_size": TOKENS, "dtype": memory.dtype}
+    return kind_of("MHATokenToKVPoolHost", kv_buffer=memory, **facts)
+
+
+def test_windows_of_sglangs_hybrid_models_are_packed_and_states_and_quantised_pages_are_not() -> None:
+    cache = SimpleNamespace(conv=[drawn(2, BLOCKS, 3, 128)], temporal=drawn(2, BLOCKS, 2, 64))
+    states = SimpleNamespace(mamba_pool=SimpleNamespace(mamba_cache=cache), mamba_map={0: 0, 2: 1})
+    states.short_conv_pool = states.ngram_pool = SimpleNamespace(enabled=False)
+    host_states = kind_of(
+        "MambaPoolHost",
+        temporal_buffer=drawn(BLOCKS, 2, 128),
+        conv_buffer=[],
+        slot_state_buffers=[],
+        layout="page_first",
+    )
+
+    def device(windows: torch.dtype) -> PoolPlanes:
+        where = {0: (0, True), 1: (0, False), 2: (1, True)}
+        pools = {"full_kv_pool": device_pool(1), "swa_kv_pool": device_pool(2, windows)}
+        return grouped_planes(kind_of("SWAKVPool", **pools, layers_mapping=where), states, 20, TOKENS)
+
+    def packed(planes: PoolPlanes) -> dict[str, bool]:
+        model = ModelConfig.model_validate({"name": "m", "pack": "on", **planes.model()})
+        return {pool.name: layout.packed for pool, layout in zip(planes.pools(), model.pool_layouts(), strict=True)}
+
+    assert packed(device(torch.bfloat16)) == {"kv": True, "swa": True, "mamba": False}
+    assert packed(device(torch.float8_e4m3fn)) == {"kv": True, "swa": False, "mamba": False}
+    host = pools_planes({"kv": host_pool(1), "swa": host_pool(2), "mamba": host_states}, 20)
+    assert packed(host) == {"kv": True, "swa": True, "mamba": False}
+    layer = 2 * TOKENS * HEADS * DIM
+    assert [host.rows[n]["k"].parts for n in (0, 2)] == [(layer,), (layer, layer)], "each layer is a part"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float8_e4m3fn, torch.uint8])

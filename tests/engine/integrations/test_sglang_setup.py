@@ -261,7 +261,7 @@ def test_a_state_is_a_page_of_one_row_without_padding() -> None:
     planes = grouped_planes(pool, states({0: 0, 3: 1}), None, PAGE)
     assert planes.layers == {0: [0], 1: [1], 3: [2, 3], 4: [4]}, "layer 3 has keys and a state"
     assert planes.groups[1] == {"name": "mamba", "layers": [0, 3], "page_tokens": PAGE, "state": True}
-    assert planes.names[0] == ("conv", "conv1", "state")
+    assert [*planes.rows[0]] == ["conv", "conv1", "state"]
     assert [tuple(t.shape) for t in planes.tensors[0]] == [(6, 1, 24), (6, 1, 10), (6, 1, 32)]
     opened = {"cpu": {"capacity": "8MiB"}, "host_buffer": "8MiB"}
     config = configuration(opened, server(load_format="dummy"), SimpleNamespace(), planes, "0.5.23", "it", cpu=True)
@@ -274,7 +274,7 @@ def test_a_state_without_a_tensor_that_recurs() -> None:
     pool = HybridLinearKVPool(full_kv_pool=mha(), full_attention_layer_id_mapping={1: 0, 3: 1, 4: 2})
     given = states({0: 0})
     given.mamba_pool.mamba_cache.temporal = zeros(1, 6, 0)
-    assert grouped_planes(pool, given, None, PAGE).names[0] == ("conv", "conv1")
+    assert [*grouped_planes(pool, given, None, PAGE).rows[0]] == ["conv", "conv1"]
 
 
 @pytest.mark.parametrize("name", ["short_conv_pool", "ngram_pool"])

@@ -5,6 +5,7 @@ Run as a program, this file is the other process: `python test_transformers.py J
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -21,6 +22,7 @@ from gdscache import CacheEngine
 from gdscache.config import ModelConfig
 from gdscache.errors import GeometryError, PoolFullError, SequenceStateError, TokensError, UnsupportedRequestError
 from gdscache.integrations.transformers import GdsCache, PrefixCache, model_section
+from gdscache.integrations.transformers_rows import PoolRows
 from tests.support.places import ROOT
 from tests.support.tiny_transformers import (
     CONFIGS,
@@ -134,6 +136,22 @@ def test_the_answer_is_the_same_from_every_tier(kind: str, device: str, dtype: s
         from_ssd = serve(engine, model, ids)
         check(from_ssd, model, reference, 40, {"ssd": 40})
     assert {got["prefix"] for got in (from_gpu, from_cpu, from_ssd)} == {first["pages"][5]}
+
+
+def test_sources_are_tokens_also_of_pages_that_do_not_fit_packed(tmp_path: Path) -> None:
+    """A page of random bits lies between pages of zeros."""
+    ids = tokens()[0].tolist()
+    with CacheEngine.from_config(options(build("llama", "cpu", "bfloat16"), tmp_path, gpu=6, pack="on")) as engine:
+        with engine.sequence(ids[: 5 * PAGE]) as sequence:
+            for plane in engine.gpu.planes(0):
+                plane.zero_()
+                row = plane[sequence.slots[1]].view(torch.int16)
+                row.copy_(torch.randint(-(1 << 15), 1 << 15, row.shape, generator=torch.Generator().manual_seed(1)))
+            sequence.commit().result(30)
+        with engine.sequence([token + 1 for token in ids]):  # takes the whole GPU pool
+            pass
+        with contextlib.closing(PoolRows(engine, [ids], "")) as rows:
+            assert rows.sources == {"cpu": 4 * PAGE, "cpu_plain": PAGE}
 
 
 @pytest.mark.suite

@@ -104,7 +104,7 @@ class Run(Order):
         limit = config.store.queue // 4096
         outlets = [Outlet(tier, open_admission("all", small.ssd, 4096), limit) for tier in files]
         earned = EarnedOffers(None if self.cpu is None else self.cpu.index, outlets, small.policy, hits=1)
-        self.manager = TierManager(threading.RLock(), self.tiers, on_use=earned.used)
+        self.manager = TierManager(threading.RLock(), self.tiers, on_use=[earned.used])
         self.planner = StorePlanner(self.manager, config.store, 4096, outlets, earned, watermarks=(0.3, 0.5))
         self.spare = SlotShare(range(small.spare))
         writers = {tier.name: TierWriter(self.manager, tier, executor, 4096) for tier in self.manager.files}
