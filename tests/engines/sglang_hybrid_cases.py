@@ -30,7 +30,7 @@ def hybrids_come_back(ranks: Ranks) -> None:
 @case
 def packed_hybrids_come_back(ranks: Ranks) -> None:
     """Windows are packed, states lie as they are, and so do pages that do not fit."""
-    _come_back(ranks, model={"pack": "on"}, ssd={"capacity": "32MiB"})
+    _come_back(ranks, model={"pack": "on"}, ssd={"capacity": "96MiB"})  # more than eight pages that do not fit
 
 
 def _come_back(ranks: Ranks, **more: Any) -> None:
