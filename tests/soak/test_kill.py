@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from gdscache.config.pools import PLAIN_PARTS
 from gdscache.disk import slab
 from tests.support.helpers import PACKED, SEED, WAIT, make_config
 from tests.support.kill_check import LAYOUT, verify
@@ -18,14 +19,15 @@ from tests.support.kill_record import Record
 from tests.support.processes import Child
 
 ROOMY, TIGHT = 160, 40  # all there is, and a third of it
+PACKED_ROOMY = 64 * PLAIN_PARTS  # with 64 slots for pages that do not fit, more than there are
 SETUPS: dict[str, dict[str, Any]] = {
     "three tiers, room for all": {"gpu": 16, "cpu": 10, "ssd": ROOMY},
     "three tiers, evicting": {"gpu": 16, "cpu": 10, "ssd": TIGHT},
     "ssd only, room for all": {"cpu": None, "ssd": ROOMY},
     "ssd only, evicting": {"cpu": None, "ssd": TIGHT},
     "over two directories": {"cpu": None, "ssd": ROOMY},
-    "packed": {"gpu": 16, "cpu": 20, "ssd": 2 * ROOMY, "model": PACKED},
-    "packed, ssd only": {"cpu": None, "ssd": 2 * ROOMY, "model": PACKED},
+    "packed": {"gpu": 16, "cpu": 20, "ssd": PACKED_ROOMY, "model": PACKED},
+    "packed, ssd only": {"cpu": None, "ssd": PACKED_ROOMY, "model": PACKED},
 }
 STRIPED = "over two directories"
 STRETCH = 2 * LAYOUT.extent_bytes  # tiny slabs lie in all their directories
@@ -55,7 +57,7 @@ def _loop(tmp_path: Path, setup: str, rounds: int, record_property: Any) -> None
     config = make_config(tmp_path / "cache", **SETUPS[setup])
     if setup == STRIPED:
         config["ssd"]["stripes"] = [str(tmp_path / "more")]
-    attached, roomy = "cpu" not in config, SETUPS[setup]["ssd"] == ROOMY
+    attached, roomy = "cpu" not in config, SETUPS[setup]["ssd"] != TIGHT
     log, rng, pages, found = tmp_path / "log", random.Random(f"{setup} {SEED}"), 0, Record()
     log.touch()
     for round_ in range(rounds):
