@@ -151,7 +151,7 @@ def test_inspect_beside_an_engine_and_a_store_that_runs(tmp_path: Path) -> None:
         assert report["capacity_bytes"] == 200 * extent()
         live = report["live"]
         assert (live["pid"], live["state"], live["stopped"]) == (os.getpid(), "running", None)
-        assert live["counts"]["stored"] == {"cpu": 3, "ssd": 3}
+        assert live["counts"]["stored"] == {"cpu": 3, "ssd": 3, "gpu": 0}
         assert [report[name] for name in ("bytes", "retention")] == [None] * 2
         for seed in range(2, 12):
             run(engine, prompt(seed, 3), f"salt {seed % 3}")
