@@ -199,8 +199,8 @@ void check_pool(const Driver& driver, uint64_t seed) {
         }
         for (std::thread& thread : threads) thread.join();
         if (seed % 8 == 0) {
-            // Points give their events back: a caller alone needs those of the segments, those of points of four loads and of
-            // four stores, and times. (Behind a thread that stands still, points of other threads pile up.)
+            // Points give their events back: a caller alone needs those of the segments, those of points of four loads
+            // and of four stores, and times. (Behind a thread that stands still, points of other threads pile up.)
             const int64_t most = 2 * (1 + 2 * 8) + 2 * 4 * 7 + (traced ? 1 + 4 * 4 : 0), made = driver.living(kEvents);
             std::vector<int64_t> all(static_cast<size_t>(pool.pages));
             std::iota(all.begin(), all.end(), 0);
