@@ -210,7 +210,7 @@ class LoadRun:
         places = [target.slot for target in targets if target is not None]
         found = []
         if places:
-            landing = self._manager.landing_of(tier)
+            landing = self._manager.landing_of(plain=tier.plain)
             assert landing is not None, "a slot of no tier"
             part, of_part, sums = _taken(tables, [n for n, target in enumerate(targets) if target is not None])
             found.append((part, self._read(tier, of_part, part, sums, landing.name, integers(places))))
@@ -368,7 +368,7 @@ class LoadRun:
         plan, manager = self.plan, self._manager
         source, target = plan.sources[row], plan.targets[row]
         tier = plan.tier_of(row)
-        landing = manager.landing_of(tier)
+        landing = manager.landing_of(plain=tier.plain)
         with manager.lock:
             lease = manager.lease("quarantine")
             if source is not None:  # only a rank can be late with a page in memory, and it gets no other move meanwhile
@@ -436,7 +436,7 @@ class LoadRun:
         moved = manager.measures.moved
         with manager.lock:
             for name, pages in found.items():
-                through, landing = landed.get(name, 0), manager.landing_of(manager.tiers[name])
+                through, landing = landed.get(name, 0), manager.landing_of(plain=manager.tiers[name].plain)
                 if through and landing is not None:
                     moved(name, landing.name, through)
                 if self._blocks is not None:

@@ -12,7 +12,7 @@ import numpy as np
 from gdscache.arrays import Int64Array
 from gdscache.cuda.streams import Event, Landed
 from gdscache.moves.base import End, Listener, Move, Moving, PageStatus, Steps, Way
-from gdscache.pages.layout import PLAIN
+from gdscache.pages.layout import is_plain
 from gdscache.runtime.threads import Flag
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def _ways(move: Move, *, plain: bool) -> tuple[Way, ...]:
 
 
 def _is_plain(way: Way) -> bool:
-    return way.source.endswith(PLAIN) or way.target.endswith(PLAIN)
+    return is_plain(way.source) or is_plain(way.target)
 
 
 def _joined(ends: Sequence[tuple[End, Int64Array]]) -> End:

@@ -93,7 +93,7 @@ class StorePlanner:
         self._cleaning = 0  # of these, pages that go from the CPU tier to the SSD without a store
         self._manager = manager
         self.lock = manager.lock
-        self._landing = next((tier for tier in manager.landings if tier.plain == plain), None)
+        self._landing = manager.landing_of(plain=plain)
         self._bounced = "bounce" + PLAIN * plain
         self._plain, self._unfit = plain, unfit
         self._policy = config.write_policy if self.outlets else "never"

@@ -106,9 +106,9 @@ class TierManager:
         if self.landing is not None:
             self.quarantine.add_memory(self.landing.name, self.landing.index.slots)
 
-    def landing_of(self, tier: Tier) -> Tier | None:
-        """The tier in memory where a tier's pages are read to: it has the same extents."""
-        return self._landings.get(tier.plain)
+    def landing_of(self, *, plain: bool) -> Tier | None:
+        """The tier in memory where pages of plain tiers, or of the others, are read to: it has the same extents."""
+        return self._landings.get(plain)
 
     # For callers that know the tiers' names: nothing is decided by these properties.
 
