@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,23 +21,28 @@ WORSE = 0.02  # than without our cache in the same pool, where ties may go eithe
 def test_a_trace_at_a_rate_that_preempts(model: Path, tmp_path: Path) -> None:
     """Every request ends as it does without a cache. What began on wrong bytes would show by its first token."""
     prompts = requests(REQUESTS)
+    states = parts.KIND in parts.STATES  # their blocks have some 200 tokens
     many = {"max_num_seqs": 64, "max_num_batched_tokens": 2048}
-    small = {**many, "num_gpu_blocks_override": 20 * min(64, REQUESTS // 2)}
+    small = {**many, "num_gpu_blocks_override": 400 if states else 20 * min(64, REQUESTS // 2)}
+    small["enable_prefix_caching"] = True  # vLLM's default, but with states
+    given: dict[str, Any] = {"limit": 1200, "environment": parts.WITH_STATES if states else {}}
     steps = [("ask", {"prompts": prompts, "together": True})]
-    alone = parts.run(tmp_path, model, steps, llm={**many, "enable_prefix_caching": False}, limit=1200).answers[1]
-    least = ALIKE
-    if parts.TIES:
-        uncached = parts.run(tmp_path, model, steps, llm=small, limit=1200).answers[1]
+    alone = parts.run(tmp_path, model, steps, llm={**many, "enable_prefix_caching": False}, **given).answers[1]
+    least, drift = ALIKE, parts.DRIFT
+    if parts.TIES or states:  # a state's sums depend on the batch, on a CPU too
+        uncached = parts.run(tmp_path, model, steps, llm=small, **given).answers[1]
         least = parts.alike(uncached, alone) - WORSE
+        drift = max(drift, *(parts.first_drift(a, b) for a, b in zip(uncached, alone, strict=True)))
     connector = parts.cache(tmp_path / "ssd", cpu={"capacity": "256MiB"}, ssd={"capacity": "2GiB"})
     for _ in range(2):  # the second run finds the first one's pages on the SSD
-        ended = parts.run(tmp_path, model, [*steps, ("drain", {}), ("tell", {})], connector, llm=small, limit=1200)
+        ended = parts.run(tmp_path, model, [*steps, ("drain", {}), ("tell", {})], connector, llm=small, **given)
         found, told = ended.answers[1], ended.answers[3]
         assert [answer["why"] for answer in found] == ["length"] * len(prompts)
         drifts = [parts.first_drift(a, b) for a, b in zip(found, alone, strict=True)]
-        assert max(drifts) < parts.DRIFT, sorted(drifts)[-5:]
+        assert max(drifts) <= drift, sorted(drifts)[-5:]
         share = parts.alike(found, alone)
-        print(f"{len(prompts)} requests, {share:.2%} the same tokens, {sum(parts.cached(found))} tokens cached, {told}")
+        print(f"{len(prompts)} requests, {share:.2%} the same tokens (at least {least:.2%}), first probabilities")
+        print(f"{max(drifts):.3f} apart (at most {drift:.3f}), {sum(parts.cached(found))} tokens cached, {told}")
         assert share >= least
         assert sum(parts.cached(found)) > 0
         assert (told["leases"], told["check"]) == (0, [])

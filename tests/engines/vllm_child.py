@@ -81,7 +81,7 @@ def make_model(folder: Path, seed: int = 0, kind: str = "mha", heads: int = 2) -
         _make_uneven(folder)
 
 
-HYBRIDS = ("windows", "unequal", "sinks", "sliding", "chunks", "gdn", "convolutions")
+HYBRIDS = ("windows", "unequal", "sinks", "sliding", "chunks", "gdn", "convolutions", "mamba")
 _WINDOW, _FULL = "sliding_attention", "full_attention"
 
 
@@ -89,8 +89,8 @@ def _hybrid(kind: str, shape: dict[str, Any]) -> Any:
     """Models whose layers keep different tokens: a Gemma 3 (`windows`), all of whose layers but the last attend to 256
     tokens; a Gemma 4 (`unequal`), whose layers of full attention have wider heads, and whose last two have the caches
     of two others; a gpt-oss (`sinks`), whose layers take turns; a Mistral (`sliding`) that has windows alone; a Llama 4
-    (`chunks`), whose layers but the last attend to chunks of 256 tokens; a Qwen3-Next (`gdn`) and an LFM2
-    (`convolutions`), some of whose layers keep a state."""
+    (`chunks`), whose layers but the last attend to chunks of 256 tokens; a Qwen3-Next (`gdn`), an LFM2
+    (`convolutions`) and, on a GPU alone, a Granite 4 H with Mamba 2 (`mamba`), some of whose layers keep a state."""
     import transformers
 
     if kind == "windows":
@@ -117,6 +117,11 @@ def _hybrid(kind: str, shape: dict[str, Any]) -> Any:
         config = transformers.Lfm2Config(**shape, tie_embedding=False)
         config.conv_dim = config.conv_dim_out = config.block_dim = config.hidden_size  # which vLLM asks for
         return transformers.Lfm2ForCausalLM(config)
+    if kind == "mamba":
+        states = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 128, "num_local_experts": 0}
+        shape |= {"layer_types": ["linear_attention"] * 3 + [_FULL], "shared_intermediate_size": 512, **states}
+        shape |= {"position_embedding_type": "nope", "attention_multiplier": shape.pop("head_dim") ** -0.5}
+        return transformers.GraniteMoeHybridForCausalLM(transformers.GraniteMoeHybridConfig(**shape))
     if kind == "sliding":
         return transformers.MistralForCausalLM(transformers.MistralConfig(**shape, sliding_window=256))
     experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2}

@@ -29,6 +29,7 @@ MISSING = f"no vLLM at {PYTHON}: `make engines` makes that environment, or set G
 TIES = (KIND != "mha" or os.environ.get("GDSCACHE_SGLANG_KIND") == "mla") and torch.cuda.is_available()
 # On a GPU the sums of a batch depend on what else is in it, unless vLLM is asked for the same answer all the time.
 ON_GPU = {"VLLM_BATCH_INVARIANT": "1"} if torch.cuda.is_available() else {}
+STATES = ("gdn", "convolutions", "mamba")  # kinds of models some of whose layers keep a state
 WITH_STATES = {"VLLM_BATCH_INVARIANT": "0"}  # vLLM refuses to do that for states
 SETTINGS = ON_GPU | {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
