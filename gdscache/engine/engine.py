@@ -453,7 +453,7 @@ class CacheEngine:
     def store_pages(
         self,
         pages: Sequence[Page],
-        blocks: Blocks,
+        slots: Any,
         salt: str = "",
         after: Event = None,
         *,
@@ -461,11 +461,17 @@ class CacheEngine:
         ttl: float | None = None,
         epoch: int | None = None,
     ) -> StoreHandle:
-        """`store` of pages of this salt with known names, in this order. `epoch`: of `epoch()`; by default the present
-        one."""
+        """`store` of pages of this salt with known names, each of which has slots, in this order. `epoch`: of
+        `epoch()`; by default the present one."""
         with self.calls:
             self._check_attached()
             retention = Retention.of(priority, ttl, self.manager.expiry.clock)
+            blocks = self._parts.planes.block_table(slots)
+            if len(blocks) != len(pages):
+                raise SlotCountError(
+                    f"slots for {len(blocks)} pages, and {len(pages)} names of pages",
+                    f"pass {self.blocks_per_page} blocks for each page",
+                )
             epoch = self.epoch(salt) if epoch is None else epoch
             return self.submit_store(pages, blocks, epoch, salt, after, retention=retention)
 

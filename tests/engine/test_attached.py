@@ -331,14 +331,14 @@ def test_many_threads_at_once(open_host: OpenHost, device: str, cpu: int | None,
 def test_pages_that_a_clear_was_to_drop_are_not_stored_behind_it(open_host: OpenHost, clear: str) -> None:
     host, tokens = open_host(cpu=8), prompt(1, 3)
     engine, blocks = host.engine, host.compute(tokens)
-    pages, table, before = engine.pages(tokens), engine.block_table(blocks), engine.epoch()
+    pages, before = engine.pages(tokens), engine.epoch()
     if clear == "clear":
         engine.clear()
     else:
         engine.invalidate(engine.namespace())
-    assert engine.store_pages(pages, table, epoch=before).result(WAIT).tiers == ((),) * 3
+    assert engine.store_pages(pages, blocks, epoch=before).result(WAIT).tiers == ((),) * 3
     assert engine.peek(tokens) == 0
-    engine.store_pages(pages, table, epoch=engine.epoch()).result(WAIT)
+    engine.store_pages(pages, blocks, epoch=engine.epoch()).result(WAIT)
     engine.drain(WAIT)
     assert engine.peek(tokens) == 12
     host.give(blocks)
@@ -365,3 +365,21 @@ def test_what_is_asked_counts_as_no_use(open_host: OpenHost) -> None:
     engine.observe_wait(0.0)
     assert sum(engine.stats()["measured"]["wait_seconds"]["pages"]["counts"]) == 2
     assert sum(engine.stats()["measured"]["wait_seconds"]["pages"]["sums"]) == 0.5
+
+
+def test_named_pages_with_wrong_blocks_are_refused_and_nothing_waits(open_host: OpenHost) -> None:
+    host, tokens = open_host(cpu=8), prompt(1, 3)
+    engine, blocks = host.engine, host.compute(tokens)
+    pages, per_page = engine.pages(tokens), engine.blocks_per_page
+    for wrong, error in (
+        (blocks[per_page:], SlotCountError),
+        (blocks[1:], SlotCountError),
+        ([*blocks[1:], 1 << 20], SlotRangeError),
+        ([*blocks[1:], blocks[1]], SlotRangeError),
+    ):
+        with pytest.raises(error):
+            engine.store_pages(pages, wrong)
+    engine.drain(WAIT)
+    assert engine.store_pages(pages, blocks).result(WAIT).tiers == (("cpu",),) * 3
+    host.give(blocks)
+    settle(engine)
