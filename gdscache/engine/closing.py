@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from gdscache.metrics.server import MetricsServer
 
 EXIT_S = 30.0  # seconds that a process which ends, or drops an engine, waits for accepted stores
+_LEAVE_S = 0.5  # seconds for threads to leave their waits in a process that ends
 _log = logging.getLogger("gdscache")
 
 
@@ -87,11 +88,15 @@ class EngineClosing:
             return
         self._calls.post(functools.partial(self.run, True))  # first: a warning may be an error
         # The main thread has ended when Python calls this at the exit.
-        if not (self.begun or ending) and threading.main_thread().is_alive():
+        ending = ending or not threading.main_thread().is_alive()
+        if not (self.begun or ending):
             warnings.warn(_DROPPED, ResourceWarning, stacklevel=2)
         ours = threading.current_thread().name.startswith("gdscache-")
         if not ours and not self._parts.manager.lock._is_owned() and not self._calls.join(EXIT_S):  # type: ignore[attr-defined]
             _log.error("stores are still on their way after %g s: they are lost when the process ends", EXIT_S)
+            if ending:  # a thread that returns from a native wait to an interpreter that has ended aborts the process
+                self._parts.executor.stop()
+                self._calls.join(_LEAVE_S)
 
 
 _DROPPED = "an engine was dropped without close(): it is closed now"

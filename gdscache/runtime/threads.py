@@ -7,13 +7,14 @@ outlives exceptions of its work.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import threading
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Protocol
 
-from gdscache.errors import EngineClosedError, ThreadStartError
+from gdscache.errors import EngineClosedError, NativeCallError, ThreadStartError
 
 _Work = tuple[Callable[[], object], Callable[[], object] | None]
 _log = logging.getLogger("gdscache")
@@ -110,8 +111,9 @@ def in_turn(*ends: Callable[[], object]) -> None:
 
 
 def log_failure(error: BaseException | None) -> None:
-    """Log the exception of background work. An interrupt of the main thread is raised again."""
-    if error is not None:
+    """Log the exception of background work, unless its executor was stopped. An interrupt of the main thread is raised
+    again."""
+    if error is not None and not (isinstance(error, NativeCallError) and error.errno == errno.ECANCELED):
         if not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
             raise error
         _log.error("background work broke off", exc_info=error)

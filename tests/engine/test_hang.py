@@ -8,6 +8,8 @@ import itertools
 import logging
 import os
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -46,6 +48,7 @@ from tests.support.helpers import (
     write_page,
 )
 from tests.support.pairs import pairs
+from tests.support.places import ROOT
 
 FAULTY = "tests.support.faulty:FaultyTransport"
 SOON = 0.5  # seconds of a deadline that is to pass
@@ -681,3 +684,32 @@ def test_a_tier_that_has_stopped_is_not_switched_on_by_i_o_that_ends() -> None:
     submission.finish(*range(5))
     assert len(given) == 5
     assert keeper.off
+
+
+ENDING = """
+import ctypes, pathlib, sys
+import gdscache.engine.closing as closing
+from gdscache import CacheEngine
+from gdscache.storage.base import Op
+from tests.support.faulty import PLAN, Fault
+from tests.support.helpers import MHA, layout_of, make_config, new_planes
+
+closing.EXIT_S = 0.5
+rule = PLAN.rule(Op.WRITE, Fault.HANG)
+rule.__enter__()
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(rule))  # it never ends
+layout = layout_of(MHA)
+config = make_config(pathlib.Path(sys.argv[1]), transport="tests.support.faulty:FaultyTransport")
+engine = CacheEngine.from_config(config, new_planes(layout, 4, layout.page_tokens))
+engine.store(list(range(2 * layout.page_tokens)), [0, 1])
+sys.exit(3)
+"""
+
+
+def test_a_process_whose_stores_hang_ends_with_its_own_status(tmp_path: Path) -> None:
+    command, environment = [sys.executable, "-c", ENDING, str(tmp_path)], os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT, env=environment)
+    assert done.returncode == 3, done.stderr[-2000:]
+    assert done.stderr.splitlines() == [
+        "stores are still on their way after 0.5 s: they are lost when the process ends"
+    ]
