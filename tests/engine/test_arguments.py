@@ -156,6 +156,8 @@ def calls_of_an_attached(engine: CacheEngine) -> dict[str, Call]:
         "store.after": lambda v: engine.store(PROMPT, [0], 0, "", v).result(WAIT),
         "store.priority": lambda v: engine.store(PROMPT, [0], priority=v).result(WAIT),
         "store.ttl": lambda v: engine.store(PROMPT, [0], ttl=v).result(WAIT),
+        "store_pages.slots": lambda v: engine.store_pages(engine.pages(PROMPT)[:1], v).result(WAIT),
+        "store_pages.salt": lambda v: engine.store_pages(engine.pages(PROMPT)[:1], [0], v).result(WAIT),
         "prefetch.tokens": lambda v: engine.prefetch(v).result(WAIT),
         "prefetch.start": lambda v: engine.prefetch(PROMPT, v).result(WAIT),
         "prefetch.salt": lambda v: engine.prefetch(PROMPT, 0, v).result(WAIT),
