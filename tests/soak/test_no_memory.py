@@ -6,8 +6,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +13,18 @@ import pytest
 
 from gdscache.policies import POLICIES
 from tests.support.helpers import SEED
-from tests.support.places import ROOT, SUPPORT
-from tests.support.shims import shim
-
-SECONDS = 500
+from tests.support.shims import shim, under
 
 
-@pytest.fixture(scope="module", name="shim")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return shim("memory_shim", tmp_path_factory.mktemp("shim"))
+def run(program: tuple[str, ...], *arguments: object) -> str:
+    """What a program prints, whose first argument is the shim."""
+    library = shim("memory_shim")
+    return under([library], *program, library, *arguments)
 
 
-def attempts(shim: Path, work: Path, transport: str, pack: str, pairs: list[tuple[int, int]]) -> list[dict[str, Any]]:
-    command = [
-        sys.executable,
-        SUPPORT / "memory_child.py",
-        shim,
-        work,
-        transport,
-        pack,
-        *(f"{a},{b}" for a, b in pairs),
-    ]
-    environment = os.environ | {"LD_PRELOAD": str(shim), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment, check=False)
-    assert done.returncode == 0, f"status {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    found = [json.loads(line) for line in done.stdout.splitlines()]
+def attempts(work: Path, transport: str, pack: str, pairs: list[tuple[int, int]]) -> list[dict[str, Any]]:
+    said = run(("memory_child.py",), work, transport, pack, *(f"{a},{b}" for a, b in pairs))
+    found = [json.loads(line) for line in said.splitlines()]
     assert len(found) == len(pairs)
     return found
 
@@ -57,16 +42,14 @@ def spread(total: int, number: int) -> list[int]:
         pytest.param("posix", "off", 400, marks=pytest.mark.soak),
     ],
 )
-def test_an_allocation_that_fails_is_an_error_or_a_miss(
-    shim: Path, tmp_path: Path, transport: str, pack: str, number: int
-) -> None:
-    (whole,) = attempts(shim, tmp_path, transport, pack, [(0, 0)])
+def test_an_allocation_that_fails_is_an_error_or_a_miss(tmp_path: Path, transport: str, pack: str, number: int) -> None:
+    (whole,) = attempts(tmp_path, transport, pack, [(0, 0)])
     assert (whole["failed"], whole["wrong"]) == (0, [])
     assert whole["seen"] > 100, "the shim does not reach the library"
     pairs = [(first, count) for first in spread(whole["seen"], number) for count in (1, 100)]
     random.Random(SEED).shuffle(pairs)
     for at in range(0, len(pairs), 40):
-        for one in attempts(shim, tmp_path, transport, pack, pairs[at : at + 40]):
+        for one in attempts(tmp_path, transport, pack, pairs[at : at + 40]):
             assert not one["wrong"], one
 
 
@@ -99,13 +82,9 @@ print(number)
 @pytest.mark.suite
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_an_index_is_whole_behind_each_allocation_that_fails(shim: Path, policy: str, count: int) -> None:
+def test_an_index_is_whole_behind_each_allocation_that_fails(policy: str, count: int) -> None:
     """Each of the native library's, alone or with the next two."""
-    environment = os.environ | {"LD_PRELOAD": str(shim), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", HALF_DONE, shim, policy, str(count)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert int(done.stdout) > 20, "the shim does not reach the library"
+    assert int(run(("-c", HALF_DONE), policy, count)) > 20, "the shim does not reach the library"
 
 
 WORDS = """
@@ -127,14 +106,9 @@ assert ctypes.c_long.in_dll(shim, "shim_failed").value
 
 
 @pytest.mark.suite
-def test_what_is_said_of_an_error_finds_memory(shim: Path) -> None:
+def test_what_is_said_of_an_error_finds_memory() -> None:
     """Texts that are longer than a string keeps in itself, where the system has none left."""
-    environment = os.environ | {"LD_PRELOAD": str(shim), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", WORDS, shim], capture_output=True, text=True, timeout=60, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    other, of_the_system, refused = done.stdout.splitlines()
+    other, of_the_system, refused = run(("-c", WORDS)).splitlines()
     assert "5015" in other
     assert "another CUDA context" in other
     assert of_the_system == os.strerror(1)

@@ -1,22 +1,40 @@
-"""Small libraries in C that stand before those of the system (LD_PRELOAD), for processes under test."""
+"""Small libraries in C that stand before those of the system (LD_PRELOAD), and processes under them."""
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.places import SUPPORT
+from tests.support.places import ROOT, SUPPORT
 
 
-def shim(name: str, directory: Path) -> Path:
-    """`NAME.c` of this folder as a library. Skips where there is no compiler."""
+@functools.cache
+def shim(name: str) -> Path:
+    """`NAME.c` of this folder as a library, built once for that source. Skips where there is no compiler."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("g++")
     if compiler is None:
         pytest.skip(f"no C compiler to build {name}.c with")
-    path = directory / f"{name}.so"
     source = SUPPORT / f"{name}.c"
-    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-x", "c", "-o", path, source, "-ldl"], check=True)
+    path = ROOT / "build" / "tests" / f"{name}-{hashlib.sha256(source.read_bytes()).hexdigest()[:16]}.so"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_suffix(f".{os.getpid()}")
+        subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-x", "c", "-o", fresh, source, "-ldl"], check=True)
+        fresh.replace(path)
     return path
+
+
+def under(shims: list[Path], script: str, *arguments: object, seconds: float = 500) -> str:
+    """What a script of this folder, or `-c`, prints under these shims; it has to end well."""
+    command = [sys.executable, script if script == "-c" else SUPPORT / script, *map(str, arguments)]
+    environment = os.environ | {"LD_PRELOAD": ":".join(map(str, shims)), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment, check=False)
+    assert done.returncode == 0, f"status {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    return done.stdout
