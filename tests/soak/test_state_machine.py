@@ -591,12 +591,10 @@ EXAMPLES = settings.default.max_examples  # 7 in `make test`, 400 in `make soak`
 MORE = settings(max_examples=(3 if EXAMPLES > 12 else 2) * EXAMPLES)
 FEWER = settings(max_examples=max(5, settings.default.max_examples // 3))
 TestOwned.settings = TestAttached.settings = MORE
-for case in (TestOwnedWithoutCpu, TestAttachedWithoutCpu, TestAttachedWithoutSsd):
-    case.settings = FEWER
-for case in (TestOwnedWritesBack, TestAttachedWritesBack, TestAttachedSelective):
-    case.settings = FEWER
-for case in (TestOwnedPacked, TestAttachedPacked, TestAttachedPackedWithoutCpu, TestAttachedPackedWritesBack):
-    case.settings = FEWER
+TestOwnedWithoutCpu.settings = TestAttachedWithoutCpu.settings = TestAttachedWithoutSsd.settings = FEWER
+TestOwnedWritesBack.settings = TestAttachedWritesBack.settings = TestAttachedSelective.settings = FEWER
+TestOwnedPacked.settings = TestAttachedPacked.settings = FEWER
+TestAttachedPackedWithoutCpu.settings = TestAttachedPackedWritesBack.settings = FEWER
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 TestOwnedOnGpu = OwnedOnGpu.TestCase
 TestAttachedOnGpu = AttachedOnGpu.TestCase

@@ -175,8 +175,9 @@ def new_planes(
 
 def untouched(planes: Planes, blocks: Iterable[int]) -> bool:
     """True when these blocks hold nothing but the sentinel."""
-    rows = list(blocks)
-    return all(bool((t.view(torch.uint8)[rows] == SENTINEL).all()) for tensors in planes for t in tensors)
+    rows = torch.tensor([*blocks], dtype=torch.int64, device=planes[0][0].device)
+    whole = (t.view(torch.uint8).index_select(0, rows) for tensors in planes for t in tensors)
+    return all(bool((some == SENTINEL).all()) for some in whole)
 
 
 # -- an engine that owns its pool ------------------------------------------------------------------------------------
