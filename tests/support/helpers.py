@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 import os
 import sqlite3
 import time
@@ -58,7 +60,12 @@ EXTRA = {  # an indexer that only some layers have, and scales of another type
 
 
 def layout_of(model: dict[str, Any]) -> PageLayout:
-    return ModelConfig(**model).layout()
+    return _layout_of(json.dumps(model))
+
+
+@functools.cache
+def _layout_of(model: str) -> PageLayout:
+    return ModelConfig(**json.loads(model)).layout()
 
 
 def make_config(
