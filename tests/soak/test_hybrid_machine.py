@@ -242,10 +242,13 @@ class Machine(RuleBasedStateMachine):
         before = self.on_ssds()
         self.engine.close(drain)
         self.engine.close()
+        self.open_again()
+        assert self.on_ssds() == before
+
+    def open_again(self) -> None:
+        """What is on no SSD may come back with other bytes."""
         self.open()
-        after = self.on_ssds()
-        assert after == before
-        kept = {self.named[key] for key in after}
+        kept = {self.named[key] for key in self.on_ssds()}
         self.content = {name: n for name, n in self.content.items() if name in kept}
         self.generation += 1
 
@@ -266,10 +269,7 @@ class Machine(RuleBasedStateMachine):
                     for number in range(len(tokens_at(path)) // group.page_tokens)
                 )
         other.engine.close()
-        self.open()
-        kept = {self.named[key] for key in self.on_ssds()}
-        self.content = {name: n for name, n in self.content.items() if name in kept}
-        self.generation += 1
+        self.open_again()
 
 
 class Apart(Machine):

@@ -410,16 +410,13 @@ class Owned(Machine):
 
     @rule()
     def clear(self) -> None:
-        there = {n: len(t.index) for n, t in self.engine.manager.tiers.items()}
-        assert self.engine.clear() == there
+        super().clear()
         self.stale = True
-        self.forget(None)
 
     @rule(salt=salts)
     def invalidate(self, salt: str) -> None:
-        self.engine.invalidate(self.engine.namespace(salt))
+        super().invalidate(salt)
         self.stale = self.stale or salt == self.held_salt
-        self.forget(salt)
 
     @precondition(lambda self: self.held is None)
     @rule(drain=st.booleans())

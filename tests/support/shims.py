@@ -8,11 +8,24 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.support.places import ROOT, SUPPORT
+
+
+def built_once(name: str, sources: Sequence[Path], command: Callable[[], Sequence[object]]) -> Path:
+    """A library that `command` makes, once for these sources."""
+    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
+    path = ROOT / "build" / "tests" / f"{name}-{digest}.so"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_suffix(f".{os.getpid()}")
+        subprocess.run([*map(str, command()), "-o", str(fresh)], check=True)
+        fresh.replace(path)
+    return path
 
 
 @functools.cache
@@ -22,13 +35,7 @@ def shim(name: str) -> Path:
     if compiler is None:
         pytest.skip(f"no C compiler to build {name}.c with")
     source = SUPPORT / f"{name}.c"
-    path = ROOT / "build" / "tests" / f"{name}-{hashlib.sha256(source.read_bytes()).hexdigest()[:16]}.so"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_suffix(f".{os.getpid()}")
-        subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-x", "c", "-o", fresh, source, "-ldl"], check=True)
-        fresh.replace(path)
-    return path
+    return built_once(name, [source], lambda: [compiler, "-shared", "-fPIC", "-O1", "-x", "c", source, "-ldl"])
 
 
 def under(shims: list[Path], script: str, *arguments: object, seconds: float = 500) -> str:
