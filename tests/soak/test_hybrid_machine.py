@@ -7,9 +7,7 @@ of each pool are read slot by slot and held against it. Prompts come from a smal
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,6 +21,7 @@ from gdscache.groups.base import Group
 from tests.support.helpers import WAIT, Bytes, drop_from, flip_file, on_ssd, until
 from tests.support.hybrid import MODELS, HybridHost, hybrid_config
 from tests.support.packed_pages import unpacked
+from tests.support.places import scratch
 
 SALTS = ["", "tenant"]
 TIERS = ("cpu", "ssd", "cpu_plain", "ssd_plain")
@@ -46,7 +45,7 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.directory = Path(tempfile.mkdtemp(prefix="gdscache-hybrid-"))
+        self.directory = scratch()
         self.generation = 0
         self.content: dict[Name, int] = {}
         self.named: dict[bytes, Name] = {}

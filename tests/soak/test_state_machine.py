@@ -53,6 +53,7 @@ from tests.support.helpers import (
     write_page,
 )
 from tests.support.packed_pages import unpacked
+from tests.support.places import scratch
 from tests.support.transport_parts import has_libcuda
 
 SALTS = ["", "tenant"]
@@ -87,7 +88,7 @@ class Machine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         PLAN.reset()
-        self.directory = Path(tempfile.mkdtemp(prefix="gdscache-machine-"))
+        self.directory = scratch() if self.met is None else Path(tempfile.mkdtemp(prefix="gdscache-machine-"))
         self.generation = 0
         self.bytes_of: dict[bytes, int] = {}
         self.salt_of: dict[bytes, str] = {}

@@ -9,16 +9,14 @@ import select
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-from tests.support.places import ROOT, SUPPORT
+from tests.support.places import ROOT, SUPPORT, scratch
 from tests.support.processes import ONE_THREAD
 
 STARTS_S, ENDS_S = 120.0, 60.0
-MEMORY = Path("/dev/shm")  # a file system in memory: syncs cost nothing there
 
 
 class Fuzzed(NamedTuple):
@@ -37,7 +35,7 @@ class Fuzzer:
 
     def __init__(self, kept: Path) -> None:
         self._kept = kept
-        self._scratch = Path(tempfile.mkdtemp(prefix="gdscache-fuzz-", dir=MEMORY if MEMORY.is_dir() else None))
+        self._scratch = scratch()
         self._process = subprocess.Popen(
             [sys.executable, SUPPORT / "fuzz_child.py"],
             stdin=subprocess.PIPE,
