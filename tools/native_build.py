@@ -190,7 +190,7 @@ def build(library: Path, machine: str | None = None, of: Python | None = None) -
         if library.parent == ROOT / "gdscache" and (hooks := sorted(HOOKS.glob("*.cc"))):
             sources += [*((source, known) for source in hooks), (TESTS / "faulty_disk.cc", ())]
         headers: dict[tuple[str, ...], list[str]] = {}
-        if machine is None:
+        if "ziglang" not in command:
             for flags, header, more in (((), "plain.h", ""), (known, "bound.h", r"|nanobind/[\w/]+\.h")):
                 own = [source for source, others in sources if others == flags]
                 headers[flags] = common_headers([*command, *_COMPILE, *flags], own, Path(work, header), more)
