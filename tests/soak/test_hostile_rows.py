@@ -9,7 +9,7 @@ import shutil
 import sqlite3
 import time
 import tracemalloc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -97,26 +97,17 @@ def test_hostile_values_cost_their_own_pages_at_most(filled: Path, tmp_path: Pat
     live_on(path, len(VALUES))
 
 
-def alone(filled: Path, scratch: Path, table: str, column: str, values: Sequence[str]) -> None:
-    for number, value in enumerate(values):
-        path = scratch / str(number)
+@pytest.mark.parametrize(("table", "column"), COLUMNS)
+@pytest.mark.parametrize("step", [pytest.param(7, marks=pytest.mark.suite), pytest.param(1, marks=pytest.mark.soak)])
+def test_hostile_values_in_every_row(filled: Path, tmp_path: Path, table: str, column: str, step: int) -> None:
+    """Each, or one in seven."""
+    for number, value in enumerate(VALUES[COLUMNS.index((table, column)) % step :: step]):
+        path = tmp_path / str(number)
         shutil.copytree(filled, path)
         with raw(path) as catalogue, contextlib.suppress(sqlite3.IntegrityError, sqlite3.OperationalError):
             catalogue.execute(f"UPDATE OR IGNORE {table} SET {column} = {value}")
         live_on(path, len(SINGLE))
         shutil.rmtree(path)
-
-
-@pytest.mark.suite
-@pytest.mark.parametrize(("table", "column"), COLUMNS)
-def test_some_hostile_values_in_every_row(filled: Path, tmp_path: Path, table: str, column: str) -> None:
-    alone(filled, tmp_path, table, column, VALUES[COLUMNS.index((table, column)) % 7 :: 7])
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(("table", "column"), COLUMNS)
-def test_each_hostile_value_in_every_row(filled: Path, tmp_path: Path, table: str, column: str) -> None:
-    alone(filled, tmp_path, table, column, VALUES)
 
 
 def peak(action: Callable[[], None]) -> int:

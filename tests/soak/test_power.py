@@ -67,19 +67,11 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-@pytest.mark.suite
 @pytest.mark.parametrize("setup", SETUPS)
-def test_losses_of_power(folder: Path, setup: str, record_property: Any) -> None:
-    _losses(folder, setup, 1, 10, record_property)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("setup", SETUPS)
-def test_three_thousand_losses_of_power(folder: Path, setup: str, record_property: Any) -> None:
-    _losses(folder, setup, 10, 50, record_property)
-
-
-def _losses(folder: Path, setup: str, tapes: int, cuts: int, record_property: Any) -> None:
+@pytest.mark.parametrize(
+    ("tapes", "cuts"), [pytest.param(1, 10, marks=pytest.mark.suite), pytest.param(10, 50, marks=pytest.mark.soak)]
+)
+def test_losses_of_power(folder: Path, setup: str, tapes: int, cuts: int, record_property: Any) -> None:
     total: Counter[str] = Counter()
     for tape in range(tapes):
         place = folder / str(tape)
