@@ -167,6 +167,16 @@ def plain_sources() -> list[Path]:
     return [source for source in sorted(SOURCES.glob("*/*.cc")) if source.parent not in (BINDINGS, TESTS)]
 
 
+def common_headers(command: Sequence[str], sources: Sequence[Path], header: Path, more: str = "") -> list[str]:
+    """Compile the standard headers of all sources once, and those whose names match `more`, as `header` in a folder of
+    its own. Returns the compiler's flags for them, which go before any other header's."""
+    texts = [source.read_text(encoding="utf-8") for source in (*sources, *SOURCES.rglob("*.h"))]
+    names = {name for text in texts for name in re.findall(rf"^#include <([a-z_]+{more})>", text, re.MULTILINE)}
+    header.write_text("".join(f"#include <{name}>\n" for name in sorted(names)), encoding="utf-8")
+    _run([*command, "-x", "c++-header", str(header), "-o", f"{header}.gch"])
+    return ["-include", str(header)]
+
+
 def build(library: Path, machine: str | None = None, of: Python | None = None) -> None:
     """Compile all sources, each in a process, one a processor at a time, and link them."""
     of = of or python()
@@ -179,10 +189,15 @@ def build(library: Path, machine: str | None = None, of: Python | None = None) -
         sources += [(source, ()) for source in plain_sources()]
         if library.parent == ROOT / "gdscache" and (hooks := sorted(HOOKS.glob("*.cc"))):
             sources += [*((source, known) for source in hooks), (TESTS / "faulty_disk.cc", ())]
+        headers: dict[tuple[str, ...], list[str]] = {}
+        if "ziglang" not in command:
+            for flags, header, more in (((), "plain.h", ""), (known, "bound.h", r"|nanobind/[\w/]+\.h")):
+                own = [source for source, others in sources if others == flags]
+                headers[flags] = common_headers([*command, *_COMPILE, *flags], own, Path(work, header), more)
         jobs, plain, bound = [], list[str](), list[str]()
         for n, (source, flags) in enumerate(sources):
             made = str(Path(work, f"{n}.o"))
-            jobs.append([*command, *_COMPILE, *flags, "-c", str(source), "-o", made])
+            jobs.append([*command, *_COMPILE, *headers.get(flags, ()), *flags, "-c", str(source), "-o", made])
             (bound if flags else plain).append(made)
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             for _ in pool.map(_run, jobs):
@@ -214,7 +229,7 @@ def _debian_headers(of: Python, machine: str, work: Path) -> Path:
     return work
 
 
-def _run(command: list[str]) -> None:
+def _run(command: Sequence[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode or done.stderr:
         print(f"{shlex.join(command)}\n{done.stderr}", file=sys.stderr)

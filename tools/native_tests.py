@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -22,7 +21,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from native_build import INCLUDE, SOURCES, TESTS, plain_sources, system_compiler
+from native_build import INCLUDE, SOURCES, TESTS, common_headers, plain_sources, system_compiler
 
 UNITS = sorted(TESTS.glob("test_*.cc"))
 # A CUDA driver and a cuFile, which tests of a GPU open beside their binary.
@@ -83,7 +82,7 @@ def build(kind: str, work: Path) -> list[Path]:
         tests = [test for test in UNITS if "gpu" not in test.stem]
     sources = [*plain_sources(), TESTS / "faulty_disk.cc", *tests]
     objects = [work / f"{source.stem}.o" for source in sources]
-    command = [*command, *standard_headers(command, sources, work)]
+    command = [*command, *common_headers(command, sources, work / "standard.h")]
     jobs = [[*command, "-c", str(s), "-o", str(o)] for s, o in zip(sources, objects, strict=True)]
     shared = [str(o) for o in objects if not o.stem.startswith("test_")]
     binaries = [work / source.stem for source in tests]
@@ -98,16 +97,6 @@ def build(kind: str, work: Path) -> list[Path]:
             for _ in pool.map(run, commands):
                 pass
     return binaries
-
-
-def standard_headers(command: list[str], sources: list[Path], work: Path) -> list[str]:
-    """Compile the standard headers of all sources once. Returns the compiler's flags for them."""
-    texts = [source.read_text(encoding="utf-8") for source in (*sources, *SOURCES.rglob("*.h"))]
-    names = sorted({name for text in texts for name in re.findall(r"^#include <([a-z_]+)>", text, re.MULTILINE)})
-    header = work / "standard.h"
-    header.write_text("".join(f"#include <{name}>\n" for name in names), encoding="utf-8")
-    run([*command, "-x", "c++-header", str(header), "-o", f"{header}.gch"])
-    return ["-include", str(header)]
 
 
 def run(command: list[str]) -> None:

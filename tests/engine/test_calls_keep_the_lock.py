@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
-import pytest
-
-from tests.support.places import ROOT, SUPPORT
-from tests.support.shims import shim
+from tests.support.shims import shim, under
 
 
-@pytest.fixture(scope="module", name="shim")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return shim("lock_shim", tmp_path_factory.mktemp("shim"))
-
-
-def test_no_call_gives_the_lock_up(shim: Path) -> None:
+def test_no_call_gives_the_lock_up() -> None:
     """Of 64 pages, in the main thread, which signals interrupt, and in another."""
-    environment = os.environ | {"LD_PRELOAD": str(shim), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, SUPPORT / "lock_child.py", shim]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
-    assert done.returncode == 0, done.stderr[-4000:]
-    told = json.loads(done.stdout.splitlines()[-1])
+    library = shim("lock_shim")
+    told = json.loads(under([library], "lock_child.py", library).splitlines()[-1])
     assert len(told) == 4
     for case, found in told.items():
         assert min(found.pop("os.stat")) > 0, "the shim counts nothing"

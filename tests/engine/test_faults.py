@@ -8,7 +8,6 @@ import contextlib
 import errno
 import logging
 import os
-import random
 import sqlite3
 import threading
 from pathlib import Path
@@ -27,14 +26,11 @@ from tests.support.helpers import (
     OpenEngine,
     OpenHost,
     drop_from,
-    fill,
     flip_file,
-    holds,
     kept,
     kept_on_ssd,
     prompt,
     quiet,
-    ran,
     reserve_used,
     run,
     settle,
@@ -95,23 +91,6 @@ def test_a_sequence_names_the_bad_page_and_keeps_what_is_before_it(
     assert engine.lookup(tokens).tiers == (("gpu", "gpu", "gpu", "ssd", "cpu") if stays else ("gpu",) * 3)
     assert run(engine, tokens) == (20 if stays else 12)
     assert run(engine, tokens) == 20
-
-
-def test_verify_lowers_the_prefix_and_the_rest_is_recomputed(open_engine: OpenEngine, device: str) -> None:
-    engine, tokens = ran(open_engine, 5, device=device, transport=FAULTY)
-    drop_from(engine, "gpu", "cpu")
-    bad = offset_of(engine, tokens, 2)
-    with PLAN.rule(Op.READ, Fault.FLIP, lambda offset: offset == bad), engine.sequence(tokens) as seq:
-        assert seq.cached_tokens == 20
-        assert seq.verify(WAIT) == 8
-        assert seq.verify(WAIT) == 8
-        holds(engine, seq)
-        fill(engine, seq)
-        seq.commit()
-    quiet(engine)
-    for tiers in ((), ("gpu",), ("gpu", "cpu")):
-        drop_from(engine, *tiers)
-        assert run(engine, tokens) == 20
 
 
 @pytest.mark.parametrize("cpu", [None, 8])
@@ -373,30 +352,3 @@ def test_an_unexpected_error_in_the_writer_strands_nothing(
     settle(host.engine)
     host.keep_on_ssd(prompt(1, 3))
     assert host.load(prompt(1, 3)).tokens == 12
-
-
-# -- everything at once ----------------------------------------------------------------------------------------------
-
-
-def test_many_requests_on_a_disk_that_fails_at_random(open_engine: OpenEngine, device: str) -> None:
-    engine = open_engine(device=device, transport=FAULTY, gpu=10, cpu=3, ssd=14)
-    prompts = [prompt(0, 1) + prompt(seed, 1 + seed % 4, extra=1) for seed in range(6)]
-    rng = random.Random(5)
-    chance = lambda offset: rng.random() < 0.15  # noqa: E731
-    with (
-        PLAN.rule(Op.READ, Fault.EIO, chance),
-        PLAN.rule(Op.READ, Fault.FLIP, chance, bit=77),
-        PLAN.rule(Op.READ, Fault.SHORT, chance),
-        PLAN.rule(Op.WRITE, Fault.LOST, chance),
-        PLAN.rule(Op.WRITE, Fault.TORN, chance),
-        PLAN.rule(Op.WRITE, Fault.EIO, chance),
-    ):
-        for _ in range(150):
-            run(engine, rng.choice(prompts))  # checks every byte
-            if rng.random() < 0.5:
-                drop_from(engine, "gpu", *(["cpu"] if rng.random() < 0.5 else []))
-    assert {"io_error", "checksum", "short_read"} <= set(misses(engine))
-    settle(engine)
-    for tokens in prompts:
-        run(engine, tokens)
-        assert run(engine, tokens) == len(tokens) - 1

@@ -1,4 +1,4 @@
-"""Several processes and one directory: ownership, forks, namespaces, and bytes that come back after a restart."""
+"""Several processes and one directory: ownership and forks."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ import pytest
 
 from gdscache import CacheEngine
 from gdscache.errors import DirectoryInUseError
-from tests.support.helpers import EXTRA, MHA, MLA, make_config, prompt, run
+from tests.support.helpers import make_config, prompt, run
 from tests.support.process_parts import (
     fork_that_closes,
     fork_that_exits,
     keep_open,
-    read_after_restart,
-    through_every_tier,
     try_open,
 )
 from tests.support.processes import Child
@@ -80,24 +78,3 @@ def test_what_a_forked_process_does_at_its_end_does_not_disturb_the_owner(slab: 
         assert engine.check().problems == ()
         assert engine.stats()["tiers"]["ssd"]["lost_at_recovery"] == {}
         assert run(engine, first) == run(engine, second) == 4 * PAGE_TOKENS
-
-
-# -- other configurations on the same directory ------------------------------------------------------------------------
-
-# -- bytes after a restart ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("model", "dtype"),
-    [(MHA, "bfloat16"), (MLA, "float8_e5m2"), (EXTRA, "float8_e4m3fn")],
-    ids=["mha", "mla", "extra planes"],
-)
-def test_bytes_come_back_bit_for_bit_in_another_process(slab: Path, model: dict[str, Any], dtype: str) -> None:
-    """Through GPU, CPU and SSD in one process, then from the SSD in the next. The bytes are any, NaNs included."""
-    config, tokens = make_config(slab, model=model | {"dtype": dtype}, gpu=10, cpu=8), prompt(3, 6, extra=1)
-    with Child(through_every_tier, config, tokens) as first:
-        assert first.receive() == [["gpu"], ["cpu"], ["ssd"]]
-        first.end()
-    with Child(read_after_restart, config, tokens) as second:
-        assert second.receive() == (len(tokens) - 1, ["ssd"])
-        second.end()

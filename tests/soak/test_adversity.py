@@ -26,8 +26,7 @@ PAGES = 6
 
 
 def child(*command: str) -> None:
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     ended = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
     assert ended.returncode == 0, ended.stderr[-4000:]
     assert ended.stdout.splitlines()[-1] == "fine"
@@ -38,12 +37,8 @@ def namespace() -> list[str]:
     """The beginning of a command that may mount file systems which nobody else sees."""
     for unshare in (["unshare", "-m"], ["unshare", "-rm"]):
         try:
-            if (
-                subprocess.run(
-                    [*unshare, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, check=False
-                ).returncode
-                == 0
-            ):
+            tried = subprocess.run([*unshare, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, check=False)
+            if tried.returncode == 0:
                 return unshare
         except OSError:
             break

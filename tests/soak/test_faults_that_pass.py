@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support.helpers import SEED
-from tests.support.places import ROOT, SUPPORT
-from tests.support.shims import shim
+from tests.support.shims import shim, under
 
 HANGS_S = 600.0  # beyond the time that it is given, and that of its last episode
 
@@ -28,33 +25,12 @@ Soak = Callable[[int, float], dict[str, Any]]
 @pytest.fixture
 def soak(tmp_path: Path, record_property: Any) -> Soak:
     """`soak(seed, seconds)`: what was counted, with nothing among it that must not be."""
-    shims = [str(shim(name, tmp_path)) for name in ("io_shim", "memory_shim")]
+    shims = [shim(name) for name in ("io_shim", "memory_shim")]
 
     def run(seed: int, seconds: float) -> dict[str, Any]:
-        command = [
-            sys.executable,
-            str(SUPPORT / "faults_child.py"),
-            *shims,
-            str(tmp_path),
-            "0",
-            str(seed),
-            str(seconds),
-        ]
-        environment = os.environ | {"LD_PRELOAD": ":".join(shims), "PYTHONPATH": str(ROOT)}
-        log = tmp_path / "log"
-        with log.open("w") as errors:
-            done = subprocess.run(
-                command,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                timeout=seconds + HANGS_S,
-                env=environment,
-                check=False,
-            )
-        said = log.read_text()[-6000:]
-        assert done.returncode == 0, f"a call hung, or worse: status {done.returncode}, seed {seed}\n{said}"
-        found: dict[str, Any] = json.loads(done.stdout)
+        print(f"seed {seed}: a status other than 0 is a call that hung, or worse")
+        said = under(shims, "faults_child.py", *shims, tmp_path, 0, seed, seconds, seconds=seconds + HANGS_S)
+        found: dict[str, Any] = json.loads(said)
         found["hung"] = 0  # what hangs ends the process
         for what in ("rounds", "faults", "met", "compared", "wrong", "lost", "hung", "left"):
             record_property(what, str(found[what]))

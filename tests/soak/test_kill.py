@@ -41,19 +41,11 @@ def _short_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slab, "STRETCH_BYTES", STRETCH)
 
 
-@pytest.mark.suite
 @pytest.mark.parametrize("setup", SETUPS)
-def test_twenty_five_kills(tmp_path: Path, setup: str, record_property: Any) -> None:
-    _loop(tmp_path, setup, 5, record_property)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("setup", SETUPS)
-def test_six_hundred_kills(tmp_path: Path, setup: str, record_property: Any) -> None:
-    _loop(tmp_path, setup, 125, record_property)
-
-
-def _loop(tmp_path: Path, setup: str, rounds: int, record_property: Any) -> None:
+@pytest.mark.parametrize(
+    "rounds", [pytest.param(5, marks=pytest.mark.suite), pytest.param(125, marks=pytest.mark.soak)]
+)
+def test_kills(tmp_path: Path, setup: str, rounds: int, record_property: Any) -> None:
     config = make_config(tmp_path / "cache", **SETUPS[setup])
     if setup == STRIPED:
         config["ssd"]["stripes"] = [str(tmp_path / "more")]

@@ -7,8 +7,7 @@ A failure says how to play its schedule again; load_schedules.py says what one i
 from __future__ import annotations
 
 import logging
-import os
-import tempfile
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import torch
 
 from tests.support.helpers import SEED
 from tests.support.load_schedules import Player, groups, play
+from tests.support.places import scratch
 
 RANDOM = 75
 SHORT, CHUNK = 30, 45  # of them, in `make test`, and in a test of the suites
@@ -31,14 +31,9 @@ def _no_faults_left() -> Iterator[None]:
 
 
 @pytest.fixture
-def directory(tmp_path: Path) -> Iterator[Path]:
-    """In memory where that can be had: a thousand engines are opened."""
-    memory = Path("/dev/shm")
-    if not (memory.is_dir() and os.access(memory, os.W_OK)):
-        yield tmp_path
-        return
-    with tempfile.TemporaryDirectory(dir=memory, prefix="gdscache-test-") as name:
-        yield Path(name)
+def directory() -> Iterator[Path]:
+    yield (path := scratch())
+    shutil.rmtree(path)
 
 
 def random_schedules(seeds: range, directory: Path, device: str = "cpu") -> int:

@@ -98,12 +98,6 @@ def test_a_block_of_the_catalogue_that_is_older_than_the_rest(life: tuple[Path, 
 
 
 @pytest.mark.soak
-def test_every_older_block_of_the_last_catalogue(life: tuple[Path, list[bytes]], tmp_path: Path) -> None:
-    cases = [case for case in stale(life[1]) if case[1] == len(life[1]) - 1]
-    replay(life, tmp_path, cases)
-
-
-@pytest.mark.soak
 def test_every_older_block_of_every_catalogue(life: tuple[Path, list[bytes]], tmp_path: Path) -> None:
     replay(life, tmp_path, list(stale(life[1])))
 

@@ -5,47 +5,19 @@ from __future__ import annotations
 
 import json
 import os
-import random
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from gdscache.policies import POLICIES
 from tests.support.helpers import SEED
-from tests.support.places import ROOT, SUPPORT
-from tests.support.shims import shim
-
-SECONDS = 500
+from tests.support.shims import shim, under
 
 
-@pytest.fixture(scope="module", name="shim")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return shim("memory_shim", tmp_path_factory.mktemp("shim"))
-
-
-def attempts(shim: Path, work: Path, transport: str, pack: str, pairs: list[tuple[int, int]]) -> list[dict[str, Any]]:
-    command = [
-        sys.executable,
-        SUPPORT / "memory_child.py",
-        shim,
-        work,
-        transport,
-        pack,
-        *(f"{a},{b}" for a, b in pairs),
-    ]
-    environment = os.environ | {"LD_PRELOAD": str(shim), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment, check=False)
-    assert done.returncode == 0, f"status {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(found) == len(pairs)
-    return found
-
-
-def spread(total: int, number: int) -> list[int]:
-    return sorted({1 + k * total // number for k in range(number)})
+def run(program: tuple[str, ...], *arguments: object, seconds: float = 500) -> str:
+    """What a program prints, whose first argument is the shim."""
+    library = shim("memory_shim")
+    return under([library], *program, library, *arguments, seconds=seconds)
 
 
 @pytest.mark.parametrize(
@@ -57,17 +29,13 @@ def spread(total: int, number: int) -> list[int]:
         pytest.param("posix", "off", 400, marks=pytest.mark.soak),
     ],
 )
-def test_an_allocation_that_fails_is_an_error_or_a_miss(
-    shim: Path, tmp_path: Path, transport: str, pack: str, number: int
-) -> None:
-    (whole,) = attempts(shim, tmp_path, transport, pack, [(0, 0)])
+def test_an_allocation_that_fails_is_an_error_or_a_miss(tmp_path: Path, transport: str, pack: str, number: int) -> None:
+    said = run(("memory_child.py",), tmp_path, transport, pack, number, SEED, seconds=400 + 25 * number)
+    whole, *found = [json.loads(line) for line in said.splitlines()]
     assert (whole["failed"], whole["wrong"]) == (0, [])
     assert whole["seen"] > 100, "the shim does not reach the library"
-    pairs = [(first, count) for first in spread(whole["seen"], number) for count in (1, 100)]
-    random.Random(SEED).shuffle(pairs)
-    for at in range(0, len(pairs), 40):
-        for one in attempts(shim, tmp_path, transport, pack, pairs[at : at + 40]):
-            assert not one["wrong"], one
+    assert len(found) == 2 * number
+    assert not [one for one in found if one["wrong"]]
 
 
 HALF_DONE = """
@@ -77,8 +45,9 @@ from tests.support.memory_child import aim
 logging.disable(logging.CRITICAL)
 shim = ctypes.CDLL(sys.argv[1])
 aim(shim)
-seen, first, failed = (ctypes.c_long.in_dll(shim, f"shim_{name}") for name in ("seen", "first", "failed"))
-ctypes.c_long.in_dll(shim, "shim_count").value = int(sys.argv[3])
+seen, first, failed, count = (
+    ctypes.c_long.in_dll(shim, f"shim_{name}") for name in ("seen", "first", "failed", "count")
+)
 
 @contextlib.contextmanager
 def quiet():
@@ -86,26 +55,24 @@ def quiet():
     yield
     first.value = at and at + seen.value - begun
 
-for number in range(1, 1 << 20):
-    before, first.value = failed.value, seen.value + number
-    index_life(sys.argv[2], quiet)
-    first.value = 0
-    if failed.value == before:
-        break
-print(number)
+for policy in sys.argv[2:]:
+    for count.value in (1, 3):
+        for number in range(1, 1 << 20):
+            before, first.value = failed.value, seen.value + number
+            index_life(policy, quiet)
+            first.value = 0
+            if failed.value == before:
+                break
+        print(number)
 """
 
 
 @pytest.mark.suite
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_an_index_is_whole_behind_each_allocation_that_fails(shim: Path, policy: str, count: int) -> None:
-    """Each of the native library's, alone or with the next two."""
-    environment = os.environ | {"LD_PRELOAD": str(shim), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", HALF_DONE, shim, policy, str(count)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert int(done.stdout) > 20, "the shim does not reach the library"
+def test_an_index_is_whole_behind_each_allocation_that_fails() -> None:
+    """Each of the native library's, alone or with the next two, under each policy."""
+    tried = [*map(int, run(("-c", HALF_DONE), *POLICIES).splitlines())]
+    assert len(tried) == 2 * len(POLICIES)
+    assert min(tried) > 20, "the shim does not reach the library"
 
 
 WORDS = """
@@ -127,14 +94,9 @@ assert ctypes.c_long.in_dll(shim, "shim_failed").value
 
 
 @pytest.mark.suite
-def test_what_is_said_of_an_error_finds_memory(shim: Path) -> None:
+def test_what_is_said_of_an_error_finds_memory() -> None:
     """Texts that are longer than a string keeps in itself, where the system has none left."""
-    environment = os.environ | {"LD_PRELOAD": str(shim), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", WORDS, shim], capture_output=True, text=True, timeout=60, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    other, of_the_system, refused = done.stdout.splitlines()
+    other, of_the_system, refused = run(("-c", WORDS)).splitlines()
     assert "5015" in other
     assert "another CUDA context" in other
     assert of_the_system == os.strerror(1)

@@ -6,11 +6,8 @@ The calls of the C library are failed in a child process, so that whatever reads
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +15,9 @@ import pytest
 
 from tests.support.helpers import Host
 from tests.support.io_child import PAGES, PROMPTS, config
-from tests.support.places import ROOT, SUPPORT
-from tests.support.shims import shim
+from tests.support.shims import shim, under
 
 EIO, ENOMEM, ENXIO, ENOSPC = 5, 12, 6, 28
-
-
-@pytest.fixture(scope="module", name="shim")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return shim("io_shim", tmp_path_factory.mktemp("shim"))
 
 
 @pytest.fixture(scope="module")
@@ -53,23 +44,18 @@ def made(base: Path, pack: str) -> dict[str, Path]:
     return found
 
 
-def attempts(shim: Path, work: Path, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What came of the opens, in a child process under the shim."""
-    command = [sys.executable, SUPPORT / "io_child.py", shim, work, json.dumps(jobs, default=str)]
-    environment = os.environ | {"LD_PRELOAD": str(shim), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
-    assert done.returncode == 0, f"status {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-def nothing_is_lost(found: list[dict[str, Any]]) -> None:
+def nothing_is_lost(work: Path, jobs: list[dict[str, Any]]) -> None:
+    """Behind opens in a child process under the shim."""
+    library = shim("io_shim")
+    said = under([library], "io_child.py", library, work, json.dumps(jobs, default=str))
+    found = [json.loads(line) for line in said.splitlines()]
     assert any(one["failed"] for one in found), "no call failed: the shim does not reach them"
     for one in found:
         assert not one["error"].startswith(("unnamed", "not public")), one
         assert (one["aside"], one["served"], one["problems"]) == (0, PAGES, []), one
 
 
-def test_some_errors_of_an_open(shim: Path, templates: dict[str, Path], tmp_path: Path) -> None:
+def test_some_errors_of_an_open(templates: dict[str, Path], tmp_path: Path) -> None:
     jobs: list[dict[str, Any]] = [
         {"template": template, "first": first, "step": 13, "kinds": "rws", "errno": EIO}
         for first, template in enumerate(templates.values(), 3)
@@ -79,25 +65,25 @@ def test_some_errors_of_an_open(shim: Path, templates: dict[str, Path], tmp_path
         for name in ("closed", "killed")
         for seed in range(5)
     ]
-    nothing_is_lost(attempts(shim, tmp_path / "work", jobs))
+    nothing_is_lost(tmp_path / "work", jobs)
 
 
 @pytest.mark.suite
 def test_an_error_at_every_third_read_and_write_of_an_open(
-    shim: Path, templates: dict[str, Path], packed: dict[str, Path], tmp_path: Path
+    templates: dict[str, Path], packed: dict[str, Path], tmp_path: Path
 ) -> None:
     """The short form of the next one, which has each of them. Of packed pages every 31st."""
     every = {"first": 1, "kinds": "rws", "errno": EIO}
     jobs = [every | {"template": path, "step": 3} for path in templates.values()]
     jobs += [every | {"template": path, "step": 31, "pack": "on"} for path in packed.values()]
-    nothing_is_lost(attempts(shim, tmp_path / "work", jobs))
+    nothing_is_lost(tmp_path / "work", jobs)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("errno", [EIO, ENXIO, ENOMEM, ENOSPC])
 @pytest.mark.parametrize("template", ["closed", "killed", "suspect"])
 def test_whole_errors_of_every_kind_at_every_call_and_at_random(
-    shim: Path, templates: dict[str, Path], tmp_path: Path, template: str, errno: int
+    templates: dict[str, Path], tmp_path: Path, template: str, errno: int
 ) -> None:
     seed = random.SystemRandom().randrange(1 << 30)
     print("seed", seed)
@@ -105,7 +91,7 @@ def test_whole_errors_of_every_kind_at_every_call_and_at_random(
     jobs: list[dict[str, Any]] = [where | {"first": 1, "step": 1, "kinds": kinds} for kinds in ("r", "w", "s")]
     for share in (10_000, 30_000, 100_000, 300_000, 900_000):
         jobs += [where | {"kinds": "rws", "share": share, "seed": seed + n} for n in range(40)]
-    nothing_is_lost(attempts(shim, tmp_path / "work", jobs))
+    nothing_is_lost(tmp_path / "work", jobs)
 
 
 def test_a_catalogue_that_is_damaged_is_still_set_aside(templates: dict[str, Path], tmp_path: Path) -> None:

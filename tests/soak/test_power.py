@@ -5,11 +5,9 @@ A run of the engine is recorded. A loss of power is a cut of the tape, and what 
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 import sqlite3
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -27,10 +25,10 @@ from tests.support.helpers import PACKED, SEED, make_config
 from tests.support.kill_check import LAYOUT, look
 from tests.support.kill_child import THREADS, Session
 from tests.support.kill_record import SALTS, Record
+from tests.support.places import scratch
 from tests.support.power_cut import log_of, moments, restore, stripe_of
 from tests.support.power_recorder import Event, FlushEnded, TapeLog, recording
 
-MEMORY, MEMORY_NEEDED = Path("/dev/shm"), 64 << 20
 ROOMY, TIGHT = 160, 40  # all there is, and a quarter of it
 RECORDING, FORGETFUL = (
     "tests.support.power_recorder:RecordingTransport",
@@ -63,28 +61,17 @@ def _short_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    """In memory where that can be: what a flush does is on the tape, and no test need wait for a disk."""
-    if MEMORY.is_dir() and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > MEMORY_NEEDED:
-        with tempfile.TemporaryDirectory(prefix="gdscache-power-", dir=MEMORY) as name:
-            yield Path(name)
-    else:
-        yield tmp_path
+def folder() -> Iterator[Path]:
+    """What a flush does is on the tape."""
+    yield (path := scratch())
+    shutil.rmtree(path)
 
 
-@pytest.mark.suite
 @pytest.mark.parametrize("setup", SETUPS)
-def test_losses_of_power(folder: Path, setup: str, record_property: Any) -> None:
-    _losses(folder, setup, 1, 10, record_property)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("setup", SETUPS)
-def test_three_thousand_losses_of_power(folder: Path, setup: str, record_property: Any) -> None:
-    _losses(folder, setup, 10, 50, record_property)
-
-
-def _losses(folder: Path, setup: str, tapes: int, cuts: int, record_property: Any) -> None:
+@pytest.mark.parametrize(
+    ("tapes", "cuts"), [pytest.param(1, 10, marks=pytest.mark.suite), pytest.param(10, 50, marks=pytest.mark.soak)]
+)
+def test_losses_of_power(folder: Path, setup: str, tapes: int, cuts: int, record_property: Any) -> None:
     total: Counter[str] = Counter()
     for tape in range(tapes):
         place = folder / str(tape)

@@ -15,19 +15,15 @@ from tests.support.soak_child import Sample, most_threads, soak
 GROWTH = 8 << 20  # bytes that an allocator may add while its arenas settle
 
 
-@pytest.mark.suite
 @pytest.mark.parametrize("model", [MHA, PACKED])
-def test_some_time_under_faults(slab: Path, model: dict[str, Any], record_property: Any) -> None:
-    _soak(slab, model, float(os.environ.get("GDSCACHE_SOAK_SECONDS", "30")) / 3, 15, record_property)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("model", [MHA, PACKED])
-def test_a_long_time_under_faults(slab: Path, model: dict[str, Any], record_property: Any) -> None:
-    _soak(slab, model, 20 * float(os.environ.get("GDSCACHE_SOAK_SECONDS", "30")), 600, record_property)
-
-
-def _soak(slab: Path, model: dict[str, Any], seconds: float, rounds: int, record_property: Any) -> None:
+@pytest.mark.parametrize(
+    ("share", "rounds"),
+    [pytest.param(1 / 3, 15, marks=pytest.mark.suite), pytest.param(20, 600, marks=pytest.mark.soak)],
+)
+def test_a_time_under_faults(
+    slab: Path, model: dict[str, Any], share: float, rounds: int, record_property: Any
+) -> None:
+    seconds = share * float(os.environ.get("GDSCACHE_SOAK_SECONDS", "30"))
     config = make_config(slab, model=model, gpu=16, cpu=8, ssd=20, transport="tests.support.faulty:FaultyTransport")
     with Child(soak, config, seconds, rounds, 5 + SEED) as child:
         before: Sample = child.receive()

@@ -17,6 +17,12 @@ SLOTS = 48
 LAYERS = 3
 SALTS = ("", "tenant")
 PAGES = 4  # of a document
+COLUMNS = [
+    *(("pages", column) for column in ("place", "key", "parent", "namespace", "length", "recency", "packed")),
+    *(("checksums", column) for column in ("place", "sums")),
+    *(("retention", column) for column in ("place", "priority", "lifetime", "written")),
+    *(("namespaces", column) for column in ("id", "digest", "description")),
+]
 
 
 PACK = [False, pytest.param(True, marks=pytest.mark.suite)]  # whether pages are packed, all of which then fit

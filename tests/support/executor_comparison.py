@@ -27,15 +27,21 @@ class Expected:
 
     def __init__(self, case: Case) -> None:
         self.spaces = case.spaces.copy()
-        self.in_time = [self._ask(case, self.spaces, planned, early=False) for planned in case.moves]
-        self.early = [self._ask(case, case.spaces.copy(), planned, early=True) for planned in case.moves]
+        self.in_time = [self._ask(case, self.spaces, planned, cancelled=False, expired=False) for planned in case.moves]
+        self.early = [
+            [
+                self._ask(case, case.spaces.copy(), planned, cancelled=cancelled, expired=expired)
+                for cancelled in {False, planned.begin == "cancel"}
+                for expired in {False, planned.may_expire}
+            ]
+            for planned in case.moves
+        ]
 
-    def _ask(self, case: Case, spaces: Spaces, planned: Planned, *, early: bool) -> Answer:
+    def _ask(self, case: Case, spaces: Spaces, planned: Planned, *, cancelled: bool, expired: bool) -> Answer:
         reference = ReferenceExecutor(
             case.layout, spaces.planes, spaces.memories, spaces.files, spaces.sums, case.faults, case.refusal
         )
-        cancelled = early and planned.begin == "cancel"
-        return reference.carry_out(planned.move, cancelled=cancelled, expired=early and planned.may_expire)
+        return reference.carry_out(planned.move, cancelled=cancelled, expired=expired)
 
 
 def outcome(answer: Answer, row: int) -> Any:
@@ -82,13 +88,13 @@ def answer_of(end: End, heard: Heard) -> Answer:
     return Answer(heard.verdicts, {row: code(error) for row, error in end.errors.items()}, set(end.late))
 
 
-def check_answer(planned: Planned, answer: Answer, in_time: Answer, early: Answer) -> None:
-    """The same of every page. A cancel and a deadline race with the work: a page is as if they came before its I/O
-    began, or not at all; those that wait for a page that hangs miss its deadline, too."""
+def check_answer(planned: Planned, answer: Answer, in_time: Answer, early: list[Answer]) -> None:
+    """The same of every page. A cancel and a deadline race with the work, and with each other: a page is as if either
+    came before its I/O began, or not at all; those that wait for a page that hangs miss its deadline, too."""
     row = 0
     for way in planned.move.ways:
         for _ in range(len(way)):
-            allowed = [outcome(in_time, row), outcome(early, row)]
+            allowed = [outcome(in_time, row), *(outcome(one, row) for one in early)]
             assert outcome(answer, row) in allowed, f"row {row}, from {way.source} to {way.target}"
             passes = way.target == PLANES and way.places is None
             if row in in_time.late and not planned.begin and not passes:

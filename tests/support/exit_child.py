@@ -27,18 +27,13 @@ def act(config: dict[str, Any], kind: str, stored: list[int]) -> None:
     for number in stored:
         tokens = prompt(number, PAGES)
         host.engine.store(tokens, host.compute(tokens)).release_event.synchronize(WAIT)
-    if kind == "return":
+    if kind not in ("local", "dropped", "cycle"):  # those that nobody has any more when this function returns
         KEPT.append(host)
-    elif kind == "local":
-        pass  # nobody has it any more when this function returns
-    elif kind == "sys.exit":
-        KEPT.append(host)
+    if kind == "sys.exit":
         sys.exit(3)
     elif kind == "exception":
-        KEPT.append(host)
         raise RuntimeError("the program's own")
     elif kind == "interrupt":
-        KEPT.append(host)
         raise KeyboardInterrupt
     elif kind == "os._exit":
         os._exit(4)
@@ -57,21 +52,13 @@ def act(config: dict[str, Any], kind: str, stored: list[int]) -> None:
         gc.collect()
         assert not [t for t in threading.enumerate() if t.name.startswith("gdscache-")]
     elif kind == "daemon":
-        begun = threading.Event()
-
-        def use() -> None:
-            KEPT.append(host)
-            begun.set()
-            threading.Event().wait()
-
-        threading.Thread(target=use, daemon=True).start()
-        begun.wait()
+        threading.Thread(target=lambda: (host, threading.Event().wait()), daemon=True).start()
     elif kind == "closed":
-        KEPT.append(host)
         host.engine.close()
 
 
 def main() -> None:
+    gc.freeze()  # what is there by now is looked at by no fork
     for line in sys.stdin:
         job = json.loads(line)
         child = os.fork()

@@ -8,10 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import hashlib
 import importlib.util
-import os
-import subprocess
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -27,6 +24,7 @@ from gdscache.kernels.cuda import SHORTEST, PlaneRuns, can_look, plane_runs
 from gdscache.kernels.gpu import ROUTES, CopyRoute, NativeGpu, StreamPoint
 from gdscache.pages.planes import PagedPlanes
 from tests.support.places import ROOT
+from tests.support.shims import built_once
 
 _SOURCES = ROOT / "csrc" / "host"
 _TESTS = _SOURCES / "tests"
@@ -37,19 +35,15 @@ def built(name: str) -> ctypes.CDLL:
     """A library of csrc/host/tests, built once for these sources."""
     own = [*sorted(_SOURCES.glob("hash/*.cc")), _SOURCES / "moves" / "pages.cc", _SOURCES / "pack" / "pack.cc"]
     files = [*sorted(_TESTS.glob("fake_*")), *sorted(_SOURCES.glob("*/*.h")), *own]
-    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
-    path = ROOT / "build" / "tests" / f"{name}-{digest}.so"
-    if not path.exists():
+
+    def command() -> list[object]:
         spec = importlib.util.spec_from_file_location("native_build", ROOT / "tools" / "native_build.py")
         tool: Any = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(tool)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_suffix(f".{os.getpid()}")
-        sources = [str(_TESTS / f"{name}.cc"), *map(str, own)]
         flags = ["-std=c++20", "-O2", "-fPIC", "-shared", "-pthread", f"-I{_SOURCES}"]
-        subprocess.run([*tool.compiler(), *flags, *sources, "-o", str(fresh)], check=True)
-        fresh.replace(path)
-    return ctypes.CDLL(str(path))
+        return [*tool.compiler(), *flags, _TESTS / f"{name}.cc", *own]
+
+    return ctypes.CDLL(str(built_once(name, files, command)))
 
 
 @functools.cache

@@ -42,7 +42,7 @@ from gdscache.policies.sketch import RecentCounter
 from gdscache.runtime.latencies import SlowLoad, Summary
 from gdscache.tiers.fates import LEAST, PageFates
 from gdscache.tiers.ssd import _retentions
-from tests.support.disk_parts import opened, served, store
+from tests.support.disk_parts import COLUMNS, opened, served, store
 from tests.support.fuzz_base import BreachError, Seeds, Target, require
 from tests.support.helpers import MHA, layout_of
 from tests.support.places import ROOT
@@ -448,14 +448,7 @@ def _edit_seeds(folder: Path) -> Seeds:
     return [*starts, no_text, *(start + edit for start in (starts[0], starts[2]) for edit in edits)]
 
 
-COLUMNS = [
-    *(("pages", name) for name in ("place", "key", "parent", "namespace", "length", "recency", "packed")),
-    *(("checksums", name) for name in ("place", "sums")),
-    *(("retention", name) for name in ("place", "priority", "lifetime", "written")),
-    *(("slabs", name) for name in ("id", "extent_bytes", "shards")),
-    *(("namespaces", name) for name in ("id", "digest", "description")),
-    ("meta", "value"),
-]
+EVERY = [*COLUMNS, *(("slabs", name) for name in ("id", "extent_bytes", "shards")), ("meta", "value")]
 OLD_COLUMNS = [
     *(("pages", name) for name in ("slot", "key", "parent", "namespace", "length", "recency")),
     *(("checksums", name) for name in ("slot", "sums")),
@@ -469,7 +462,7 @@ LAST = b"\xff" * 7 + b"\x7f"  # the largest integer, and no number
 
 def _rows(data: bytes, folder: Path) -> None:
     """A catalogue that SQLite finds nothing wrong with, whose rows say anything."""
-    _spoiled(data, folder, 0, COLUMNS, ("format_version", "striped", "created"))
+    _spoiled(data, folder, 0, EVERY, ("format_version", "striped", "created"))
 
 
 def _old_rows(data: bytes, folder: Path) -> None:
@@ -528,7 +521,7 @@ def _value(source: Source) -> tuple[str, tuple[object, ...]]:
 
 
 def _row_seeds(folder: Path) -> Seeds:
-    return _column_seeds(COLUMNS)
+    return _column_seeds(EVERY)
 
 
 def _old_row_seeds(folder: Path) -> Seeds:

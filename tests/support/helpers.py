@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 import os
 import sqlite3
 import time
@@ -58,7 +60,12 @@ EXTRA = {  # an indexer that only some layers have, and scales of another type
 
 
 def layout_of(model: dict[str, Any]) -> PageLayout:
-    return ModelConfig(**model).layout()
+    return _layout_of(json.dumps(model))
+
+
+@functools.cache
+def _layout_of(model: str) -> PageLayout:
+    return ModelConfig(**json.loads(model)).layout()
 
 
 def make_config(
@@ -175,8 +182,9 @@ def new_planes(
 
 def untouched(planes: Planes, blocks: Iterable[int]) -> bool:
     """True when these blocks hold nothing but the sentinel."""
-    rows = list(blocks)
-    return all(bool((t.view(torch.uint8)[rows] == SENTINEL).all()) for tensors in planes for t in tensors)
+    rows = torch.tensor([*blocks], dtype=torch.int64, device=planes[0][0].device)
+    whole = (t.view(torch.uint8).index_select(0, rows) for tensors in planes for t in tensors)
+    return all(bool((some == SENTINEL).all()) for some in whole)
 
 
 # -- an engine that owns its pool ------------------------------------------------------------------------------------

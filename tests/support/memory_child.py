@@ -1,7 +1,8 @@
 """Uses an engine while allocations of the native library fail, under memory_shim.c. Prints one JSON object a line.
 
-Started by test_no_memory.py: the shim, a directory, a transport, whether pages are packed (on, off), and pairs of the
-first allocation that fails and how many. Each is tried in a process of its own, which may crash.
+Started by test_no_memory.py: the shim, a directory, a transport, whether pages are packed (on, off), at how many
+allocations to begin, and a seed. First none fails; then, from each of these on, one or a hundred do. Each is tried in a
+process of its own, which may crash.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ import ctypes
 import json
 import logging
 import os
+import random
+import select
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -71,7 +75,7 @@ def use(work: Path, transport: str, pack: str) -> tuple[list[str], dict[int, int
     return wrong, kept
 
 
-def attempt(shim: Any, work: Path, transport: str, pack: str, first: int, count: int) -> None:
+def attempt(shim: Any, work: Path, transport: str, pack: str, first: int, count: int) -> dict[str, Any]:
     """Behind a fork."""
     aim(shim)
     for name, value in (("count", count), ("seen", 0), ("failed", 0), ("first", first)):
@@ -89,33 +93,39 @@ def attempt(shim: Any, work: Path, transport: str, pack: str, first: int, count:
             wrong.append("what is stored behind the fault is not found")
     wrong += host.engine.check().problems
     host.engine.close()
-    print(json.dumps({"first": first, "count": count, "seen": seen, "failed": failed, "wrong": wrong}), flush=True)
+    return {"seen": seen, "failed": failed, "wrong": wrong}
+
+
+def forked(shim: Any, work: Path, *case: Any) -> dict[str, Any]:
+    """`attempt` in a process of its own."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writer, json.dumps(attempt(shim, work, *case)).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as answer:
+        ready, _, _ = select.select([answer], [], [], 3 * LONGEST_S)
+        said = answer.read() if ready else b""
+    os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    shutil.rmtree(work, ignore_errors=True)
+    return json.loads(said) if said else {"wrong": [f"it ended with {os.waitstatus_to_exitcode(status)}"]}
 
 
 def main() -> None:
-    path, place, transport, pack, *pairs = sys.argv[1:]
+    path, place, transport, pack, number, seed = sys.argv[1:]
     logging.disable(logging.CRITICAL)
-    shim = ctypes.CDLL(path)
-    for number, pair in enumerate(pairs):
-        first, count = map(int, pair.split(","))
-        work = Path(place, str(number))
-        child = os.fork()
-        if child == 0:
-            try:
-                attempt(shim, work, transport, pack, first, count)
-            finally:
-                sys.stdout.flush()
-                os._exit(0)
-        until = time.monotonic() + 3 * LONGEST_S
-        while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < until:
-            time.sleep(0.005)
-        if ended == (0, 0):
-            os.kill(child, 9)
-            ended = os.waitpid(child, 0)
-        status = os.waitstatus_to_exitcode(ended[1])
-        if status:
-            print(json.dumps({"first": first, "count": count, "wrong": [f"it ended with {status}"]}), flush=True)
-        shutil.rmtree(work, ignore_errors=True)
+    shim, points = ctypes.CDLL(path), int(number)
+    whole = forked(shim, Path(place, "whole"), transport, pack, 0, 0)
+    print(json.dumps(whole), flush=True)
+    pairs = [(1 + at * whole["seen"] // points, count) for at in range(points) for count in (1, 100)]
+    random.Random(int(seed)).shuffle(pairs)
+    for first, count in pairs:
+        found = forked(shim, Path(place, f"{first}-{count}"), transport, pack, first, count)
+        print(json.dumps({"first": first, "count": count, **found}), flush=True)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ Values to pack, too."""
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
@@ -82,6 +83,12 @@ def unpack(part: Bytes, count: int) -> Values:
 
 def unpacked(layout: PageLayout, extent: Bytes) -> Bytes:
     """The plain page of a packed one."""
+    return _unpacked(layout, extent.tobytes())
+
+
+@functools.lru_cache(256)
+def _unpacked(layout: PageLayout, content: bytes) -> Bytes:
+    extent = np.frombuffer(content, np.uint8)
     parts = [
         unpack(extent[piece.offset : piece.offset + piece.nbytes], layout.page_tokens * math.prod(plane.shape))
         for pieces, planes in zip(layout.pieces, layout.layers, strict=True)

@@ -3,20 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from gdscache.policies.base import LRU, EvictionPolicy
 from gdscache.policies.lifetime import Lifetime
-
-
-class Model(Protocol):
-    def insert(self, key: bytes, parent: bytes = b"") -> None: ...
-    def touch(self, key: bytes) -> None: ...
-    def remove(self, key: bytes) -> None: ...
-    def defer(self, key: bytes) -> None: ...
-    def hasten(self, key: bytes) -> None: ...
-    def is_deferred(self, key: bytes) -> bool: ...
-    def order(self) -> list[bytes]: ...
 
 
 class Undeferred:
@@ -259,4 +248,5 @@ class SlowShadow:
 
 
 # The order `lifetime`, which is `Lifetime` or LRU by turns, has tests of its own: test_guarded.py.
-MODELS: dict[type[EvictionPolicy], type[SlowLRU | SlowLevels]] = {LRU: SlowLRU, Lifetime: SlowLifetime}
+Model = SlowLRU | SlowLevels
+MODELS: dict[type[EvictionPolicy], type[Model]] = {LRU: SlowLRU, Lifetime: SlowLifetime}

@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 from gdscache.config.pools import PLAIN_DIRECTORY
@@ -27,54 +26,46 @@ SMALL_WAL = 24  # pages of log after which SQLite copies it into the catalogue: 
 FILES = (catalog_file.CATALOG_NAME, catalog_file.CATALOG_NAME + "-wal")  # -shm is made anew at every open
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Opened:
+class Opened(NamedTuple):
     """A slab file of that size, preallocated."""
 
     file: str
     nbytes: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Claimed:
+class Claimed(NamedTuple):
     """Directory `number` of a striped slab says what it is. The file was flushed."""
 
     number: int
     content: bytes
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class WriteBegun:
+class WriteBegun(NamedTuple):
     number: int
     file: str
     parts: tuple[tuple[int, bytes], ...]  # offset, bytes
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class WriteEnded:
+class WriteEnded(NamedTuple):
     number: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class FlushBegun:
+class FlushBegun(NamedTuple):
     number: int
     file: str
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class FlushEnded:
+class FlushEnded(NamedTuple):
     number: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class CommitBegun:
+class CommitBegun(NamedTuple):
     """A catalogue is written to from here to the next `Committed`; two of these never overlap."""
 
     place: str  # the catalogue's directory below the first one; "" for that one
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Committed:
+class Committed(NamedTuple):
     """The catalogue's files, its keys, and whether SQLite had flushed all that before it returned."""
 
     place: str
@@ -83,8 +74,7 @@ class Committed:
     durable: bool
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Said:
+class Said(NamedTuple):
     """A line of the workload's log: what it was about to do, had done, or was told by the engine."""
 
     line: bytes

@@ -11,7 +11,7 @@ from typing import Any
 
 from gdscache import CacheEngine
 from gdscache.errors import DirectoryInUseError
-from tests.support.helpers import WAIT, fill, holds, prompt, quiet, run
+from tests.support.helpers import prompt, run
 
 Config = dict[str, Any]
 
@@ -33,44 +33,6 @@ def try_open(pipe: Connection, config: Config) -> None:
         pipe.send(error)
     else:
         pipe.send(None)
-
-
-def serve(pipe: Connection, config: Config, requests: list[tuple[list[int], str]]) -> None:
-    """Run whole requests (`helpers.run`); the cached tokens of each, and the misses by cause."""
-    with CacheEngine.from_config(config) as engine:
-        pipe.send([run(engine, tokens, salt) for tokens, salt in requests])
-        assert engine.check().problems == ()
-        pipe.send(engine.stats()["misses"])
-
-
-def through_every_tier(pipe: Connection, config: Config, tokens: list[int]) -> None:
-    """Store, then empty the tiers above from the top, so that each serves once; leave the pages to the next process."""
-    with CacheEngine.from_config(config) as engine:
-        with engine.sequence(tokens) as seq:
-            fill(engine, seq)
-            handle = seq.commit()
-        handle.result(WAIT)
-        quiet(engine)  # what is leased is not evicted
-        served = []
-        for gone in ((), ("gpu",), ("gpu", "cpu")):
-            for name in gone:
-                index = engine.manager.tiers[name].index
-                with engine.manager.lock:
-                    index.evict(len(index))
-            with engine.sequence(tokens) as seq:
-                assert seq.verify(WAIT) == len(tokens) - 1
-                holds(engine, seq)
-                report = seq.load.result() if seq.load else None
-                served.append(sorted(report.bytes_by_tier) if report else ["gpu"])
-        pipe.send(served)
-
-
-def read_after_restart(pipe: Connection, config: Config, tokens: list[int]) -> None:
-    """What a process that has computed nothing finds, its bytes compared."""
-    with CacheEngine.from_config(config) as engine, engine.sequence(tokens) as seq:
-        cached = seq.verify(WAIT)
-        holds(engine, seq)
-        pipe.send((cached, sorted(seq.load.result().bytes_by_tier) if seq.load else []))
 
 
 # -- forks -------------------------------------------------------------------------------------------------------------

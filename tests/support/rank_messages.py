@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import time
@@ -17,6 +16,7 @@ from gdscache.ranks import executor, wire
 from gdscache.ranks.channel import Channel
 from gdscache.ranks.wire import Message
 from tests.support.helpers import WAIT, drop_from
+from tests.support.processes import Child
 
 ANSWERS = ("answer", "ended", "row", "closed", "lock_lost")
 
@@ -120,30 +120,25 @@ def lead(line: Connection, config: dict[str, Any], addresses: list[RankAddress],
     line.send(trap.seen)
 
 
-class LeaderProcess:
+class LeaderProcess(Child):
     """A leader in a process of its own."""
 
     def __init__(self, config: dict[str, Any], addresses: list[RankAddress], point: Point | None = None) -> None:
-        context = multiprocessing.get_context("forkserver")
-        self._line, theirs = context.Pipe()
-        self._process = context.Process(target=lead, args=(theirs, config, addresses, point), daemon=True)
-        self._process.start()
-        theirs.close()
+        super().__init__(lead, config, addresses, point)
 
     def ask(self, *what: Any) -> Any:
         """What it answers. Raises `EOFError` where it has been killed."""
         with contextlib.suppress(BrokenPipeError):
-            self._line.send(what)
+            self.send(what)
         return self.hear()
 
     def hear(self) -> Any:
-        assert self._line.poll(WAIT), "the leader says nothing"
         try:
-            return self._line.recv()
+            return self.receive()
         except ConnectionResetError:
             raise EOFError from None
 
-    def join(self) -> int | None:
+    def ended(self) -> int | None:
         """Its exit code, once it has ended."""
-        self._process.join(WAIT)
-        return self._process.exitcode
+        self.join()
+        return self.process.exitcode

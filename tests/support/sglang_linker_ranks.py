@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from gdscache import CacheEngine, Rank
@@ -60,18 +61,22 @@ class Process:
         self.loads = RankLoads(ranks, leading, self.offloads)
         self.layers = LayerLoads(self.loads.begin, LAYERS, self.counts)
 
-    def byte(self, key: str, layer: int) -> int:
-        return hashlib.blake2b(f"{key} {layer} {self.shard}".encode(), digest_size=1).digest()[0]
+    def bytes_of(self, keys: Sequence[str], layer: int) -> np.ndarray[Any, Any]:
+        """The byte that fills the part of each page in a layer."""
+        named = [f"{key} {layer} {self.shard}".encode() for key in keys]
+        found = b"".join(hashlib.blake2b(name, digest_size=1).digest() for name in named)
+        return np.frombuffer(found, np.uint8).reshape(-1, 1, 1)
 
     def compute(self, keys: Sequence[str], blocks: Sequence[int]) -> None:
-        for key, block in zip(keys, blocks, strict=True):
-            for layer, (plane,) in enumerate(self.planes):
-                plane[block] = self.byte(key, layer)
+        assert len(keys) == len(blocks)
+        for layer, (plane,) in enumerate(self.planes):
+            plane.numpy()[[*blocks]] = self.bytes_of(keys, layer)
 
     def check(self, keys: Sequence[str], blocks: Sequence[int]) -> None:
-        for key, block in zip(keys, blocks, strict=True):
-            for layer, (plane,) in enumerate(self.planes):
-                assert bool((plane[block] == self.byte(key, layer)).all()), f"rank {self.number} has a wrong byte"
+        assert len(keys) == len(blocks)
+        for layer, (plane,) in enumerate(self.planes):
+            right = plane.numpy()[[*blocks]] == self.bytes_of(keys, layer)
+            assert right.all(), f"rank {self.number} has a wrong byte"
 
 
 class Ranks:

@@ -27,23 +27,16 @@ SMALL = {
     "pad_token_id": None,
 }  # fmt: skip
 
+GQA = {"num_key_value_heads": 2, "head_dim": 16}
+LATENT = {"kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 16, "num_key_value_heads": 4}
+EXPERTS = {"num_experts_per_tok": 4, "moe_intermediate_size": 16}  # all of 4: rounding cannot flip a choice
+GROUPS = {"n_group": 2, "topk_group": 2}  # of experts
+
 CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**SMALL, num_key_value_heads=2),
-    "qwen3": lambda: transformers.Qwen3Config(**SMALL, num_key_value_heads=2, head_dim=16),
+    "qwen3": lambda: transformers.Qwen3Config(**SMALL, **GQA),
     "deepseek": lambda: transformers.DeepseekV3Config(
-        **SMALL,
-        num_key_value_heads=4,
-        moe_intermediate_size=16,
-        n_routed_experts=4,
-        num_experts_per_tok=4,  # all: rounding cannot flip a choice of experts
-        n_group=2,
-        topk_group=2,
-        first_k_dense_replace=1,
-        q_lora_rank=16,
-        kv_lora_rank=24,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=12,
-        v_head_dim=16,
+        **SMALL, **LATENT, **EXPERTS, **GROUPS, n_routed_experts=4, first_k_dense_replace=1, q_lora_rank=16
     ),
 }
 
@@ -70,40 +63,25 @@ WINDOWED = {  # models that have layers of a sliding window
     ),
 }
 
-LINEAR = ["linear_attention", "full_attention", "linear_attention"]
+LINEAR = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+LINEAR_HEADS = {**LINEAR, "linear_head_dim": 16}
+CONV = {"layer_types": ["conv", "full_attention", "conv"]}
 DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 16, "num_key_value_heads": 2}
-EXPERTS = {"num_experts_per_tok": 4, "moe_intermediate_size": 16}  # all of 4: rounding cannot flip a choice
+MOE = {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16}
 
 STATEFUL = {  # models that have layers with a state
-    "qwen3_next": lambda: transformers.Qwen3NextConfig(
-        **SMALL,
-        **DELTA,
-        **EXPERTS,
-        num_experts=4,
-        shared_expert_intermediate_size=16,
-        num_key_value_heads=2,
-        head_dim=16,
-        layer_types=LINEAR,
-    ),
-    "lfm2": lambda: transformers.Lfm2Config(
-        **SMALL, num_key_value_heads=2, layer_types=["conv", "full_attention", "conv"]
-    ),
+    "qwen3_next": lambda: transformers.Qwen3NextConfig(**SMALL, **GQA, **LINEAR, **DELTA, **MOE),
+    "lfm2": lambda: transformers.Lfm2Config(**SMALL, **CONV, num_key_value_heads=2),
     "bamba": lambda: transformers.BambaConfig(**SMALL, **MAMBA, attn_layer_indices=[1]),
     "falcon_h1": lambda: transformers.FalconH1Config(**SMALL, **MAMBA, mamba_d_ssm=64),
     "granitemoehybrid": lambda: transformers.GraniteMoeHybridConfig(
-        **SMALL,
-        **MAMBA,
-        layer_types=LINEAR,
-        num_local_experts=4,
-        num_experts_per_tok=4,
-        shared_intermediate_size=16,
+        **SMALL, **MAMBA, **LINEAR, num_local_experts=4, num_experts_per_tok=4, shared_intermediate_size=16
     ),
     "nemotron_h": lambda: transformers.NemotronHConfig(
         **{**SMALL, "num_hidden_layers": None},
         **EXPERTS,
-        num_key_value_heads=2,
-        head_dim=16,
+        **GQA,
         layers_block_type=["linear_attention", "mlp", "full_attention", "moe"],
         mamba_num_heads=4,
         mamba_head_dim=16,
@@ -123,55 +101,16 @@ STATEFUL = {  # models that have layers with a state
         chunk_size=16,
     ),
     "kimi_linear": lambda: transformers.KimiLinearConfig(
-        **SMALL,
-        **EXPERTS,
-        num_key_value_heads=4,
-        layer_types=LINEAR,
-        kv_lora_rank=24,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=12,
-        v_head_dim=16,
-        linear_head_dim=16,
-        linear_num_heads=4,
-        num_local_experts=4,
-        n_group=2,
-        topk_group=2,
+        **SMALL, **LATENT, **EXPERTS, **GROUPS, **LINEAR_HEADS, linear_num_heads=4, num_local_experts=4
     ),
     "bailing_hybrid": lambda: transformers.BailingHybridConfig(
-        **SMALL,
-        **EXPERTS,
-        num_key_value_heads=4,
-        layer_types=LINEAR,
-        kv_lora_rank=24,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=12,
-        v_head_dim=16,
-        linear_head_dim=16,
-        num_experts=4,
-        n_group=2,
-        topk_group=2,
+        **SMALL, **LATENT, **EXPERTS, **GROUPS, **LINEAR_HEADS, num_experts=4
     ),
-    "olmo_hybrid": lambda: transformers.OlmoHybridConfig(**SMALL, **DELTA, num_key_value_heads=2, layer_types=LINEAR),
-    "qwen3_5": lambda: transformers.Qwen3_5TextConfig(
-        **SMALL, **DELTA, num_key_value_heads=2, head_dim=16, layer_types=LINEAR
-    ),
-    "qwen3_5_moe": lambda: transformers.Qwen3_5MoeTextConfig(
-        **SMALL,
-        **DELTA,
-        **EXPERTS,
-        num_experts=4,
-        shared_expert_intermediate_size=16,
-        num_key_value_heads=2,
-        head_dim=16,
-        layer_types=LINEAR,
-    ),
+    "olmo_hybrid": lambda: transformers.OlmoHybridConfig(**SMALL, **DELTA, **LINEAR, num_key_value_heads=2),
+    "qwen3_5": lambda: transformers.Qwen3_5TextConfig(**SMALL, **GQA, **LINEAR, **DELTA),
+    "qwen3_5_moe": lambda: transformers.Qwen3_5MoeTextConfig(**SMALL, **GQA, **LINEAR, **DELTA, **MOE),
     "lfm2_moe": lambda: transformers.Lfm2MoeConfig(
-        **SMALL,
-        **EXPERTS,
-        num_experts=4,
-        num_dense_layers=1,
-        num_key_value_heads=2,
-        layer_types=["conv", "full_attention", "conv"],
+        **SMALL, **EXPERTS, **CONV, num_experts=4, num_dense_layers=1, num_key_value_heads=2
     ),
     "lfm3": lambda: transformers.Lfm3Config(
         **SLIDING, head_dim=16, layer_types=["conv", "sliding_attention", "full_attention"]

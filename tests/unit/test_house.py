@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -174,17 +173,6 @@ def test_packages_stand_on_ten_floors() -> None:
             if (others := below[name] & packages - {name}) <= floors.keys():
                 floors[name] = 1 + max((floors[other] for other in others), default=0)
     assert max(floors.values()) <= FLOORS, sorted((floor, name) for name, floor in floors.items())
-
-
-def test_nothing_of_the_engine_imports_a_command() -> None:
-    wrong = [
-        f"{module} imports {other}"
-        for module, other in itertools.chain.from_iterable(
-            ((module, other) for other in others) for module, others in imported().items()
-        )
-        if package(other) in TOOLS and package(module) not in TOOLS and module != "__main__"
-    ]
-    assert not wrong
 
 
 # Classes that a package of the engine and a command call by the same name.

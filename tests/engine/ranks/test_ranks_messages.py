@@ -60,9 +60,9 @@ class Lives:
             lead.ask("check")
             seen: Counter[str] = lead.ask("close")
         except EOFError:
-            assert lead.join() == -signal.SIGKILL
+            assert lead.ended() == -signal.SIGKILL
             return None
-        assert lead.join() == 0
+        assert lead.ended() == 0
         return seen
 
     def store(self, lead: LeaderProcess, number: int) -> None:
@@ -99,7 +99,7 @@ class Lives:
 
             until(there, f"prompt {number} is there", LETTING_GO_S)
         lead.ask("close")
-        assert lead.join() == 0
+        assert lead.ended() == 0
 
     def free(self) -> bool:
         """Whether nobody locks a file of the slab."""
