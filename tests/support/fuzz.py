@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -9,14 +10,17 @@ import select
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-from tests.support.places import ROOT, SUPPORT, scratch
+from tests.support.places import ROOT, SUPPORT
 from tests.support.processes import ONE_THREAD
 
+HAS_ATHERIS = importlib.util.find_spec("atheris") is not None
 STARTS_S, ENDS_S = 120.0, 60.0
+MEMORY = Path("/dev/shm")  # a file system in memory: syncs cost nothing there
 
 
 class Fuzzed(NamedTuple):
@@ -31,13 +35,13 @@ class Fuzzed(NamedTuple):
 
 
 class Fuzzer:
-    """Fuzzes one target after the other. `kept`: a folder for inputs that fail."""
+    """Fuzzes one target after the other. `kept`: a folder for inputs that fail. `own`: without atheris."""
 
-    def __init__(self, kept: Path) -> None:
+    def __init__(self, kept: Path, *, own: bool = False) -> None:
         self._kept = kept
-        self._scratch = scratch()
+        self._scratch = Path(tempfile.mkdtemp(prefix="gdscache-fuzz-", dir=MEMORY if MEMORY.is_dir() else None))
         self._process = subprocess.Popen(
-            [sys.executable, SUPPORT / "fuzz_child.py"],
+            [sys.executable, SUPPORT / "fuzz_child.py", *(["own"] if own else [])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -45,7 +49,7 @@ class Fuzzer:
             start_new_session=True,
         )
         try:
-            self._answer(STARTS_S)
+            self.guided = bool(self._answer(STARTS_S)["guided"])
         except BaseException:
             self.close()
             raise
@@ -56,7 +60,7 @@ class Fuzzer:
             json.dumps({"target": target, "folder": str(folder), "seconds": seconds, "seed": seed}) + "\n"
         )
         self._process.stdin.flush()
-        status = int(self._answer(seconds + ENDS_S))
+        status = int(self._answer(seconds + ENDS_S)["status"])
         log = (folder / "log").read_text(errors="replace")
         failing = []
         for path in sorted((folder / "found").iterdir()):
@@ -67,12 +71,13 @@ class Fuzzer:
         shutil.rmtree(folder)
         return Fuzzed(status, runs, coverage, corpus, failing, log[-6000:])
 
-    def _answer(self, seconds: float) -> Any:
+    def _answer(self, seconds: float) -> dict[str, Any]:
         ready, _, _ = select.select([self._process.stdout], [], [], seconds)
         assert ready, f"the fuzzing process said nothing for {seconds:.0f} s"
         line = self._process.stdout.readline()
         assert line, f"the fuzzing process ended with status {self._process.wait(ENDS_S)}"
-        return json.loads(line)
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
     def close(self) -> None:
         if self._process.stdin is not None:
