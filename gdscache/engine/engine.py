@@ -512,11 +512,15 @@ class CacheEngine:
         handle = StoreHandle(len(pages), self.calls)
         if isinstance(event, StoreMark):
             handle.order = event.order
-        storer = self._parts.storer
-        if not storer.store(pages, handle, blocks, epoch, event, sources, retention):
+        going = False
+        try:
+            going = self._parts.storer.store(pages, handle, blocks, epoch, event, sources, retention)
+        finally:
+            if not going:
+                self._parts.executor.passed(event)
+        if not going:
             handle.order = b""
             handle.read(None)
-            self._parts.executor.passed(event)
         return handle
 
     def tell_ranks(self, number: int, what: bytes) -> None:

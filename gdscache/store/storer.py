@@ -148,23 +148,24 @@ class Storer:
         were known good. `sources` ends when the blocks are read.
         """
         manager = self._manager
-        with manager.lock:
+        with manager.lock, contextlib.ExitStack() as undo:
+            if sources is not None:
+                undo.callback(manager.end, sources)
             if self._closed:
-                if sources is not None:
-                    manager.end(sources)
                 raise EngineClosedError("the engine was closed meanwhile", "open a new one")
             self.offer_earned()
             wanted = self._planner.accept(pages, receipt, retention)
-            if wanted:
-                since = self._executor.now()
-                plan = StoreJob(receipt, wanted, [pages[n] for n in wanted], epoch, retention, since)
-                job = _Job(plan, receipt, take_rows(blocks, wanted), after, sources)
-                self._jobs.add(job)
-                self._lane.start(self._gather(job), functools.partial(self._end, job))
-                return True
-        if sources is not None:
-            manager.end(sources)
-        return False
+            if not wanted:
+                return False
+            since = self._executor.now()
+            plan = StoreJob(receipt, wanted, [pages[n] for n in wanted], epoch, retention, since)
+            undo.callback(self._planner.finish_pages, plan, list(plan.left), "error")
+            job = _Job(plan, receipt, take_rows(blocks, wanted), after, sources)
+            self._jobs.add(job)
+            undo.callback(self._jobs.discard, job)
+            self._lane.start(self._gather(job), functools.partial(self._end, job))
+            undo.pop_all()
+            return True
 
     def drain(self, seconds: float | None) -> bool:
         """Wait until every accepted store is done. False after `seconds`, or if the engine ends."""
@@ -289,9 +290,7 @@ class Storer:
             pages, blocks = [plan.pages[i] for i in places], take_rows(job.blocks, places)
             try:
                 going = unfit.store(pages, receipt, blocks, plan.epoch, job.after, sources, plan.retention)
-            except BaseException:
-                if sources is not None:
-                    self._manager.end(sources)
+            except EngineClosedError:
                 receipt.finish(range(len(pages)), "error")
                 raise
             if going:

@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,11 +17,13 @@ import torch
 from gdscache import CacheEngine, Hit, PageStatus
 from gdscache.errors import EngineClosedError, PlanesError, SequenceStateError, SlotCountError, SlotRangeError
 from gdscache.storage.base import Op
+from gdscache.store import storer
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import (
     LONG,
     WAIT,
     Host,
+    OpenEngine,
     OpenHost,
     drop_from,
     expected,
@@ -29,6 +32,7 @@ from tests.support.helpers import (
     prompt,
     quiet,
     read_page,
+    run,
     settle,
     together,
     tokens_of,
@@ -380,6 +384,25 @@ def test_named_pages_with_wrong_blocks_are_refused_and_nothing_waits(open_host: 
         with pytest.raises(error):
             engine.store_pages(pages, wrong)
     engine.drain(WAIT)
-    assert engine.store_pages(pages, blocks).result(WAIT).tiers == (("cpu",),) * 3
+    assert all(engine.store_pages(pages, blocks).result(WAIT).tiers)
     host.give(blocks)
+    settle(engine)
+
+
+def test_a_store_that_fails_to_begin_leaves_nothing_waiting(open_host: OpenHost) -> None:
+    host, tokens = open_host(cpu=8), prompt(1, 3)
+    engine, blocks = host.engine, host.compute(tokens)
+    with mock.patch.object(storer, "take_rows", side_effect=MemoryError), pytest.raises(MemoryError):
+        engine.store(tokens, blocks)
+    engine.drain(WAIT)
+    assert engine.stats()["store_queue"]["bytes"] == 0
+    settle(engine)
+    assert all(engine.store(tokens, blocks).result(WAIT).tiers)
+    host.give(blocks)
+
+
+def test_a_commit_that_fails_to_begin_keeps_no_lease(open_engine: OpenEngine) -> None:
+    engine = open_engine(cpu=8)
+    with mock.patch.object(storer, "take_rows", side_effect=MemoryError), pytest.raises(MemoryError):
+        run(engine, prompt(1, 3))
     settle(engine)
