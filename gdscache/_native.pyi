@@ -291,13 +291,10 @@ class CuFiles:
 
     Opens cuFile's driver, which may never answer, no more than `add_file` and `add_memory`. `driver`: the name of
     CUDA's; `context`: of the device whose memory it is; `library`: the path of libcufile; `log_folder`: where its log
-    goes, None leaves that to its configuration; `batched`: bytes of what goes through batches at most, below 0 as
-    measured (disk/disk.h). What a library refuses is told in its words.
+    goes, None leaves that to its configuration. What a library refuses is told in its words.
     """
 
-    def __init__(
-        self, driver: str, context: int, library: str, log_folder: str | None = None, batched: int = -1
-    ) -> None: ...
+    def __init__(self, driver: str, context: int, library: str, log_folder: str | None = None) -> None: ...
     def add_file(self, file: int) -> None:
         """A file by its descriptor, which stays open until `remove_file`."""
 

@@ -10,14 +10,12 @@ std::unique_ptr<Disk> open_disk_by(const Text& kind, int workers, int depth, con
                                    const nb::object& transport, std::vector<DeviceRange> devices) {
     if (!transport.is_none()) return open_transport_disk(workers, transport, std::move(devices));
     const nb::gil_scoped_release others;
-    if (cufile) return open_cufile_disk(workers, cufile->shared(), cufile->batched);
+    if (cufile) return open_cufile_disk(workers, cufile->shared());
     if (!kind) return open_disk(workers, depth);
     return *kind == "ring" ? open_ring_disk(workers, depth) : open_threads_disk(workers);
 }
 
-OpenCuFiles::OpenCuFiles(const char* driver, uint64_t context, const char* library, const Text& log_folder,
-                         int64_t most)
-    : batched(most < 0 ? kBatchedBytes : most) {
+OpenCuFiles::OpenCuFiles(const char* driver, uint64_t context, const char* library, const Text& log_folder) {
     require(context, "a device without a context");
     const nb::gil_scoped_release others;  // cuFile may never answer
     files = std::make_shared<CuFiles>(driver, at<void>(context), library);
@@ -69,8 +67,8 @@ void bind_disk(nb::module_& module) {
     module.attr("CUFILE_ERRORS") = kCuFileErrors;
     module.def("error_text", &cufile_text, "error"_a);
     nb::class_<OpenCuFiles>(module, "CuFiles")
-        .def(nb::init<const char*, uint64_t, const char*, const Text&, int64_t>(), "driver"_a, "context"_a, "library"_a,
-             "log_folder"_a.none() = nb::none(), "batched"_a = -1)
+        .def(nb::init<const char*, uint64_t, const char*, const Text&>(), "driver"_a, "context"_a, "library"_a,
+             "log_folder"_a.none() = nb::none())
         .def("add_file", &add_file, "file"_a)
         .def("remove_file", &ask<&CuFiles::remove_file, int>, "file"_a)
         .def("add_memory", &add_memory, "address"_a, "nbytes"_a)

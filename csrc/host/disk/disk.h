@@ -92,13 +92,9 @@ std::unique_ptr<Disk> open_disk(int workers, int depth);
 
 class CuFiles;
 
-// Pieces of up to this size go through batches, larger ones by a call each. A batch saves most of a small call's cost,
-// and occupies one thread for as long as its slowest entry takes.
-constexpr int64_t kBatchedBytes = 64 << 10;
-
 // `threads` threads of ours: fragments in memory of `files` go by cuFile, those in host memory by preadv and pwritev.
-// Fragments that are adjacent in memory too are one call. `batched`: most bytes of a piece in a batch; 0: no batches.
-std::unique_ptr<Disk> open_cufile_disk(int threads, std::shared_ptr<const CuFiles> files, int64_t batched);
+// Fragments that are adjacent in memory too are one call.
+std::unique_ptr<Disk> open_cufile_disk(int threads, std::shared_ptr<const CuFiles> files);
 
 // --- cutting and merging
 

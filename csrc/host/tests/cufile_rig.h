@@ -40,7 +40,7 @@ struct FakeCuFile : Beside {
 // A file of `bytes`, and equal sizes of GPU and host memory, each with bytes of its own.
 class CuFileRig {
 public:
-    CuFileRig(const Driver& driver, const FakeCuFile& fake, int threads, int64_t batched, size_t size, uint64_t seed)
+    CuFileRig(const Driver& driver, const FakeCuFile& fake, int threads, size_t size, uint64_t seed)
         : gpu(size), host(size), library(fake) {
         fake.contexts(driver.entered_here);
         address = gpu.give_to_device(driver);
@@ -56,13 +56,12 @@ public:
         files->open(nullptr);
         files->add_file(file);
         files->add_memory(address, size);
-        disk = open_cufile_disk(threads, files, batched);
+        disk = open_cufile_disk(threads, files);
         CHECK(disk && !std::strcmp(disk->name(), "cufile") && disk->depth() == static_cast<size_t>(threads));
     }
 
     ~CuFileRig() {
         disk.reset();
-        CHECK(library.living() == 2);  // no batch
         files->remove_memory(address);
         files->remove_file(file);
         CHECK(library.living() == 0);
