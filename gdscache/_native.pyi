@@ -221,11 +221,7 @@ class HostPlanes:
     """Planes in host memory.
 
     `planes`: int64 (planes, 4): address, block stride, token stride, row bytes, layer after layer; `first_plane`: int32
-    (layers + 1). `packed`: extents are, as docs/format.md has it. `blocks` of a call: int64 (pages, blocks a page).
-    `parts`: uint64 (pages,), the address of layer `layers.start` of each page's extent. `streamed`: past the
-    processor's caches, which is better for memory that nobody looks at soon. Answers are checksums, uint64 (pages,
-    len(layers)), of the bytes of the extents; without `sums`, none. What is refused is refused before the first byte is
-    moved, but for a page that does not fit into a packed extent: `gather` raises `NativeCallError` when it comes to it.
+    (layers + 1). `packed`: extents are, as docs/format.md has it.
     """
 
     def __init__(
@@ -237,16 +233,6 @@ class HostPlanes:
         page_blocks: int,
         packed: bool = False,
     ) -> None: ...
-    def gather(
-        self, blocks: _Int64, parts: _UInt64, layers: range, *, streamed: bool = True, sums: bool = True
-    ) -> _UInt64:
-        """Copy layers of pages out of the planes."""
-
-    def scatter(
-        self, blocks: _Int64, parts: _UInt64, layers: range, *, streamed: bool = True, sums: bool = True
-    ) -> _UInt64:
-        """Copy layers of pages into the planes: the inverse of `gather`."""
-
     def close(self) -> None:
         """Forget the planes. Again is fine."""
 

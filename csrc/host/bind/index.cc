@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "bind/keys.h"
+#include "bind/bind.h"
 #include "policies/lifetimes.h"
 
 namespace gdscache {

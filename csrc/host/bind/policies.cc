@@ -6,9 +6,8 @@
 #include <memory>
 #include <span>
 
-#include "bind/keys.h"
+#include "bind/bind.h"
 #include "policies/lifetimes.h"
-#include "policies/reuse.h"
 #include "policies/shadow.h"
 
 namespace gdscache {

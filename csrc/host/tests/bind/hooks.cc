@@ -9,6 +9,7 @@
 #include "bind/disk.h"
 #include "bind/executor.h"
 #include "hash/xxh3.h"
+#include "moves/pages.h"
 #include "tests/faulty_disk.h"
 
 namespace gdscache {
@@ -187,9 +188,28 @@ private:
     }
 };
 
-// --- checksums, and cut requests
+// --- pages, checksums, and cut requests
 
 namespace {
+
+// `kMove`: `gather` or `scatter`, of extents whose layers begin at `parts`. Returns checksums, uint64 (pages, layers).
+template <typename Part, auto kMove>
+nb::object move_pages(const OpenPlanes& from, const Int64s& blocks, const UInt64s& parts, const nb::object& layers,
+                      bool streamed) {
+    const HostPlanes& pool = open(from.pool, "the pool");
+    const Range range(layers);
+    const Fresh<uint64_t> sums(parts.size(), range.size());
+    for (int64_t n = 0; n < parts.size(); ++n) {
+        const auto move = [&] {
+            return kMove(pool, blocks.data() + n * pool.page_blocks, range.start, range.stop, at<Part>(parts[n]),
+                         sums.data + n * range.size(), streamed ? Store::kStreamed : Store::kCached);
+        };
+        if constexpr (std::is_void_v<decltype(move())>) move();
+        else refuse_if(!move(), "a page that does not fit into a packed extent");
+    }
+    if (streamed) stream_fence();
+    return sums.array;
+}
 
 const Arm* find_arm(const std::string& name) {
     for (const Arm* const arm : arms()) {
@@ -304,6 +324,9 @@ void bind_hooks(nb::module_& module) {
     hooks.def("copy_queued", &ExecutorHooks::copy_queued, "executor"_a, "job"_a, "point"_a);
     hooks.def("copy_ended", &ExecutorHooks::copy_ended, "executor"_a, "job"_a, "sums"_a.none(),
               "broken"_a.none() = nb::none());
+    hooks.def("gather", &move_pages<uint8_t, gather>, "pool"_a, "blocks"_a, "parts"_a, "layers"_a, "streamed"_a = true);
+    hooks.def("scatter", &move_pages<const uint8_t, scatter>, "pool"_a, "blocks"_a, "parts"_a, "layers"_a,
+              "streamed"_a = true);
     hooks.attr("MOST_FRAGMENTS") = kMostFragments;
     hooks.def("cut_and_merge", &cut, "requests"_a, "limit"_a, "most"_a = kMostFragments);
     hooks.def("has_arm", [](const std::string& name) { return find_arm(name) != nullptr; }, "name"_a);
