@@ -73,7 +73,7 @@ def bare_loop(
     driver: str | None = None,
     context: int = 0,
 ) -> float:
-    """Seconds of a loop over the first `nbytes` of a file: see bare.h. `driver`: the name of CUDA's, and `context` its
+    """Seconds of a loop over the first `nbytes` of a file: see disk/disk.h. `driver`: the name of CUDA's, and `context` its
     primary context, if `target` is on a GPU. Raises `DeviceError` too."""
 
 def error_text(error: int) -> str:

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 
-#include "disk/bare.h"
 #include "disk/threads_disk.h"
 #include "moves/moves.h"
 

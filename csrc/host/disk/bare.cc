@@ -1,5 +1,3 @@
-#include "disk/bare.h"
-
 #include <unistd.h>
 
 #include <algorithm>
@@ -14,6 +12,9 @@
 #include <system_error>
 #include <thread>
 #include <vector>
+
+#include "cuda/cuda.h"
+#include "disk/disk.h"
 
 namespace gdscache {
 namespace {

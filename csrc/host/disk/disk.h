@@ -163,4 +163,23 @@ Call next_call(const Piece& piece, const Part& part, iovec& one);
 // failed call for several fragments is repeated for each: a bad sector costs no neighbour.
 void advance(const Piece& piece, const Part& part, int64_t answer, std::vector<Ended>& ended, std::vector<Part>& again);
 
+// --- the bare loop
+
+// The rate of a device for plain reads or writes, optionally with a copy of reads to other memory. `gdscache bench`
+// compares with it.
+struct BareLoop {
+    int fd;
+    Op op;
+    int64_t bytes;        // from the file's first byte
+    int64_t piece_bytes;  // of one call
+    int threads;
+    uint8_t* memory;  // `bytes`: the target of reads and the source of writes; page-locked with `cuda`
+    uint64_t target;  // `bytes` that reads are copied to, or 0
+    const class Cuda* cuda = nullptr;  // `target` is on its GPU, and each thread has a stream; null: in host memory
+};
+
+// Move every piece once, by any free thread. Returns the seconds from the first call to the end of the last, copies
+// included. Throws `Error`, with ENODATA after a short call, and CudaError.
+double run(const BareLoop& loop);
+
 }  // namespace gdscache
