@@ -16,25 +16,16 @@
 namespace gdscache::test {
 
 struct FakeCuFile : Beside {
-    FakeCuFile() : Beside("libfake_cufile.so") {
-        find(&fault, "fake_cufile_fault");
-        find(&refuse, "fake_cufile_refuse");
-        find(&release, "fake_cufile_release");
-        find(&contexts, "fake_cufile_contexts");
-        find(&calls, "fake_cufile_calls");
-        find(&moves, "fake_cufile_moves");
-        find(&waiting, "fake_cufile_waiting");
-        find(&living, "fake_cufile_living");
-    }
+    FakeCuFile() : Beside("libfake_cufile.so") {}
 
-    decltype(&fake_cufile_fault) fault;
-    decltype(&fake_cufile_refuse) refuse;
-    decltype(&fake_cufile_release) release;
-    decltype(&fake_cufile_contexts) contexts;
-    decltype(&fake_cufile_calls) calls;
-    decltype(&fake_cufile_moves) moves;
-    decltype(&fake_cufile_waiting) waiting;
-    decltype(&fake_cufile_living) living;
+    decltype(&fake_cufile_fault) fault = (*this)["fake_cufile_fault"];
+    decltype(&fake_cufile_refuse) refuse = (*this)["fake_cufile_refuse"];
+    decltype(&fake_cufile_release) release = (*this)["fake_cufile_release"];
+    decltype(&fake_cufile_contexts) contexts = (*this)["fake_cufile_contexts"];
+    decltype(&fake_cufile_calls) calls = (*this)["fake_cufile_calls"];
+    decltype(&fake_cufile_moves) moves = (*this)["fake_cufile_moves"];
+    decltype(&fake_cufile_waiting) waiting = (*this)["fake_cufile_waiting"];
+    decltype(&fake_cufile_living) living = (*this)["fake_cufile_living"];
 };
 
 // A file of `bytes`, and equal sizes of GPU and host memory, each with bytes of its own.

@@ -18,14 +18,9 @@
 #include <string>
 #include <vector>
 
+#include "tests/check.h"
+
 #define CUFILE extern "C" __attribute__((visibility("default")))
-#define MUST(what)                                                                                                     \
-    do {                                                                                                               \
-        if (!(what)) {                                                                                                 \
-            std::fprintf(stderr, "%s:%d: cuFile: not %s\n", __FILE__, __LINE__, #what);                                \
-            std::abort();                                                                                              \
-        }                                                                                                              \
-    } while (0)
 
 using namespace gdscache::test;
 
@@ -79,7 +74,7 @@ State& state() {
 
 Status answer(int code) { return {code, 0}; }
 
-void check_context() { MUST(!state().entered || state().entered() > 0); }
+void check_context() { CHECK(!state().entered || state().entered() > 0); }
 
 Status called(int call) {
     State& all = state();
@@ -130,7 +125,7 @@ char* real(char* base, size_t bytes, off_t at) {
     if (address & kDeviceBit) {
         const std::lock_guard held(state().lock);
         const auto found = state().memories.find(address);
-        MUST(found != state().memories.end() && at >= 0 && static_cast<size_t>(at) + bytes <= found->second);
+        CHECK(found != state().memories.end() && at >= 0 && static_cast<size_t>(at) + bytes <= found->second);
     }
     return reinterpret_cast<char*>(address & ~kDeviceBit) + at;
 }
@@ -142,7 +137,7 @@ ssize_t move(int op, void* file, char* base, size_t bytes, off_t offset, off_t a
     Fault fault{};
     {
         std::unique_lock held(all.lock);
-        MUST(all.files.contains(fd));
+        CHECK(all.files.contains(fd));
         for (Fault& one : all.faults) {
             const bool meets =
                 one.offset < 0 || (offset <= one.offset && one.offset < offset + static_cast<off_t>(bytes));
@@ -251,7 +246,7 @@ CUFILE Status cuFileHandleRegister(void** handle, Description* description) {
 CUFILE void cuFileHandleDeregister(void* handle) {
     const std::lock_guard held(state().lock);
     const auto found = state().files.find(static_cast<int>(reinterpret_cast<intptr_t>(handle)) - 1);
-    MUST(found != state().files.end());
+    CHECK(found != state().files.end());
     state().files.erase(found);
 }
 

@@ -5,22 +5,14 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <mutex>
 #include <vector>
 
+#include "tests/check.h"
 #include "tests/fake_cuda.h"
-
-#define MUST(what)                                                                                                     \
-    do {                                                                                                               \
-        if (!(what)) {                                                                                                 \
-            std::fprintf(stderr, "%s:%d: the driver: not %s\n", __FILE__, __LINE__, #what);                            \
-            std::abort();                                                                                              \
-        }                                                                                                              \
-    } while (0)
 
 namespace gdscache::test {
 
@@ -32,7 +24,7 @@ public:
         const std::lock_guard held(lock_);
         auto next = std::make_unique<std::vector<Region>>(now());
         for (const Region& region : *next) {
-            MUST(address + bytes <= region.begin || region.end <= address);
+            CHECK(address + bytes <= region.begin || region.end <= address);
         }
         next->push_back({address, address + bytes, own});
         publish(std::move(next));
@@ -54,7 +46,7 @@ public:
 
     // The host address of bytes that the GPU reaches; they lie in one allocation or registration.
     uint8_t* mapped(uint64_t address, size_t bytes) const {
-        MUST(one(address, bytes));
+        CHECK(one(address, bytes));
         return real(address);
     }
 
@@ -63,8 +55,8 @@ public:
         const std::vector<Region>& all = now();
         const bool touched = std::any_of(all.begin(), all.end(),
                                          [&](const Region& r) { return address < r.end && r.begin < address + bytes; });
-        MUST(touched || !(address & kDeviceBit));
-        MUST(!touched || one(address, bytes));
+        CHECK(touched || !(address & kDeviceBit));
+        CHECK(!touched || one(address, bytes));
         return real(address);
     }
 
@@ -74,7 +66,7 @@ public:
     static constexpr size_t kMargin = 256;
     static uint8_t* allocate(size_t bytes) {
         auto* const own = static_cast<uint8_t*>(std::aligned_alloc(4096, (bytes + 2 * 4096 + 4095) / 4096 * 4096));
-        MUST(own != nullptr);
+        CHECK(own != nullptr);
         std::memset(own, 0xA5, bytes + 4096 + kMargin);
         return own;
     }
@@ -105,7 +97,7 @@ private:
     static void check_margins(const Region& region) {
         const uint8_t* const begin = real(region.begin);
         const uint8_t* const end = real(region.end);
-        for (size_t n = 0; n < kMargin; ++n) MUST(begin[-1 - static_cast<ptrdiff_t>(n)] == 0xA5 && end[n] == 0xA5);
+        for (size_t n = 0; n < kMargin; ++n) CHECK(begin[-1 - static_cast<ptrdiff_t>(n)] == 0xA5 && end[n] == 0xA5);
     }
 
     std::mutex lock_;

@@ -105,13 +105,13 @@ struct Stream {
 
 inline Stream* stream_at(void* handle) {
     auto* const stream = static_cast<Stream*>(handle);
-    MUST(stream && stream->magic == kMagic);
+    CHECK(stream && stream->magic == kMagic);
     return stream;
 }
 
 inline Event* event_at(void* handle) {
     auto* const event = static_cast<Event*>(handle);
-    MUST(event && event->magic == kMagic);
+    CHECK(event && event->magic == kMagic);
     return event;
 }
 

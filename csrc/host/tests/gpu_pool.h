@@ -76,11 +76,12 @@ struct GpuPool {
 
     // The wanted kernels, as far as these layers allow.
     PageKernels kernels(const Driver& driver, Kernels wanted, int32_t processors) const {
-        if (wanted == Kernels::kNone) return {nullptr, nullptr, nullptr, nullptr, 0, 0, 0, false, false};
-        return {driver.kernel(kGather),
-                driver.kernel(kScatter),
-                driver.kernel(kGatherSums),
-                driver.kernel(kScatterSums),
+        if (wanted == Kernels::kNone) return {};
+        const auto loaded = [&](int32_t which) { return driver.kernel(which); };
+        return {loaded(kGather),
+                loaded(kScatter),
+                loaded(kGatherSums),
+                loaded(kScatterSums),
                 table_address,
                 vector,
                 processors,
@@ -100,6 +101,13 @@ struct GpuPool {
             if (std::memcmp(memory[n]->data(), mirror[n].data(), mirror[n].size())) return false;
         }
         return true;
+    }
+
+    // The numbers of its pages.
+    std::vector<int64_t> all() const {
+        std::vector<int64_t> numbers(static_cast<size_t>(pages));
+        std::iota(numbers.begin(), numbers.end(), 0);
+        return numbers;
     }
 
     int64_t layer_bytes(int32_t first, int32_t last) const { return planes.bounds[last] - planes.bounds[first]; }
