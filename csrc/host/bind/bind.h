@@ -10,13 +10,8 @@
 #include <nanobind/stl/vector.h>
 
 #include <cstddef>
-#include <cstdint>
-#include <memory>
 #include <optional>
-#include <string>
 #include <type_traits>
-#include <utility>
-#include <vector>
 
 #include "base/error.h"
 #include "policies/keys.h"

@@ -1,6 +1,5 @@
 #include "bind/checks.h"
 
-#include <algorithm>
 #include <functional>
 
 #include "pack/pack.h"

@@ -3,9 +3,6 @@
 
 #pragma once
 
-#include <cstdint>
-#include <vector>
-
 #include "gpu/gpu.h"
 #include "moves/executor.h"
 #include "moves/pages.h"

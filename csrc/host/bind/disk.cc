@@ -3,8 +3,6 @@
 
 #include "bind/disk.h"
 
-#include <algorithm>
-
 #include "disk/threads_disk.h"
 #include "moves/moves.h"
 

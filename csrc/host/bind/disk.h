@@ -2,9 +2,6 @@
 
 #pragma once
 
-#include <memory>
-#include <vector>
-
 #include "base/memory.h"
 #include "bind/bind.h"
 #include "bind/handles.h"

@@ -2,13 +2,7 @@
 
 #pragma once
 
-#include <atomic>
 #include <chrono>
-#include <deque>
-#include <map>
-#include <memory>
-#include <mutex>
-#include <optional>
 #include <thread>
 
 #include "bind/bind.h"

@@ -1,10 +1,7 @@
 // The columns of a tier's index (gdscache/index/table.py), and the pages that it evicts. Every call keeps the
 // interpreter's lock, which guards these objects.
 
-#include <algorithm>
 #include <unordered_map>
-#include <utility>
-#include <vector>
 
 #include "bind/bind.h"
 #include "policies/lifetimes.h"

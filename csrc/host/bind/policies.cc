@@ -2,10 +2,6 @@
 
 #include <nanobind/stl/shared_ptr.h>
 
-#include <algorithm>
-#include <memory>
-#include <span>
-
 #include "bind/bind.h"
 #include "policies/lifetimes.h"
 #include "policies/shadow.h"

@@ -3,9 +3,6 @@
 
 #include <malloc.h>
 
-#include <algorithm>
-#include <cstring>
-
 #include "bind/bind.h"
 #include "hash/blake2b.h"
 

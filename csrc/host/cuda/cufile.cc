@@ -2,7 +2,6 @@
 
 #include <sys/types.h>
 
-#include <cerrno>
 #include <cstring>
 
 namespace gdscache {

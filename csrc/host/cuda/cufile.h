@@ -5,13 +5,9 @@
 
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
 #include <map>
-#include <memory>
 #include <mutex>
 #include <optional>
-#include <string>
 
 #include "cuda/cuda.h"
 

@@ -1,8 +1,5 @@
-#include <unistd.h>
 
-#include <algorithm>
 #include <atomic>
-#include <cerrno>
 #include <chrono>
 #include <cstring>
 #include <exception>
@@ -11,7 +8,6 @@
 #include <semaphore>
 #include <system_error>
 #include <thread>
-#include <vector>
 
 #include "cuda/cuda.h"
 #include "disk/disk.h"

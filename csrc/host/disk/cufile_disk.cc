@@ -1,9 +1,5 @@
 #include "cuda/cufile.h"
 
-#include <cerrno>
-#include <optional>
-#include <utility>
-
 #include "disk/threads_disk.h"
 
 namespace gdscache {

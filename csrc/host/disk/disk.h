@@ -9,7 +9,6 @@
 #include <sys/uio.h>
 
 #include <cstddef>
-#include <cstdint>
 #include <memory>
 #include <span>
 #include <vector>

@@ -7,18 +7,12 @@
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <time.h>
-#include <unistd.h>
 
 #include <atomic>
-#include <cerrno>
 #include <chrono>
 #include <cmath>
-#include <cstddef>
-#include <cstdint>
 #include <cstring>
 #include <deque>
-#include <memory>
-#include <vector>
 
 #include "disk/disk.h"
 

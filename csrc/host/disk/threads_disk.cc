@@ -1,11 +1,8 @@
-#include <algorithm>
-#include <cerrno>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <mutex>
 #include <system_error>
-#include <thread>
 
 #include "base/memory.h"
 #include "base/quiet.h"

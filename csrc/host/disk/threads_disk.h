@@ -2,10 +2,7 @@
 
 #pragma once
 
-#include <cstddef>
 #include <functional>
-#include <memory>
-#include <span>
 
 #include "disk/disk.h"
 

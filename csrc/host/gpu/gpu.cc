@@ -1,7 +1,5 @@
 #include "gpu/gpu.h"
 
-#include <utility>
-
 #include "gpu/gpu_transfer.h"
 #include "hash/xxh3.h"
 #include "moves/move.h"

@@ -5,11 +5,6 @@
 
 #include <array>
 #include <atomic>
-#include <cstddef>
-#include <cstdint>
-#include <mutex>
-#include <span>
-#include <vector>
 
 #include "cuda/cuda.h"
 #include "gpu/gpu_lane.h"

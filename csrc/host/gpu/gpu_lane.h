@@ -2,15 +2,10 @@
 
 #pragma once
 
-#include <algorithm>
 #include <bit>
-#include <cstddef>
-#include <cstdint>
 #include <deque>
 #include <mutex>
 #include <span>
-#include <utility>
-#include <vector>
 
 #include "cuda/cuda.h"
 

@@ -3,15 +3,9 @@
 
 #pragma once
 
-#include <condition_variable>
-#include <deque>
 #include <exception>
 #include <functional>
 #include <limits>
-#include <mutex>
-#include <thread>
-#include <utility>
-#include <vector>
 
 #include "base/memory.h"
 #include "base/quiet.h"

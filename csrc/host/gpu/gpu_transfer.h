@@ -2,14 +2,9 @@
 
 #pragma once
 
-#include <algorithm>
-#include <bit>
-#include <cstddef>
-#include <cstdint>
 #include <cstring>
 #include <numeric>
 #include <ranges>
-#include <string>
 
 #include "gpu/gpu.h"
 

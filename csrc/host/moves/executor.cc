@@ -1,6 +1,5 @@
 #include "moves/executor.h"
 
-#include <algorithm>
 #include <limits>
 
 #include "base/quiet.h"

@@ -6,12 +6,7 @@
 
 #pragma once
 
-#include <cstdint>
 #include <map>
-#include <memory>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "disk/disk.h"
 #include "moves/move.h"

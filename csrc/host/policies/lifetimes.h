@@ -2,18 +2,12 @@
 
 #pragma once
 
-#include <algorithm>
-#include <bit>
-#include <cstdint>
 #include <cstdlib>
 #include <functional>
 #include <map>
-#include <memory>
 #include <new>
 #include <optional>
 #include <span>
-#include <utility>
-#include <vector>
 
 #include "base/error.h"
 #include "policies/keys.h"

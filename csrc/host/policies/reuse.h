@@ -2,9 +2,6 @@
 
 #pragma once
 
-#include <algorithm>
-#include <vector>
-
 #include "base/error.h"
 #include "policies/keys.h"
 

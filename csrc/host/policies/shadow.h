@@ -2,15 +2,11 @@
 
 #pragma once
 
-#include <algorithm>
-#include <cstdint>
 #include <functional>
 #include <optional>
 #include <span>
 #include <unordered_map>
 #include <unordered_set>
-#include <utility>
-#include <vector>
 
 #include "base/error.h"
 #include "policies/keys.h"

@@ -3,10 +3,6 @@
 #pragma once
 
 #include <sys/mman.h>
-#include <unistd.h>
-
-#include <map>
-#include <utility>
 
 #include "cuda/cufile.h"
 #include "disk/disk.h"

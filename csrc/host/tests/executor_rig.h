@@ -3,18 +3,9 @@
 #pragma once
 
 #include <sys/mman.h>
-#include <unistd.h>
 
-#include <algorithm>
 #include <atomic>
-#include <cerrno>
-#include <chrono>
-#include <condition_variable>
 #include <cstring>
-#include <limits>
-#include <mutex>
-#include <set>
-#include <thread>
 
 #include "disk/threads_disk.h"
 #include "hash/xxh3.h"

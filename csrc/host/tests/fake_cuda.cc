@@ -2,8 +2,6 @@
 
 #include "tests/fake_cuda.h"
 
-#include <cstddef>
-#include <deque>
 #include <string>
 
 #include "tests/fake_kernels.h"

@@ -9,14 +9,11 @@
 #include <cerrno>
 #include <condition_variable>
 #include <cstddef>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
 #include <set>
 #include <string>
-#include <vector>
 
 #include "tests/check.h"
 

@@ -2,9 +2,6 @@
 
 #pragma once
 
-#include <cstring>
-#include <vector>
-
 #include "hash/xxh3.h"
 #include "moves/pages.h"
 #include "tests/fake_cuda.h"

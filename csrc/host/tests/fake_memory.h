@@ -4,12 +4,9 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdint>
-#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <mutex>
-#include <vector>
 
 #include "tests/check.h"
 #include "tests/fake_cuda.h"

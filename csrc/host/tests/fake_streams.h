@@ -2,13 +2,10 @@
 
 #pragma once
 
-#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <functional>
-#include <memory>
-#include <mutex>
 #include <thread>
 
 #include "tests/fake_memory.h"

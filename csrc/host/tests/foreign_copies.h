@@ -2,13 +2,8 @@
 
 #pragma once
 
-#include <chrono>
-#include <condition_variable>
 #include <limits>
-#include <mutex>
 #include <set>
-#include <thread>
-#include <vector>
 
 #include "moves/executor.h"
 #include "tests/check.h"

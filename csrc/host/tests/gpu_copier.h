@@ -2,8 +2,6 @@
 
 #pragma once
 
-#include <optional>
-
 #include "gpu/gpu_server.h"
 #include "tests/executor_caller.h"
 #include "tests/gpu_rig.h"

@@ -2,12 +2,8 @@
 
 #pragma once
 
-#include <algorithm>
 #include <limits>
-#include <map>
 #include <set>
-#include <string>
-#include <vector>
 
 #include "moves/moves.h"
 #include "tests/check.h"

@@ -2,22 +2,16 @@
 // at once. With a count of rounds it is the fuzz of `make sanitize`.
 
 #include <fcntl.h>
-#include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
-#include <unistd.h>
 
-#include <algorithm>
 #include <atomic>
-#include <cerrno>
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
 #include <map>
-#include <memory>
 #include <mutex>
 #include <numeric>
-#include <string>
 #include <thread>
 
 #include "disk/disk.h"

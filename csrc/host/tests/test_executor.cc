@@ -1,8 +1,6 @@
 // The executor with its threads and real files: pages go out of planes into memory and files, and come back by all
 // routes, while others are cancelled, run out of time, or are damaged. Ends in every state of a move.
 
-#include <algorithm>
-
 #include "tests/executor_caller.h"
 #include "tests/faulty_disk.h"
 

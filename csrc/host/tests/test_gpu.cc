@@ -1,7 +1,5 @@
 // Copies of a GPU against those of pages.h: pools, extents and routes at random, many at once, through small rings.
 
-#include <array>
-#include <atomic>
 #include <optional>
 #include <thread>
 

@@ -1,6 +1,5 @@
 // The disk by cuFile: bytes between a file, memory of a GPU and of the host; every fault that the library can report.
 
-#include <cerrno>
 #include <chrono>
 #include <thread>
 

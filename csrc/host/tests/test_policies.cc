@@ -1,12 +1,6 @@
 // Eviction orders in columns: tables against a map, the order by lifetimes against lists, and LRU's shadow with missing
 // keys and pages that follow each other in a circle. tests/unit/policies has its model.
 
-#include <algorithm>
-#include <cstring>
-#include <map>
-#include <memory>
-#include <vector>
-
 #include "base/error.h"
 #include "policies/lifetimes.h"
 #include "policies/reuse.h"

@@ -2,11 +2,8 @@
 // somewhere or ends early: every byte comes to its place once, by calls that O_DIRECT would take and that are not too
 // large, and looks reported as taken have the right checksums. And from a file that never does its work.
 
-#include <algorithm>
 #include <atomic>
-#include <cerrno>
 #include <cstring>
-#include <memory>
 
 #include "disk/threads_disk.h"
 #include "hash/xxh3.h"

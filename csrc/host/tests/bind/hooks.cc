@@ -1,11 +1,6 @@
 // Additions of the tests' build for Python, as `gdscache._native.hooks`: executors and disks that fail on order,
 // executors that are stepped by hand, and parts of the library that only tests call alone.
 
-#include <atomic>
-#include <cstring>
-#include <map>
-#include <mutex>
-
 #include "bind/disk.h"
 #include "bind/executor.h"
 #include "hash/xxh3.h"
