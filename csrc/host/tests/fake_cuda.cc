@@ -5,8 +5,6 @@
 #include <string>
 
 #include "tests/fake_kernels.h"
-#include "tests/fake_memory.h"
-#include "tests/fake_streams.h"
 
 #define DRIVER extern "C" __attribute__((visibility("default")))
 // Count the call, and fail if ordered. Most calls need a context.

@@ -5,7 +5,7 @@
 #include "hash/xxh3.h"
 #include "moves/pages.h"
 #include "tests/fake_cuda.h"
-#include "tests/fake_memory.h"
+#include "tests/fake_driver.h"
 
 namespace gdscache::test {
 
