@@ -58,7 +58,7 @@ int64_t move_once(std::shared_ptr<const CuFiles> files, const Piece& piece, cons
     return CuFileCaller(std::move(files)).transfer(piece, call);
 }
 
-std::unique_ptr<Disk> open_cufile_disk(int threads, std::shared_ptr<const CuFiles> files) {
+std::unique_ptr<Disk> open_cufile_disk(int threads, const std::shared_ptr<const CuFiles>& files) {
     return open_threads_disk(threads, "cufile", [files] { return std::make_unique<CuFileCaller>(files); });
 }
 

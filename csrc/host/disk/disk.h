@@ -93,7 +93,7 @@ class CuFiles;
 
 // `threads` threads of ours: fragments in memory of `files` go by cuFile, those in host memory by preadv and pwritev.
 // Fragments that are adjacent in memory too are one call.
-std::unique_ptr<Disk> open_cufile_disk(int threads, std::shared_ptr<const CuFiles> files);
+std::unique_ptr<Disk> open_cufile_disk(int threads, const std::shared_ptr<const CuFiles>& files);
 
 // --- cutting and merging
 

@@ -73,7 +73,7 @@ private:
 
     // Unrolled by its caller, so that the words and their order are constants.
     template <size_t kRound>
-    [[gnu::always_inline]] static inline void round(uint64_t (&v)[16], const uint64_t (&m)[16]) {
+    [[gnu::always_inline]] static void round(uint64_t (&v)[16], const uint64_t (&m)[16]) {
         constexpr const uint8_t (&kOrder)[16] = kOrders[kRound % 10];
         mix(v[0], v[4], v[8], v[12], m[kOrder[0]], m[kOrder[1]]);
         mix(v[1], v[5], v[9], v[13], m[kOrder[2]], m[kOrder[3]]);
