@@ -251,7 +251,8 @@ private:
     using Batch12 = int (*)(uint64_t*, uint64_t*, size_t*, size_t, CopyAttributes*, size_t*, size_t, size_t*,
                             CudaStream);
 
-    void check(const char* name, int code) const {
+    // Not inlined: every call of the driver has it.
+    [[gnu::noinline]] void check(const char* name, int code) const {
         if (code == 0) return;
         const char* text = nullptr;
         functions_->error_name(code, &text);
