@@ -73,8 +73,8 @@ def bare_loop(
     driver: str | None = None,
     context: int = 0,
 ) -> float:
-    """Seconds of a loop over the first `nbytes` of a file: see disk/disk.h. `driver`: the name of CUDA's, and `context` its
-    primary context, if `target` is on a GPU. Raises `DeviceError` too."""
+    """Seconds of a loop over the first `nbytes` of a file: see disk/disk.h. `driver`: the name of CUDA's, and `context`
+    its primary context, if `target` is on a GPU. Raises `DeviceError` too."""
 
 def error_text(error: int) -> str:
     """What an error of I/O means: an errno, or one of cuFile's."""
