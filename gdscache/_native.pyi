@@ -73,8 +73,8 @@ def bare_loop(
     driver: str | None = None,
     context: int = 0,
 ) -> float:
-    """Seconds of a loop over the first `nbytes` of a file: see bare.h. `driver`: the name of CUDA's, and `context` its
-    primary context, if `target` is on a GPU. Raises `DeviceError` too."""
+    """Seconds of a loop over the first `nbytes` of a file: see disk/disk.h. `driver`: the name of CUDA's, and `context`
+    its primary context, if `target` is on a GPU. Raises `DeviceError` too."""
 
 def error_text(error: int) -> str:
     """What an error of I/O means: an errno, or one of cuFile's."""
@@ -221,11 +221,7 @@ class HostPlanes:
     """Planes in host memory.
 
     `planes`: int64 (planes, 4): address, block stride, token stride, row bytes, layer after layer; `first_plane`: int32
-    (layers + 1). `packed`: extents are, as docs/format.md has it. `blocks` of a call: int64 (pages, blocks a page).
-    `parts`: uint64 (pages,), the address of layer `layers.start` of each page's extent. `streamed`: past the
-    processor's caches, which is better for memory that nobody looks at soon. Answers are checksums, uint64 (pages,
-    len(layers)), of the bytes of the extents; without `sums`, none. What is refused is refused before the first byte is
-    moved, but for a page that does not fit into a packed extent: `gather` raises `NativeCallError` when it comes to it.
+    (layers + 1). `packed`: extents are, as docs/format.md has it.
     """
 
     def __init__(
@@ -237,16 +233,6 @@ class HostPlanes:
         page_blocks: int,
         packed: bool = False,
     ) -> None: ...
-    def gather(
-        self, blocks: _Int64, parts: _UInt64, layers: range, *, streamed: bool = True, sums: bool = True
-    ) -> _UInt64:
-        """Copy layers of pages out of the planes."""
-
-    def scatter(
-        self, blocks: _Int64, parts: _UInt64, layers: range, *, streamed: bool = True, sums: bool = True
-    ) -> _UInt64:
-        """Copy layers of pages into the planes: the inverse of `gather`."""
-
     def close(self) -> None:
         """Forget the planes. Again is fine."""
 
@@ -291,13 +277,10 @@ class CuFiles:
 
     Opens cuFile's driver, which may never answer, no more than `add_file` and `add_memory`. `driver`: the name of
     CUDA's; `context`: of the device whose memory it is; `library`: the path of libcufile; `log_folder`: where its log
-    goes, None leaves that to its configuration; `batched`: bytes of what goes through batches at most, below 0 as
-    measured (disk/disk.h). What a library refuses is told in its words.
+    goes, None leaves that to its configuration. What a library refuses is told in its words.
     """
 
-    def __init__(
-        self, driver: str, context: int, library: str, log_folder: str | None = None, batched: int = -1
-    ) -> None: ...
+    def __init__(self, driver: str, context: int, library: str, log_folder: str | None = None) -> None: ...
     def add_file(self, file: int) -> None:
         """A file by its descriptor, which stays open until `remove_file`."""
 

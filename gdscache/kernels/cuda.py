@@ -115,7 +115,7 @@ class PageKernels:
         return self._built[vector]
 
     def _nothing(self) -> list[int | bytes]:
-        """The arguments of a launch without pages. csrc/host/gpu/gpu_chunks.cc has those of the others."""
+        """The arguments of a launch without pages. csrc/host/gpu/gpu_transfer.h has those of the others."""
         table = self._table.data_ptr()
         memory = [table, table + self.layout.n_layers * 32, 0, 0, 0, 0, 0, 0, self.planes.blocks]
         return [*memory, 0, 0, 0, 0, 1, self.planes.blocks_per_page, 0, 0, b""]

@@ -62,14 +62,11 @@ class CufileTransport(NativeTransport):
     Raises `DeadlineError`, as `open` and `register` do, if it does not answer within `CALL_S`.
     """
 
-    def __init__(
-        self, threads: int, direct_io: Switch = "auto", *, gpu: GpuDriver | None = None, batched: int = -1
-    ) -> None:
-        """`batched`: bytes of the largest piece in cuFile's batches; 0: no batches, below 0: the measured best."""
+    def __init__(self, threads: int, direct_io: Switch = "auto", *, gpu: GpuDriver | None = None) -> None:
         self.memory_kinds = frozenset({"host"} if gpu is None else {"host", "cuda"})
         self._registered: dict[int, int] = {}  # bytes, by first address
         self._hangs = False  # a call has not answered, and may still use its arguments
-        self.cufile = None if gpu is None else self._opened(gpu, batched)
+        self.cufile = None if gpu is None else self._opened(gpu)
         try:
             super().__init__(threads, direct_io, uring=False, name="cufile")
         except BaseException:
@@ -81,7 +78,7 @@ class CufileTransport(NativeTransport):
     def is_own(self) -> bool:
         return type(self) is CufileTransport
 
-    def _opened(self, gpu: GpuDriver, batched: int) -> CuFiles:
+    def _opened(self, gpu: GpuDriver) -> CuFiles:
         if not os.path.exists(PROC_MODULES):
             raise TransportUnavailableError(
                 f"cuFile never answers on a kernel without {PROC_MODULES}", "set gds to off, or transport to posix"
@@ -89,7 +86,7 @@ class CufileTransport(NativeTransport):
         path = find_cufile()
         try:
             return self._within(
-                "its driver was not open", lambda: CuFiles(gpu.library, gpu.context, path, log_folder(), batched)
+                "its driver was not open", lambda: CuFiles(gpu.library, gpu.context, path, log_folder())
             )
         except NativeCallError as error:
             raise TransportUnavailableError(

@@ -35,7 +35,6 @@ class Fault(enum.IntEnum):
     LIE = 5
     WAIT = 6
     FEWER = 7
-    SAYS_DONE = 8
 
 
 class Call(enum.IntEnum):
@@ -44,9 +43,6 @@ class Call(enum.IntEnum):
     DRIVER = 0
     HANDLE = 1
     BUFFER = 2
-    BATCH_SET_UP = 3
-    BATCH_SUBMIT = 4
-    BATCH_STATUS = 5
 
 
 HANG = -1  # in place of an error's code: the call does not return
@@ -172,7 +168,7 @@ class StandIns:
 
     @property
     def living(self) -> int:
-        """Handles, registrations and batches that there are."""
+        """Handles and registrations that there are."""
         return int(self._cufile.fake_cufile_living())
 
     def calls(self, call: Call) -> int:

@@ -67,7 +67,7 @@ def waiting() -> int:
 
 
 def living() -> int:
-    """Handles, registrations and batches that there are."""
+    """Handles and registrations that there are."""
     return int(library().fake_cufile_living())
 
 
@@ -130,23 +130,21 @@ class FakeDeviceExtents:
             free(self.rows)
 
 
-def opened(threads: int = 3, direct_io: Switch = "auto", **options: Any) -> CufileTransport:
+def opened(threads: int = 3, direct_io: Switch = "auto") -> CufileTransport:
     """The transport on that GPU."""
     path = str(library()._name)
     with (
         mock.patch.object(cufile, "PROC_MODULES", os.devnull),
         mock.patch.object(cufile, "find_cufile", return_value=path),
     ):
-        return CufileTransport(threads, direct_io, gpu=fake_gpu.FakeDriver(), **options)
+        return CufileTransport(threads, direct_io, gpu=fake_gpu.FakeDriver())
 
 
-def use(monkeypatch: pytest.MonkeyPatch, *, kernels: bool = True, batched: int = -1) -> None:
+def use(monkeypatch: pytest.MonkeyPatch, *, kernels: bool = True) -> None:
     """Engines that are opened from now on with `transport: cufile`, and planes in host memory, copy as on a GPU, and
     read and write its memory directly."""
     fake_gpu.use(monkeypatch, kernels=kernels)
-    monkeypatch.setattr(
-        cufile, "open_cufile", lambda threads, direct_io, device: opened(threads, direct_io, batched=batched)
-    )
+    monkeypatch.setattr(cufile, "open_cufile", lambda threads, direct_io, device: opened(threads, direct_io))
     monkeypatch.setattr(build, "DeviceExtents", FakeDeviceExtents)
     monkeypatch.setattr(routes, "choose", lambda *_, **__: routes.RouteChoice("direct", "a test"))
 

@@ -1,23 +1,139 @@
-// Disks for Python, the files and the GPU memory that cuFile knows, and the bare loop.
+// Disks for Python, a Python transport as the caller of a disk of threads, the files and the GPU memory that cuFile knows,
+// and the bare loop.
 
 #include "bind/disk.h"
 
-#include "disk/bare.h"
+#include "disk/threads_disk.h"
+#include "moves/moves.h"
 
 namespace gdscache {
+namespace {
+
+nb::object imported(const char* module, const char* name) { return nb::module_::import_(module).attr(name); }
+
+// Shared by all threads of a disk.
+struct Shared {
+    Shared(const nb::object& transport, std::vector<DeviceRange> ranges)
+        : read(transport.attr("read")),
+          write(transport.attr("write")),
+          device_memory(imported("gdscache.storage.base", "DeviceMemory")),
+          to_gpu(nb::cast<bool>(transport.attr("memory_kinds").attr("__contains__")("cuda"))),
+          devices(std::move(ranges)) {}
+
+    const DeviceRange* device(const iovec& fragment) const {
+        const auto address = reinterpret_cast<uint64_t>(fragment.iov_base);
+        const auto found = std::ranges::find_if(devices, [&](const DeviceRange& one) {
+            return address >= one.address && address - one.address < one.bytes;
+        });
+        return found == devices.end() ? nullptr : &*found;
+    }
+
+    // The last thread may call it, without the lock.
+    static void end(const Shared* shared) {
+        if (!nb::is_alive()) return;  // the interpreter has ended: there is nothing to release
+        const nb::gil_scoped_acquire lock;
+        delete shared;
+    }
+
+    const nb::object read, write, device_memory;
+    const bool to_gpu;
+    const std::vector<DeviceRange> devices;
+};
+
+// The negative error of a transport's exception. Exceptions that are no I/O errors are logged.
+int64_t told(nb::handle error) {
+    using Named = std::pair<const char*, int32_t>;
+    const Named all[] = {{"ShortIOError", kShort}, {"PageGoneError", kGone}, {"PageBytesError", kWrong}};
+    for (const auto& [name, code] : all) {
+        if (PyObject_IsInstance(error.ptr(), imported("gdscache.errors", name).ptr()) == 1) return -code;
+    }
+    const nb::object known = nb::make_tuple(nb::borrow(PyExc_OSError), imported("gdscache.errors", "GdsCacheError"));
+    if (PyObject_IsInstance(error.ptr(), known.ptr()) != 1) {
+        imported("gdscache.runtime.threads", "log_failure")(error);
+        return -EIO;
+    }
+    int code = EIO;
+    const nb::object said = nb::getattr(error, "errno", nb::none());
+    if (!nb::try_cast(said, code) || code < 1 || code > kMostErrno || code == EINTR) code = EIO;
+    return -code;
+}
+
+class TransportCaller final : public Caller {
+public:
+    explicit TransportCaller(std::shared_ptr<const Shared> shared) : shared_(std::move(shared)) {}
+
+    // Adjacent fragments in one memory are one call.
+    int64_t transfer(const Piece& piece, const Call& call) override {
+        const auto memory = [&](const iovec& fragment) { return shared_->device(fragment); };
+        return move_stretches(call, false, memory, [&](const OneCall& one, int64_t offset) {
+            return move(piece, one.memory, one.address, one.bytes, offset);
+        });
+    }
+
+    bool looks() const override { return false; }  // a page is read by as few calls as possible
+
+private:
+    using OneCall = Stretch<const DeviceRange*>;
+
+    int64_t move(const Piece& piece, const DeviceRange* device, uint64_t address, int64_t bytes, int64_t offset) const {
+        if (!nb::is_alive()) return -ECANCELED;
+        if (device && !shared_->to_gpu) return -EFAULT;
+        const nb::gil_scoped_acquire lock;
+        try {
+            if (device) return ask(piece, shared_->device_memory(address, bytes, device->device), bytes, offset);
+            const int access = piece.op == Op::kRead ? PyBUF_WRITE : PyBUF_READ;
+            const nb::object view = nb::steal(
+                PyMemoryView_FromMemory(reinterpret_cast<char*>(address), static_cast<Py_ssize_t>(bytes), access));
+            if (!view.is_valid()) throw nb::python_error();
+            const int64_t answer = ask(piece, view, bytes, offset);
+            view.attr("release")();  // later access through a kept view raises
+            return answer;
+        } catch (nb::python_error& error) {
+            try {
+                imported("gdscache.runtime.threads", "log_failure")(error.value());
+            } catch (nb::python_error&) {  // the log is gone
+            }
+            return -EIO;
+        }
+    }
+
+    int64_t ask(const Piece& piece, const nb::object& memory, int64_t bytes, int64_t offset) const {
+        try {
+            const nb::object& way = piece.op == Op::kRead ? shared_->read : shared_->write;
+            const nb::object answer = way(piece.fd, offset, memory);
+            int64_t moved = -1;
+            if (nb::try_cast(answer, moved) && moved >= 0 && moved <= bytes) return moved;
+            PyErr_Format(PyExc_ValueError, "a transport says that %R of %zd bytes have moved", answer.ptr(),
+                         static_cast<Py_ssize_t>(bytes));
+            throw nb::python_error();
+        } catch (nb::python_error& error) {
+            return told(error.value());
+        }
+    }
+
+    const std::shared_ptr<const Shared> shared_;
+};
+
+// They take the interpreter's lock for `transport` (gdscache/storage/base.py).
+std::unique_ptr<Disk> open_transport_disk(int threads, const nb::object& transport, std::vector<DeviceRange> devices) {
+    const std::shared_ptr<const Shared> shared(new Shared(transport, std::move(devices)), Shared::end);
+    const uint32_t most = nb::cast<bool>(transport.attr("merges")) ? kMostFragments : 1;
+    const MakeCaller make = [shared] { return std::make_unique<TransportCaller>(shared); };
+    return open_threads_disk(threads, "transport", make, most);
+}
+
+}  // namespace
 
 std::unique_ptr<Disk> open_disk_by(const Text& kind, int workers, int depth, const OpenCuFiles* cufile,
                                    const nb::object& transport, std::vector<DeviceRange> devices) {
     if (!transport.is_none()) return open_transport_disk(workers, transport, std::move(devices));
     const nb::gil_scoped_release others;
-    if (cufile) return open_cufile_disk(workers, cufile->shared(), cufile->batched);
+    if (cufile) return open_cufile_disk(workers, cufile->shared());
     if (!kind) return open_disk(workers, depth);
     return *kind == "ring" ? open_ring_disk(workers, depth) : open_threads_disk(workers);
 }
 
-OpenCuFiles::OpenCuFiles(const char* driver, uint64_t context, const char* library, const Text& log_folder,
-                         int64_t most)
-    : batched(most < 0 ? kBatchedBytes : most) {
+OpenCuFiles::OpenCuFiles(const char* driver, uint64_t context, const char* library, const Text& log_folder) {
     require(context, "a device without a context");
     const nb::gil_scoped_release others;  // cuFile may never answer
     files = std::make_shared<CuFiles>(driver, at<void>(context), library);
@@ -69,8 +185,8 @@ void bind_disk(nb::module_& module) {
     module.attr("CUFILE_ERRORS") = kCuFileErrors;
     module.def("error_text", &cufile_text, "error"_a);
     nb::class_<OpenCuFiles>(module, "CuFiles")
-        .def(nb::init<const char*, uint64_t, const char*, const Text&, int64_t>(), "driver"_a, "context"_a, "library"_a,
-             "log_folder"_a.none() = nb::none(), "batched"_a = -1)
+        .def(nb::init<const char*, uint64_t, const char*, const Text&>(), "driver"_a, "context"_a, "library"_a,
+             "log_folder"_a.none() = nb::none())
         .def("add_file", &add_file, "file"_a)
         .def("remove_file", &ask<&CuFiles::remove_file, int>, "file"_a)
         .def("add_memory", &add_memory, "address"_a, "nbytes"_a)

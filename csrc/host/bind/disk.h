@@ -2,9 +2,6 @@
 
 #pragma once
 
-#include <memory>
-#include <vector>
-
 #include "base/memory.h"
 #include "bind/bind.h"
 #include "bind/handles.h"
@@ -20,12 +17,9 @@ struct DeviceRange {
     int device;
 };
 
-// `threads` threads of ours, which take the interpreter's lock for `transport` (gdscache/storage/base.py). A thread
-// that waits for them, or destroys the disk, has released that lock.
-std::unique_ptr<Disk> open_transport_disk(int threads, const nb::object& transport, std::vector<DeviceRange> devices);
-
 // A disk by a transport, else by cuFile; else io_uring ("ring"), "threads", or io_uring if available (no kind). Throws
-// `Error`.
+// `Error`. The threads of a transport's take the interpreter's lock: who waits for them, or destroys the disk, has
+// released it.
 std::unique_ptr<Disk> open_disk_by(const Text& kind, int workers, int depth, const OpenCuFiles* cufile,
                                    const nb::object& transport, std::vector<DeviceRange> devices);
 

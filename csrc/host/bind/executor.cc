@@ -6,9 +6,6 @@
 #include <linux/magic.h>
 #include <sys/vfs.h>
 
-#include <algorithm>
-#include <cstring>
-
 #include "bind/checks.h"
 #include "bind/disk.h"
 

@@ -2,10 +2,6 @@
 
 #pragma once
 
-#include <memory>
-#include <string>
-#include <vector>
-
 #include "bind/handles.h"
 #include "gpu/gpu_server.h"
 #include "moves/executor.h"

@@ -2,13 +2,7 @@
 
 #pragma once
 
-#include <atomic>
 #include <chrono>
-#include <deque>
-#include <map>
-#include <memory>
-#include <mutex>
-#include <optional>
 #include <thread>
 
 #include "bind/bind.h"
@@ -45,10 +39,9 @@ private:
 };
 
 struct OpenCuFiles {
-    OpenCuFiles(const char* driver, uint64_t context, const char* library, const Text& log_folder, int64_t most);
+    OpenCuFiles(const char* driver, uint64_t context, const char* library, const Text& log_folder);
 
     std::shared_ptr<CuFiles> files;  // none after `close`; disks and executors have their own share
-    int64_t batched;                 // most bytes of a piece in a batch
 
     std::shared_ptr<CuFiles> shared() const {
         open(files, "cuFile");

@@ -1,12 +1,9 @@
 // The columns of a tier's index (gdscache/index/table.py), and the pages that it evicts. Every call keeps the
 // interpreter's lock, which guards these objects.
 
-#include <algorithm>
 #include <unordered_map>
-#include <utility>
-#include <vector>
 
-#include "bind/keys.h"
+#include "bind/bind.h"
 #include "policies/lifetimes.h"
 
 namespace gdscache {

@@ -1,8 +1,6 @@
 // The module `gdscache._native`. Its Python side is gdscache/_native.pyi.
 
-#include <cstring>
 #include <new>
-#include <stdexcept>
 #include <system_error>
 
 #include "base/memory.h"

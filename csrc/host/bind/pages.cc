@@ -27,33 +27,6 @@ nb::object layer_sums(const UInt64s& extents, const Int64s& bounds) {
     return found.array;
 }
 
-// `kMove`: `gather` or `scatter`. Returns checksums, uint64 (pages, layers); (0, layers) without `summed`.
-template <typename Part, auto kMove>
-nb::object move_pages(const OpenPlanes& from, const Int64s& blocks, const UInt64s& parts, const nb::object& layers,
-                      bool streamed, bool summed) {
-    const std::shared_ptr<const HostPlanes> kept = from.pool;
-    const HostPlanes& pool = open(kept, "the pool");
-    const Range range(layers);
-    const int64_t pages = parts.size(), count = range.size();
-    const bool known = range.start >= 0 && range.start <= range.stop && range.stop <= pool.layers();
-    require(known, "layers that the pool has not");
-    require(blocks.has(pages, pool.page_blocks), "pass blocks as int64 (pages, blocks a page)");
-    require(within(blocks.data(), blocks.size(), pool.blocks), "a block that the pool has not");
-    for (int64_t n = 0; n < pages; ++n) require(parts[n], "an extent without an address");
-    const Fresh<uint64_t> sums(summed ? pages : 0, count);
-    const nb::gil_scoped_release others;
-    for (int64_t n = 0; n < pages; ++n) {
-        const auto move = [&] {
-            return kMove(pool, blocks.data() + n * pool.page_blocks, range.start, range.stop, at<Part>(parts[n]),
-                         summed ? sums.data + n * count : nullptr, streamed ? Store::kStreamed : Store::kCached);
-        };
-        if constexpr (std::is_void_v<decltype(move())>) move();
-        else refuse_if(!move(), "a page that does not fit into a packed extent");
-    }
-    if (streamed) stream_fence();
-    return sums.array;
-}
-
 }  // namespace
 
 OpenPlanes::OpenPlanes(const Int64s& planes, const Array<const int32_t>& first_plane, int64_t blocks,
@@ -78,10 +51,6 @@ void bind_pages(nb::module_& module) {
     nb::class_<OpenPlanes>(module, "HostPlanes")
         .def(nb::init<const Int64s&, const Array<const int32_t>&, int64_t, int64_t, int64_t, bool>(), "planes"_a,
              "first_plane"_a, "blocks"_a, "block_tokens"_a, "page_blocks"_a, "packed"_a = false)
-        .def("gather", &move_pages<uint8_t, gather>, "blocks"_a, "parts"_a, "layers"_a, nb::kw_only(),
-             "streamed"_a = true, "sums"_a = true)
-        .def("scatter", &move_pages<const uint8_t, scatter>, "blocks"_a, "parts"_a, "layers"_a, nb::kw_only(),
-             "streamed"_a = true, "sums"_a = true)
         .def("close", [](OpenPlanes& self) { self.pool.reset(); });
 }
 

@@ -2,13 +2,8 @@
 
 #include <nanobind/stl/shared_ptr.h>
 
-#include <algorithm>
-#include <memory>
-#include <span>
-
-#include "bind/keys.h"
+#include "bind/bind.h"
 #include "policies/lifetimes.h"
-#include "policies/reuse.h"
 #include "policies/shadow.h"
 
 namespace gdscache {

@@ -3,16 +3,12 @@
 
 #include <malloc.h>
 
-#include <algorithm>
-#include <cstring>
-
 #include "bind/bind.h"
 #include "hash/blake2b.h"
 
 namespace gdscache {
 namespace {
 
-constexpr int64_t kKeyBytes = 32;
 constexpr uint64_t kFactors[] = {0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63};
 constexpr uint64_t kStep = 0x9E3779B97F4A7C15;
 constexpr int64_t kSpread = 64;  // numbers with a range above this times their count are sorted
@@ -99,7 +95,7 @@ void put(const Array<std::byte>& table, const nb::object& rows, const Array<cons
 // Rows of stored checksums, without the part bound to the pages' keys (docs/format.md).
 nb::object unbound(const UInt64s& stored, const nb::object& rows, const Array<const std::byte>& keys) {
     const Rows wanted(rows, stored);
-    if (keys.bytes() != kKeyBytes * wanted.size()) {
+    if (keys.bytes() != static_cast<int64_t>(kKeyBytes) * wanted.size()) {
         const std::string why = std::to_string(keys.bytes()) + " bytes of keys for " + std::to_string(wanted.size());
         throw NamedError("InvalidValueError", EINVAL, why + " pages", "a key has 32 bytes");
     }

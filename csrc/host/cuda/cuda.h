@@ -2,11 +2,8 @@
 
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
-#include <cstdint>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "base/error.h"
@@ -102,7 +99,20 @@ struct CudaFunctions {
 class Cuda {
 public:
     // `library`: the driver's. `context`: the device's primary one, owned by the caller.
-    Cuda(const char* library, void* context);
+    Cuda(const char* library, void* context)
+        : context_(context), functions_(new CudaFunctions{{"CUDA driver", library}}) {
+        if (!functions_->address) return;
+        // the newer form has one argument less
+        for (const int version : {13000, 12080}) {
+            void* found = nullptr;
+            int status = 0;
+            const int code = functions_->address("cuMemcpyBatchAsync", &found, version, 0, &status);
+            if (code != 0 || found == nullptr || status != 0) continue;
+            batch_ = found;
+            version_ = version;
+            break;
+        }
+    }
     Cuda(Cuda&&) = delete;
 
     // While this lives, the context is current in the calling thread.
@@ -128,13 +138,24 @@ public:
     }
 
     // A stream without implicit waits for others. `urgent`: its kernels go before those of other streams.
-    CudaStream open_stream(bool urgent) const;
+    CudaStream open_stream(bool urgent) const {
+        int least = 0, greatest = 0;
+        check("cuCtxGetStreamPriorityRange", functions_->priorities(&least, &greatest));
+        CudaStream stream = nullptr;
+        check("cuStreamCreate", functions_->stream_create(&stream, kNonBlocking, urgent ? greatest : least));
+        return stream;
+    }
     // Resources that a broken context does not release end with the process.
     void close_stream(CudaStream stream) const noexcept { functions_->stream_destroy(stream); }
     void synchronize(CudaStream stream) const { check("cuStreamSynchronize", functions_->stream_synchronize(stream)); }
 
     // An event that was never recorded counts as happened.
-    CudaEvent open_event(EventUse use) const;
+    CudaEvent open_event(EventUse use) const {
+        constexpr unsigned kFlags[] = {kNoTiming, kNoTiming | kBlockingSync, 0};
+        CudaEvent event = nullptr;
+        check("cuEventCreate", functions_->event_create(&event, kFlags[static_cast<int>(use)]));
+        return event;
+    }
     void close_event(CudaEvent event) const noexcept { functions_->event_destroy(event); }
     void record(CudaEvent event, CudaStream stream) const {
         check("cuEventRecord", functions_->event_record(event, stream));
@@ -170,25 +191,79 @@ public:
 
     // Queue entries [first, last) of a list: by one call if the driver has batches and the host memory is page-locked
     // (`pinned`).
-    void copy(const CopyList& list, size_t first, size_t last, CudaStream stream, bool pinned) const;
+    void copy(const CopyList& list, size_t first, size_t last, CudaStream stream, bool pinned) const {
+        if (first == last) return;
+        if (batch_ == nullptr || !pinned) {
+            for (; first < last; ++first) {
+                check("cuMemcpyAsync", functions_->copy(list.to[first], list.from[first], list.bytes[first], stream));
+            }
+            return;
+        }
+        CopyAttributes attributes{kSourceInStreamOrder, {0, 0}, {0, 0}, 0};
+        size_t zero = 0, failed = 0;
+        auto* const to = const_cast<uint64_t*>(list.to.data()) + first;
+        auto* const from = const_cast<uint64_t*>(list.from.data()) + first;
+        auto* const bytes = const_cast<size_t*>(list.bytes.data()) + first;
+        const size_t count = last - first;
+        const int code =
+            version_ == 13000
+                ? reinterpret_cast<Batch13>(batch_)(to, from, bytes, count, &attributes, &zero, 1, stream)
+                : reinterpret_cast<Batch12>(batch_)(to, from, bytes, count, &attributes, &zero, 1, &failed, stream);
+        check("cuMemcpyBatchAsync", code);
+    }
     // Between page-locked memory and the GPU's, or within the GPU's: one call for any number of rows.
-    void copy(const CopyRows& rows, CudaStream stream) const;
+    void copy(const CopyRows& rows, CudaStream stream) const {
+        CudaCopy2D copy;
+        copy.from.address = rows.from, copy.from.pitch = rows.from_step;
+        copy.to.address = rows.to, copy.to.pitch = rows.to_step;
+        copy.width = rows.bytes, copy.height = rows.rows;
+        check("cuMemcpy2DAsync", functions_->copy_rows(&copy, stream));
+    }
     void copy_to_host(void* to, uint64_t from, size_t bytes) const {  // waits for the copy
         check("cuMemcpyDtoH", functions_->copy_to_host(to, from, bytes));
     }
     void launch(CudaFunction kernel, uint32_t grid, uint32_t threads, const void* arguments, size_t size,
-                CudaStream stream) const;
+                CudaStream stream) const {
+        void* const buffer = reinterpret_cast<void*>(1);  // cuda.h's keys for the arguments' buffer and its size
+        void* const length = reinterpret_cast<void*>(2);
+        void* extra[] = {buffer, const_cast<void*>(arguments), length, &size, nullptr};
+        check("cuLaunchKernel", functions_->launch(kernel, grid, 1, 1, threads, 1, 1, 0, stream, nullptr, extra));
+    }
 
     // The form of batches in `copy`: "batch_13", "batch_12_8" or "single".
-    const char* api() const { return api_; }
+    const char* api() const { return version_ == 13000 ? "batch_13" : version_ ? "batch_12_8" : "single"; }
 
 private:
-    void check(const char* name, int code) const;
+    // Values of cuda.h.
+    static constexpr unsigned kNonBlocking = 1, kBlockingSync = 1, kNoTiming = 2;
+    static constexpr int kSourceInStreamOrder = 1;
+
+    struct Location {
+        int type, id;
+    };
+    struct CopyAttributes {
+        int source_order;
+        Location source, target;
+        unsigned flags;
+    };
+
+    using Batch13 = int (*)(uint64_t*, uint64_t*, size_t*, size_t, CopyAttributes*, size_t*, size_t, CudaStream);
+    using Batch12 = int (*)(uint64_t*, uint64_t*, size_t*, size_t, CopyAttributes*, size_t*, size_t, size_t*,
+                            CudaStream);
+
+    // Not inlined: every call of the driver has it.
+    [[gnu::noinline]] void check(const char* name, int code) const {
+        if (code == 0) return;
+        const char* text = nullptr;
+        functions_->error_name(code, &text);
+        throw CudaError(std::string(name) + " answered " + std::to_string(code) + " (" + (text ? text : "unknown") +
+                        ")");
+    }
 
     void* const context_;
     std::unique_ptr<const CudaFunctions> functions_;
     void* batch_ = nullptr;
-    const char* api_ = "single";
+    int version_ = 0;  // the form of `batch_`
 };
 
 // Closes a resource by its owner; within the context.

@@ -1,9 +1,7 @@
 #include "cuda/cufile.h"
 
 #include <sys/types.h>
-#include <time.h>
 
-#include <cerrno>
 #include <cstring>
 
 namespace gdscache {
@@ -31,7 +29,7 @@ struct Description {
 };
 static_assert(sizeof(Description) == 24 && offsetof(Description, file) == 8);
 
-static_assert(sizeof(off_t) == 8 && sizeof(timespec) == 16);
+static_assert(sizeof(off_t) == 8);
 
 constexpr std::pair<int32_t, const char*> kMeanings[] = {
     {5001, "its driver is not initialized (nvidia-fs is not loaded, and compat mode is not allowed)"},
@@ -81,11 +79,6 @@ struct CuFiles::Functions {
     ssize_t (*read)(CuFileHandle, void*, size_t, off_t, off_t) = library["cuFileRead"];
     ssize_t (*write)(CuFileHandle, const void*, size_t, off_t, off_t) = library["cuFileWrite"];
     Answer (*set_text)(int, const char*) = library.find("cuFileSetParameterString");  // since 1.14
-    Answer (*open_batch)(CuFileBatch*, unsigned) = library.find("cuFileBatchIOSetUp");
-    Answer (*submit)(CuFileBatch, unsigned, CuFileEntry*, unsigned) = library.find("cuFileBatchIOSubmit");
-    Answer (*poll)(CuFileBatch, unsigned, unsigned*, CuFileEvent*, timespec*) = library.find("cuFileBatchIOGetStatus");
-    Answer (*cancel)(CuFileBatch) = library.find("cuFileBatchIOCancel");
-    void (*close_batch)(CuFileBatch) = library.find("cuFileBatchIODestroy");
 };
 
 namespace {
@@ -176,11 +169,6 @@ std::optional<uint64_t> CuFiles::memory(uint64_t address, size_t bytes) const {
     return begin;
 }
 
-bool CuFiles::has_batches() const {
-    const Functions& all = *functions_;
-    return all.open_batch && all.submit && all.poll && all.cancel && all.close_batch;
-}
-
 int64_t CuFiles::move(bool write, CuFileHandle file, uint64_t base, size_t bytes, int64_t offset,
                       int64_t base_offset) const {
     errno = 0;
@@ -190,31 +178,6 @@ int64_t CuFiles::move(bool write, CuFileHandle file, uint64_t base, size_t bytes
     if (moved == -1) return errno ? -errno : -EIO;
     if (moved > static_cast<ssize_t>(bytes)) return -EIO;  // its surplus would hide another call's lack
     return moved;
-}
-
-CuFileBatch CuFiles::open_batch(unsigned entries) const {
-    CuFileBatch batch = nullptr;
-    check("cuFileBatchIOSetUp", functions_->open_batch(&batch, entries));
-    return batch;
-}
-
-void CuFiles::close_batch(CuFileBatch batch) const noexcept { functions_->close_batch(batch); }
-
-bool CuFiles::submit(CuFileBatch batch, CuFileEntry* entries, unsigned count) const {
-    return functions_->submit(batch, count, entries, 0).cufile == 0;
-}
-
-void CuFiles::cancel(CuFileBatch batch) const noexcept { functions_->cancel(batch); }
-
-int CuFiles::reap(CuFileBatch batch, CuFileEvent* events, unsigned room) const {
-    unsigned found = room;
-    if (functions_->poll(batch, 1, &found, events, nullptr).cufile != 0) return -1;
-    return found <= room ? static_cast<int>(found) : -1;
-}
-
-int64_t CuFiles::result(const CuFileEvent& event) {
-    if (event.status == CuFileEvent::kComplete) return event.result == -1 ? -EIO : event.result;
-    return event.result < -1 ? event.result : -EIO;
 }
 
 }  // namespace gdscache

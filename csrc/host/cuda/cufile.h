@@ -5,13 +5,9 @@
 
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
 #include <map>
-#include <memory>
 #include <mutex>
 #include <optional>
-#include <string>
 
 #include "cuda/cuda.h"
 
@@ -28,28 +24,6 @@ constexpr int32_t kCuFileErrors = 5000;  // greater numbers are cuFile's, smalle
 std::string cufile_text(int32_t error);
 
 using CuFileHandle = void*;  // CUfileHandle_t
-using CuFileBatch = void*;  // CUfileBatchHandle_t
-
-// CUfileIOParams_t of cufile.h: one read or write of a batch.
-struct CuFileEntry {
-    int32_t mode;  // 1
-    void* base;  // of registered memory
-    int64_t offset, base_offset;
-    size_t bytes;
-    CuFileHandle file;
-    int32_t op;  // 0: a read
-    void* cookie;
-};
-static_assert(sizeof(CuFileEntry) == 64 && offsetof(CuFileEntry, file) == 40 && offsetof(CuFileEntry, cookie) == 56);
-
-// CUfileIOEvents_t: the end of one entry. `result` is moved bytes with `kComplete` only.
-struct CuFileEvent {
-    static constexpr int32_t kWaiting = 1, kPending = 2, kComplete = 16;
-    void* cookie;
-    int32_t status;
-    int64_t result;
-};
-static_assert(sizeof(CuFileEvent) == 24 && offsetof(CuFileEvent, result) == 16);
 
 // Files and memory of a GPU that a transport has added, for the disks that move bytes between them by cuFile.
 // Thread-safe; nothing is under way on a file or memory that is removed.
@@ -77,20 +51,9 @@ public:
     // The first address of the added memory that contains all of these bytes; none if there is no such memory.
     std::optional<uint64_t> memory(uint64_t address, size_t bytes) const;
 
-    // The calls below are for threads that have entered the context. Moved bytes, or a negative error. `base`: the
-    // first address of added memory.
+    // For threads that have entered the context. Moved bytes, or a negative error. `base`: the first address of added
+    // memory.
     int64_t move(bool write, CuFileHandle file, uint64_t base, size_t bytes, int64_t offset, int64_t base_offset) const;
-
-    bool has_batches() const;
-    CuFileBatch open_batch(unsigned entries) const;
-    void close_batch(CuFileBatch batch) const noexcept;
-    // False if refused. The entries are read when it returns.
-    bool submit(CuFileBatch batch, CuFileEntry* entries, unsigned count) const;
-    void cancel(CuFileBatch batch) const noexcept;
-    // Take up to `room` events, and wait for the first. Below 0: cuFile reported none.
-    int reap(CuFileBatch batch, CuFileEvent* events, unsigned room) const;
-    // An event's moved bytes, or a negative error.
-    static int64_t result(const CuFileEvent& event);
 
 private:
     struct Functions;
@@ -101,6 +64,5 @@ private:
     std::map<int, CuFileHandle> files_;
     std::map<uint64_t, size_t> memories_;  // bytes, by first address
 };
-using OwnBatch = Unique<CuFileBatch, CloseBy<CuFileBatch, CuFiles, &CuFiles::close_batch>>;
 
 }  // namespace gdscache

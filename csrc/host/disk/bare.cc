@@ -1,10 +1,5 @@
-#include "disk/bare.h"
 
-#include <unistd.h>
-
-#include <algorithm>
 #include <atomic>
-#include <cerrno>
 #include <chrono>
 #include <cstring>
 #include <exception>
@@ -13,7 +8,9 @@
 #include <semaphore>
 #include <system_error>
 #include <thread>
-#include <vector>
+
+#include "cuda/cuda.h"
+#include "disk/disk.h"
 
 namespace gdscache {
 namespace {

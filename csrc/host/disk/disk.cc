@@ -1,7 +1,5 @@
 #include "disk/disk.h"
 
-#include <algorithm>
-#include <cerrno>
 #include <limits>
 #include <numeric>
 

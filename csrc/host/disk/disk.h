@@ -9,7 +9,6 @@
 #include <sys/uio.h>
 
 #include <cstddef>
-#include <cstdint>
 #include <memory>
 #include <span>
 #include <vector>
@@ -92,13 +91,9 @@ std::unique_ptr<Disk> open_disk(int workers, int depth);
 
 class CuFiles;
 
-// Pieces of up to this size go through batches, larger ones by a call each. A batch saves most of a small call's cost,
-// and occupies one thread for as long as its slowest entry takes.
-constexpr int64_t kBatchedBytes = 64 << 10;
-
 // `threads` threads of ours: fragments in memory of `files` go by cuFile, those in host memory by preadv and pwritev.
-// Fragments that are adjacent in memory too are one call. `batched`: most bytes of a piece in a batch; 0: no batches.
-std::unique_ptr<Disk> open_cufile_disk(int threads, std::shared_ptr<const CuFiles> files, int64_t batched);
+// Fragments that are adjacent in memory too are one call.
+std::unique_ptr<Disk> open_cufile_disk(int threads, const std::shared_ptr<const CuFiles>& files);
 
 // --- cutting and merging
 
@@ -166,5 +161,24 @@ Call next_call(const Piece& piece, const Part& part, iovec& one);
 // Take the answer of a part's call, bytes or a negative errno: append ended fragments, and parts for further calls. A
 // failed call for several fragments is repeated for each: a bad sector costs no neighbour.
 void advance(const Piece& piece, const Part& part, int64_t answer, std::vector<Ended>& ended, std::vector<Part>& again);
+
+// --- the bare loop
+
+// The rate of a device for plain reads or writes, optionally with a copy of reads to other memory. `gdscache bench`
+// compares with it.
+struct BareLoop {
+    int fd;
+    Op op;
+    int64_t bytes;        // from the file's first byte
+    int64_t piece_bytes;  // of one call
+    int threads;
+    uint8_t* memory;  // `bytes`: the target of reads and the source of writes; page-locked with `cuda`
+    uint64_t target;  // `bytes` that reads are copied to, or 0
+    const class Cuda* cuda = nullptr;  // `target` is on its GPU, and each thread has a stream; null: in host memory
+};
+
+// Move every piece once, by any free thread. Returns the seconds from the first call to the end of the last, copies
+// included. Throws `Error`, with ENODATA after a short call, and CudaError.
+double run(const BareLoop& loop);
 
 }  // namespace gdscache

@@ -1,11 +1,8 @@
-#include <algorithm>
-#include <cerrno>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <mutex>
 #include <system_error>
-#include <thread>
 
 #include "base/memory.h"
 #include "base/quiet.h"
@@ -97,71 +94,35 @@ private:
         give_way();
         const MustNotFail reserve;
         const std::unique_ptr<Caller> caller = make_();
-        std::vector<Piece> pieces;
-        std::vector<std::vector<Part>> left(1);  // of each piece
-        std::vector<Ended> ended;
-        std::vector<int32_t> turns;
         std::unique_lock lock(mutex_);
         for (;;) {
             auto next = queue_.end();
             work_.wait(lock, [&] { return (next = first_free(*caller)) != queue_.end() || closing_; });
             if (next == queue_.end()) return;
-            take_from(*caller, next, pieces, turns);
+            const Piece piece = *next;
+            queue_.erase(next);
+            const bool in_turn = caller->in_turn(piece);
+            if (in_turn) turns_.push_back(piece.fd);
             lock.unlock();
-            if (left.size() < pieces.size()) left.resize(pieces.size());
-            for (size_t n = 0; n < pieces.size(); n++) begin(pieces[n], left[n]);
-            if (pieces.size() > 1) {
-                caller->transfer_all(pieces, [&](size_t n, int64_t answer) {
-                    const Part part = left[n].back();
-                    left[n].pop_back();
-                    advance(pieces[n], part, answer, ended, left[n]);
-                    tell(ended, left[n].empty() ? 1 : 0);
-                });
-            }
-            for (size_t n = 0; n < pieces.size(); n++) {
-                if (!left[n].empty()) finish(*caller, pieces[n], left[n], ended);
-            }
+            carry_out(*caller, piece);
             lock.lock();
-            end_turns(turns);
+            if (!in_turn) continue;
+            std::erase(turns_, piece.fd);
+            if (!queue_.empty()) work_.notify_one();  // other pieces of the file may begin, in any thread
         }
     }
 
-    // Whether a thread has the turn of a piece's file.
-    bool waits(const Caller& caller, const Piece& piece) const {
-        return caller.in_turn(piece) && std::ranges::find(turns_, piece.fd) != turns_.end();
-    }
-
-    // The first piece that need not wait for its turn.
+    // The first piece whose file's turn no thread has.
     std::deque<Piece>::iterator first_free(const Caller& caller) {
-        return std::ranges::find_if(queue_, [&](const Piece& piece) { return !waits(caller, piece); });
+        return std::ranges::find_if(queue_, [&](const Piece& piece) {
+            return !caller.in_turn(piece) || std::ranges::find(turns_, piece.fd) == turns_.end();
+        });
     }
 
-    // Take a piece, and this thread's share of the small ones behind it. `turns`: of their files.
-    void take_from(const Caller& caller, std::deque<Piece>::iterator next, std::vector<Piece>& pieces,
-                   std::vector<int32_t>& turns) {
-        pieces.clear();
-        const size_t share = 1 + (queue_.size() - 1) / wanted_;
-        do {
-            pieces.push_back(*next);
-            next = queue_.erase(next);
-        } while (next != queue_.end() && pieces.size() < share && caller.small(pieces[0]) && caller.small(*next) &&
-                 !waits(caller, *next));
-        for (const Piece& piece : pieces) {
-            if (!caller.in_turn(piece) || std::ranges::find(turns, piece.fd) != turns.end()) continue;
-            turns.push_back(piece.fd);
-        }
-        turns_.insert(turns_.end(), turns.begin(), turns.end());
-    }
-
-    // Other pieces of these files may begin, in any thread.
-    void end_turns(std::vector<int32_t>& turns) {
-        for (const int32_t file : turns) std::erase(turns_, file);
-        if (!turns.empty() && !queue_.empty()) work_.notify_one();
-        turns.clear();
-    }
-
-    // Do the rest of a piece.
-    void finish(Caller& caller, const Piece& piece, std::vector<Part>& parts, std::vector<Ended>& ended) {
+    void carry_out(Caller& caller, const Piece& piece) {
+        std::vector<Part> parts;
+        std::vector<Ended> ended;
+        begin(piece, parts);
         while (!parts.empty()) {
             const Part part = parts.back();
             parts.pop_back();

@@ -2,10 +2,7 @@
 
 #pragma once
 
-#include <cstddef>
 #include <functional>
-#include <memory>
-#include <span>
 
 #include "disk/disk.h"
 
@@ -14,19 +11,12 @@ namespace gdscache {
 // The caller of one thread. Its answers are for `advance`: bytes, or a negative error.
 class Caller {
 public:
-    using Told = std::function<void(size_t piece, int64_t answer)>;
-
     virtual ~Caller() = default;
     virtual int64_t transfer(const Piece& piece, const Call& call) = 0;
     // Whether the checksums of reads are taken part by part; else they are taken of the whole later.
     virtual bool looks() const { return true; }
     // Whether one thread at a time carries out such pieces of a file.
     virtual bool in_turn(const Piece& /*piece*/) const { return false; }
-    // Whether a piece may go together with other waiting ones.
-    virtual bool small(const Piece& /*piece*/) const { return false; }
-    // Move two or more small pieces, and report for each the bytes moved from its beginning on: nothing touches its
-    // memory any more.
-    virtual void transfer_all(std::span<const Piece> /*pieces*/, const Told& /*told*/) {}
 };
 
 // Makes a thread's caller, which is used and destroyed in that thread. Does not throw.

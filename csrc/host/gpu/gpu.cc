@@ -1,18 +1,12 @@
 #include "gpu/gpu.h"
 
-#include <algorithm>
-#include <cstring>
-#include <ranges>
-#include <utility>
-
-#include "gpu/gpu_chunks.h"
+#include "gpu/gpu_transfer.h"
 #include "hash/xxh3.h"
 #include "moves/move.h"
 
 namespace gdscache {
 namespace {
 
-constexpr int64_t kMostStep = INT32_MAX;  // bytes between rows of one copy that every GPU takes
 constexpr int64_t kAnchorAge = 5'000'000'000;  // ns: at this age events' times are 0.5 us apart, as float milliseconds
 
 LaneSizes lane_sizes(const GpuPlanes& planes, const ChunkSizes& sizes, size_t share) {
@@ -46,41 +40,20 @@ QueuedCopies Gpu::queue(const PageCopies& asked) {
     queued.sums = asked.sums, queued.device = asked.extents.device;
     if (asked.pages == 0 || asked.first == asked.last) return queued;
     const Cuda::Entered entered(cuda_);
-    PageCopies copies = asked;
-    if (copies.extents.device) copies.route = Route::kDevice;
-    else if (!copies.extents.pinned) copies.route = Route::kStaged;
-    if (kernels_.gather == nullptr) copies.route = Route::kCopyEngine;
-    const bool alone = copies.route == Route::kCopyEngine;
-    if (alone && planes_.packed) throw CudaError("packed pages need kernels");
-    const int64_t origin = planes_.bounds[copies.first], span = planes_.bounds[copies.last] - origin;
-    const auto [least, largest] = std::ranges::minmax(planes_.planes | std::views::transform(&PlaneRuns::block_stride));
-    const bool wide = std::max(planes_.blocks, copies.extents.slots) > INT32_MAX;
-    const bool summed = copies.sums && kernels_.gather != nullptr && kernels_.sums && (!alone || kernels_.looks);
-    const bool on_gpu = summed || planes_.packed;
-    Transfer transfer(copies, queued, origin, span, up(span, 16) * 16, wide, on_gpu, kMostStep / copies.extents.stride,
-                      least > 0 ? kMostStep / largest : 0);
-    Lane& lane = copies.load ? loads_ : stores_;
+    Lane& lane = asked.load ? loads_ : stores_;
+    Transfer transfer(*this, lane, asked, queued);
+    if (transfer.alone() && planes_.packed) throw CudaError("packed pages need kernels");
     const std::lock_guard held(lane.lock);
     const bool traced = traced_;
     lane.begin_turn();
     try {
-        const size_t layers = static_cast<size_t>(copies.last - copies.first);
-        const size_t pages = static_cast<size_t>(copies.pages), unfit = planes_.packed ? pages * 4 : 0;
-        if (transfer.on_gpu) queued.digests = buffers_.take(pages * layers * 8 + unfit);
-        if (unfit) std::memset(static_cast<uint8_t*>(queued.digests.memory) + pages * layers * 8, 0, unfit);
-        if (transfer.launched()) lane.next_kernels(copies.after);
-        for (const uint64_t event : copies.after) {
-            if (alone) cuda_.follow(lane.copies, reinterpret_cast<CudaEvent>(event));
-        }
-        if (copies.sums && !transfer.on_gpu) {
-            for (int64_t page = 0; page < copies.pages; ++page) queued.parts.push_back(transfer.part(page));
-        }
-        if (traced) mark(transfer, lane, 0);
-        run(lane, transfer);
-        if (traced) mark(transfer, lane, 1);
-        if (!alone) queued.read = lane.read.record(lane.used(), lane.turn);
+        transfer.begin();
+        if (traced) mark(transfer, lane, queued, 0);
+        transfer.run();
+        if (traced) mark(transfer, lane, queued, 1);
+        if (!transfer.alone()) queued.read = lane.read.record(lane.used(), lane.turn);
         queued.point = lane.join(transfer.launched(), transfer.copied());
-        if (alone) queued.read = queued.point;
+        if (transfer.alone()) queued.read = queued.point;
     } catch (...) {
         lane.drain();
         give_back(queued);
@@ -152,11 +125,11 @@ CudaEvent Gpu::timed_event() {
 }
 
 // Record events before (`which` 0) and behind (1) a transfer's work, on each stream that it needs.
-void Gpu::mark(const Transfer& transfer, const Lane& lane, int which) {
+void Gpu::mark(const Transfer& transfer, const Lane& lane, QueuedCopies& queued, int which) {
     const bool needed[] = {transfer.copied(), transfer.launched()};
     for (const int stream : {0, 1}) {
         if (!needed[stream]) continue;
-        CudaEvent& event = transfer.queued.times[2 * stream + which];
+        CudaEvent& event = queued.times[2 * stream + which];
         event = timed_event();
         cuda_.record(event, stream == 0 ? lane.copies : lane.kernels);
     }

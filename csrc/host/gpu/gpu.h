@@ -5,11 +5,6 @@
 
 #include <array>
 #include <atomic>
-#include <cstddef>
-#include <cstdint>
-#include <mutex>
-#include <span>
-#include <vector>
 
 #include "cuda/cuda.h"
 #include "gpu/gpu_lane.h"
@@ -126,28 +121,12 @@ public:
     void follow(CudaStream stream, int64_t point) { points_of(point).follow(stream, point); }
 
 private:
-    struct Transfer;
-    struct Chunk;
-    struct Stretch;
+    class Transfer;
 
     Points& points_of(int64_t point);
-    void run(Lane& lane, Transfer& transfer);
-    bool cut(Lane& lane, Transfer& transfer, Chunk* chunk);
-    void load_chunk(Lane& lane, const Transfer& transfer, const Chunk& chunk) const;
-    void store_chunk(Lane& lane, const Transfer& transfer, const Chunk& chunk) const;
-    void copy_pieces(Lane& lane, const Transfer& transfer, int64_t first, int64_t end) const;
-    void copy_rows(Lane& lane, const Transfer& transfer, const Stretch& stretch) const;
-    void add_pieces(CopyList* list, const Transfer& transfer, int64_t page, int32_t layer,
-                    const PlaneRuns& plane) const;
-    void add_table(const Chunk& chunk, CopyList* list) const;
-    void bring_table(const Chunk& chunk, CudaStream stream) const;
-    void stage(Lane& lane, const Transfer& transfer, const Chunk& chunk) const;
-    void submit(Lane& lane, const Transfer& transfer, const CopyList& list) const;
-    void launch(Lane& lane, const Transfer& transfer, const Chunk& chunk) const;
-
     void give_back(QueuedCopies& queued);
     CudaEvent timed_event();
-    void mark(const Transfer& transfer, const Lane& lane, int which);
+    void mark(const Transfer& transfer, const Lane& lane, QueuedCopies& queued, int which);
     StreamTimes times_of(const QueuedCopies& queued);
 
     const Cuda& cuda_;

@@ -2,8 +2,6 @@
 
 #pragma once
 
-#include <cstdint>
-
 #include "hash/xxh3.h"
 
 namespace gdscache::xxh3_detail {

@@ -1,6 +1,5 @@
 #include "moves/executor.h"
 
-#include <algorithm>
 #include <limits>
 
 #include "base/quiet.h"
@@ -11,12 +10,7 @@ namespace {
 
 constexpr Nanoseconds kLongest = 1'000'000'000;  // of one wait
 constexpr size_t kMostSpans = 1 << 16;           // kept until they are taken
-
-Span::Kind kind_of(Copy copy) {
-    return copy == Copy::kScatter  ? Span::Kind::kScatter
-           : copy == Copy::kGather ? Span::Kind::kGather
-                                   : Span::Kind::kDigest;
-}
+constexpr Span::Kind kKinds[] = {Span::Kind::kScatter, Span::Kind::kGather, Span::Kind::kDigest};  // by `Copy`
 
 }  // namespace
 
@@ -202,7 +196,8 @@ void Executor::copy_loop() {
             held.take_again();
             const auto pages = static_cast<int64_t>(job->pages.size());
             const int64_t bytes = limits_.bounds[job->last] - limits_.bounds[job->first];
-            keep({kind_of(job->copy), job->first, job->last, job->move, pages, pages * bytes, begin, end});
+            keep({kKinds[static_cast<size_t>(job->copy)], job->first, job->last, job->move, pages, pages * bytes, begin,
+                  end});
             moves_.copy_ended(job->id, found.data(), nullptr, unfit.data());
             continue;
         }

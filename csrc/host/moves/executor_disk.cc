@@ -1,7 +1,6 @@
 // The I/O threads of an executor, one a disk: jobs become pieces of files, and the pieces' answers become ends of
 // pages.
 
-#include <algorithm>
 #include <unordered_map>
 
 #include "moves/executor.h"

@@ -6,12 +6,7 @@
 
 #pragma once
 
-#include <cstdint>
 #include <map>
-#include <memory>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "disk/disk.h"
 #include "moves/move.h"
@@ -150,7 +145,6 @@ private:
     void landed(Move& move, Flight& flight, int32_t page, const uint64_t* sums = nullptr);
     void may_be_copied(Move& move, int32_t group, int32_t way);
     bool too_few(const Move& move, int32_t group, int32_t way) const;
-    const CopyJob* next_copy(Move& move, bool foreign);
     void announce(Move& move, int32_t group);
     const CopyJob* fill_copy(Move& move, int32_t group, int32_t way, bool foreign);
     void judge(Move& move, int32_t row, Status status);

@@ -27,16 +27,10 @@ const CopyJob* Moves::take_copy(Hands hands) {
         Move& move = *next++->second;
         if (move.work == Work::kWrite || move.broken) continue;
         if (hands == (move.work == Work::kGather ? Hands::kForeignLoads : Hands::kForeignStores)) continue;
-        if (const CopyJob* const job = next_copy(move, hands != Hands::kOurs)) return job;
-    }
-    return nullptr;
-}
-
-const CopyJob* Moves::next_copy(Move& move, bool foreign) {
-    for (int32_t group = 0; group < move.groups(); ++group) {
-        for (int32_t way = 0; way < move.ways(); ++way) {
-            if (const CopyJob* const job = fill_copy(move, group, way, foreign)) return job;
-            if (move.over) return nullptr;  // the last verdicts needed no copy
+        for (int32_t group = 0; group < move.groups() && !move.over; ++group) {
+            for (int32_t way = 0; way < move.ways() && !move.over; ++way) {  // the last verdicts may need no copy
+                if (const CopyJob* const job = fill_copy(move, group, way, hands != Hands::kOurs)) return job;
+            }
         }
     }
     return nullptr;

@@ -1,6 +1,5 @@
 #include "moves/pages.h"
 
-#include <algorithm>
 #include <cstring>
 #include <span>
 

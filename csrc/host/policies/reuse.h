@@ -2,9 +2,7 @@
 
 #pragma once
 
-#include <cstdint>
-#include <vector>
-
+#include "base/error.h"
 #include "policies/keys.h"
 
 namespace gdscache {
@@ -14,15 +12,40 @@ public:
     static constexpr int64_t kAges = 54;  // ranges of ages: 0, 1, 2, 3, 4 to 5, 6 to 7, 8 to 11, 12 to 15, ...
 
     // `most`: keys known at a time. `round`: the least number of pages stored between two conclusions.
-    ReuseSample(int64_t classes, int64_t most, int64_t round);
+    ReuseSample(int64_t classes, int64_t most, int64_t round) : most_(most), round_(round) {
+        require(classes > 0 && classes <= 1 << 16, "no sound number of classes");
+        arrived.resize(static_cast<size_t>(classes) + 1);
+        hits.resize(static_cast<size_t>(classes * kAges));
+    }
     ReuseSample(ReuseSample&&) = delete;
 
     int64_t classes() const { return static_cast<int64_t>(arrived.size()) - 1; }
     bool watches(uint64_t bits) const { return static_cast<int64_t>(bits >> 36 & 0xFFFF) < limit; }
     // The time of the next conclusion, in a tier of this many pages.
-    int64_t due(int64_t pages) const;
+    int64_t due(int64_t pages) const { return last + std::max(round_, (pages + 3) / 4); }
     // A page is used, or `stored`. `bits`: 64 of its key's, watched. `number`: its class from now on.
-    void see(uint64_t bits, int64_t number, int64_t now, bool stored);
+    void see(uint64_t bits, int64_t number, int64_t now, bool stored) {
+        require(number >= 0 && number < classes(), "a class that is not one of the classes");
+        uint32_t id = rows_.find({bits});
+        if (id == Table<Seen>::kNone) {
+            id = rows_.add({bits});
+        } else {
+            const Seen& before = rows_[id];
+            require(now >= before.time, "a use before the last one");
+            ++hits[static_cast<size_t>(before.number * kAges + range_of(now - before.time))];
+            recent_.remove(rows_, id);
+        }
+        rows_[id].time = now;
+        rows_[id].number = number;
+        recent_.push_back(rows_, id);
+        ++arrived[static_cast<size_t>(number)];
+        if (stored) ++arrived.back();
+        if (recent_.size() > most_) {
+            const uint32_t oldest = recent_.first();
+            recent_.remove(rows_, oldest);
+            rows_.drop(oldest);
+        }
+    }
     int64_t known() const { return recent_.size(); }
 
     int64_t limit = 0;  // keys with 16 bits below this are watched
@@ -31,9 +54,17 @@ public:
     // Counts since then, until `clear`.
     std::vector<int64_t> arrived;  // uses that put a page into each class, and behind them the pages stored
     std::vector<int64_t> hits;     // (classes, kAges): uses of pages of a class
-    void clear();
+    void clear() {
+        std::ranges::fill(arrived, 0);
+        std::ranges::fill(hits, 0);
+    }
 
 private:
+    static int64_t range_of(int64_t age) {
+        const auto bits = static_cast<int64_t>(std::bit_width(static_cast<uint64_t>(age)));
+        return bits < 2 ? age : std::min(2 * bits - 2 + (age >> (bits - 2) & 1), kAges - 1);
+    }
+
     struct Bits {
         uint64_t word = 0;
         bool operator==(const Bits&) const = default;

@@ -3,10 +3,6 @@
 #pragma once
 
 #include <sys/mman.h>
-#include <unistd.h>
-
-#include <map>
-#include <utility>
 
 #include "cuda/cufile.h"
 #include "disk/disk.h"
@@ -16,31 +12,22 @@
 namespace gdscache::test {
 
 struct FakeCuFile : Beside {
-    FakeCuFile() : Beside("libfake_cufile.so") {
-        find(&fault, "fake_cufile_fault");
-        find(&refuse, "fake_cufile_refuse");
-        find(&release, "fake_cufile_release");
-        find(&contexts, "fake_cufile_contexts");
-        find(&calls, "fake_cufile_calls");
-        find(&moves, "fake_cufile_moves");
-        find(&waiting, "fake_cufile_waiting");
-        find(&living, "fake_cufile_living");
-    }
+    FakeCuFile() : Beside("libfake_cufile.so") {}
 
-    decltype(&fake_cufile_fault) fault;
-    decltype(&fake_cufile_refuse) refuse;
-    decltype(&fake_cufile_release) release;
-    decltype(&fake_cufile_contexts) contexts;
-    decltype(&fake_cufile_calls) calls;
-    decltype(&fake_cufile_moves) moves;
-    decltype(&fake_cufile_waiting) waiting;
-    decltype(&fake_cufile_living) living;
+    decltype(&fake_cufile_fault) fault = (*this)["fake_cufile_fault"];
+    decltype(&fake_cufile_refuse) refuse = (*this)["fake_cufile_refuse"];
+    decltype(&fake_cufile_release) release = (*this)["fake_cufile_release"];
+    decltype(&fake_cufile_contexts) contexts = (*this)["fake_cufile_contexts"];
+    decltype(&fake_cufile_calls) calls = (*this)["fake_cufile_calls"];
+    decltype(&fake_cufile_moves) moves = (*this)["fake_cufile_moves"];
+    decltype(&fake_cufile_waiting) waiting = (*this)["fake_cufile_waiting"];
+    decltype(&fake_cufile_living) living = (*this)["fake_cufile_living"];
 };
 
 // A file of `bytes`, and equal sizes of GPU and host memory, each with bytes of its own.
 class CuFileRig {
 public:
-    CuFileRig(const Driver& driver, const FakeCuFile& fake, int threads, int64_t batched, size_t size, uint64_t seed)
+    CuFileRig(const Driver& driver, const FakeCuFile& fake, int threads, size_t size, uint64_t seed)
         : gpu(size), host(size), library(fake) {
         fake.contexts(driver.entered_here);
         address = gpu.give_to_device(driver);
@@ -56,13 +43,12 @@ public:
         files->open(nullptr);
         files->add_file(file);
         files->add_memory(address, size);
-        disk = open_cufile_disk(threads, files, batched);
+        disk = open_cufile_disk(threads, files);
         CHECK(disk && !std::strcmp(disk->name(), "cufile") && disk->depth() == static_cast<size_t>(threads));
     }
 
     ~CuFileRig() {
         disk.reset();
-        CHECK(library.living() == 2);  // no batch
         files->remove_memory(address);
         files->remove_file(file);
         CHECK(library.living() == 0);

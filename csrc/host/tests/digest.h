@@ -1,8 +1,6 @@
 // XXH3-64 of the layers of an extent.
 #pragma once
 
-#include <cstdint>
-
 #include "hash/xxh3.h"
 #include "moves/pages.h"
 

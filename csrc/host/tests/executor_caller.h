@@ -2,8 +2,6 @@
 
 #pragma once
 
-#include <algorithm>
-
 #include "tests/executor_rig.h"
 
 namespace gdscache::test {

@@ -3,33 +3,21 @@
 #include "tests/fake_cufile.h"
 
 #include <sys/types.h>
-#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <condition_variable>
 #include <cstddef>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
-#include <deque>
-#include <functional>
 #include <map>
 #include <mutex>
 #include <set>
 #include <string>
-#include <thread>
-#include <vector>
+
+#include "tests/check.h"
 
 #define CUFILE extern "C" __attribute__((visibility("default")))
-#define MUST(what)                                                                                                     \
-    do {                                                                                                               \
-        if (!(what)) {                                                                                                 \
-            std::fprintf(stderr, "%s:%d: cuFile: not %s\n", __FILE__, __LINE__, #what);                                \
-            std::abort();                                                                                              \
-        }                                                                                                              \
-    } while (0)
 
 using namespace gdscache::test;
 
@@ -37,7 +25,6 @@ namespace {
 
 constexpr uint64_t kDeviceBit = uint64_t{1} << 56;  // fake_cuda.h
 constexpr int kSuccess = 0, kNotInitialized = 5001, kNotSupported = 5002, kInvalid = 5022, kRegistered = 5023;
-enum : int { kPending = 2, kComplete = 16, kFailed = 64 };
 
 struct Status {
     int cufile, cuda;
@@ -50,27 +37,13 @@ struct Description {
     } file;
     const void* operations;
 };
-struct Entry {
-    int mode;
-    char* base;
-    off_t offset, base_offset;
-    size_t bytes;
-    void* file;
-    int op;
-    void* cookie;
-};
-struct Event {
-    void* cookie;
-    int status;
-    ssize_t result;
-};
 struct Fault {
     int op, kind;
     long value, offset;
     int times;
 };
 
-// Never destroyed: threads of batches may outlive static objects.
+// Never destroyed: threads may outlive static objects.
 struct State {
     std::mutex lock;
     std::condition_variable changed;
@@ -82,7 +55,6 @@ struct State {
     std::string stats;
     std::multiset<int> files;
     std::map<uint64_t, size_t> memories;
-    long batches = 0;
     int64_t (*entered)() = nullptr;
 
     void wait(std::unique_lock<std::mutex>& held) {
@@ -99,13 +71,13 @@ State& state() {
 
 Status answer(int code) { return {code, 0}; }
 
-void check_context() { MUST(!state().entered || state().entered() > 0); }
+void check_context() { CHECK(!state().entered || state().entered() > 0); }
 
 Status called(int call) {
     State& all = state();
     std::unique_lock held(all.lock);
     // cuFile opens its driver with the first call that needs it.
-    const bool opens = call != kDriver && call <= kBuffer && !all.calls[kDriver];
+    const bool opens = call != kDriver && !all.calls[kDriver];
     for (const int one : {opens ? int{kDriver} : call, call}) {
         all.calls[one]++;
         const int code = all.refusals[one];
@@ -150,7 +122,7 @@ char* real(char* base, size_t bytes, off_t at) {
     if (address & kDeviceBit) {
         const std::lock_guard held(state().lock);
         const auto found = state().memories.find(address);
-        MUST(found != state().memories.end() && at >= 0 && static_cast<size_t>(at) + bytes <= found->second);
+        CHECK(found != state().memories.end() && at >= 0 && static_cast<size_t>(at) + bytes <= found->second);
     }
     return reinterpret_cast<char*>(address & ~kDeviceBit) + at;
 }
@@ -162,7 +134,7 @@ ssize_t move(int op, void* file, char* base, size_t bytes, off_t offset, off_t a
     Fault fault{};
     {
         std::unique_lock held(all.lock);
-        MUST(all.files.contains(fd));
+        CHECK(all.files.contains(fd));
         for (Fault& one : all.faults) {
             const bool meets =
                 one.offset < 0 || (offset <= one.offset && one.offset < offset + static_cast<off_t>(bytes));
@@ -177,46 +149,12 @@ ssize_t move(int op, void* file, char* base, size_t bytes, off_t offset, off_t a
     count(op);
     const auto some = static_cast<size_t>(fault.value);
     if (fault.kind == kError) return -fault.value;
-    if (fault.kind == kErrno || fault.kind == kSaysDone) return errno = static_cast<int>(fault.value), -1;
+    if (fault.kind == kErrno) return errno = static_cast<int>(fault.value), -1;
     if (fault.kind == kShort) return everything(op, fd, memory, some, offset);
     if (fault.kind == kLie) return everything(op, fd, memory, some, offset) < 0 ? -1 : static_cast<ssize_t>(bytes);
     const ssize_t moved = everything(op, fd, memory, bytes, offset);
     return fault.kind == kMore ? moved + fault.value : fault.kind == kFewer ? moved - fault.value : moved;
 }
-
-struct Batch {
-    const unsigned most;
-    std::mutex lock;
-    std::condition_variable changed;
-    std::deque<Event> ended;
-    std::vector<std::thread> threads;
-    unsigned under_way = 0;
-
-    explicit Batch(unsigned entries) : most(entries) {}
-
-    // The caller's entries stay until they have ended.
-    void run(const Entry* entries, unsigned count) {
-        ended.push_back({entries->cookie, kPending, 0});  // an event without news
-        while (count-- > 0) threads.emplace_back(&Batch::carry_out, this, std::cref(entries[count]));
-    }
-
-    void carry_out(const Entry& one) {
-        const ssize_t moved = move(one.op, one.file, one.base, one.bytes, one.offset, one.base_offset);
-        const ssize_t result = moved == -1 ? -errno : moved;
-        const bool done = moved >= 0 || says_done(one);
-        const std::lock_guard held(lock);
-        ended.push_back({one.cookie, done ? kComplete : kFailed, result});
-        changed.notify_all();
-    }
-
-    // Whether the entry met this fault.
-    static bool says_done(const Entry& one) {
-        const std::lock_guard held(state().lock);
-        return std::any_of(state().faults.begin(), state().faults.end(), [&](const Fault& fault) {
-            return fault.kind == kSaysDone && fault.op == one.op && fault.offset == one.offset;
-        });
-    }
-};
 
 }  // namespace
 
@@ -272,7 +210,7 @@ CUFILE int fake_cufile_waiting() {
 
 CUFILE long fake_cufile_living() {
     const std::lock_guard held(state().lock);
-    return static_cast<long>(state().files.size() + state().memories.size()) + state().batches;
+    return static_cast<long>(state().files.size() + state().memories.size());
 }
 
 // --- the library
@@ -305,7 +243,7 @@ CUFILE Status cuFileHandleRegister(void** handle, Description* description) {
 CUFILE void cuFileHandleDeregister(void* handle) {
     const std::lock_guard held(state().lock);
     const auto found = state().files.find(static_cast<int>(reinterpret_cast<intptr_t>(handle)) - 1);
-    MUST(found != state().files.end());
+    CHECK(found != state().files.end());
     state().files.erase(found);
 }
 
@@ -333,55 +271,13 @@ CUFILE ssize_t cuFileWrite(void* handle, const void* base, size_t bytes, off_t o
     return move(1, handle, static_cast<char*>(const_cast<void*>(base)), bytes, offset, at);
 }
 
-CUFILE Status cuFileBatchIOSetUp(void** batch, unsigned entries) {
-    if (const Status status = called(kBatchSetUp); status.cufile) return status;
-    if (!entries || entries > 128) return answer(kInvalid);
-    *batch = new Batch(entries);
-    const std::lock_guard held(state().lock);
-    state().batches++;
-    return answer(kSuccess);
-}
-
-CUFILE Status cuFileBatchIOSubmit(void* to, unsigned entries, Entry* first, unsigned) {
-    check_context();
-    if (const Status status = called(kBatchSubmit); status.cufile) return status;
-    auto* const batch = static_cast<Batch*>(to);
-    MUST(entries && entries + batch->under_way <= batch->most);
-    for (unsigned n = 0; n < entries; n++) MUST(first[n].mode == 1 && (first[n].op == 0 || first[n].op == 1));
-    batch->under_way += entries;
-    batch->run(first, entries);
-    return answer(kSuccess);
-}
-
-CUFILE Status cuFileBatchIOGetStatus(void* of, unsigned least, unsigned* count_, Event* events, timespec* timeout) {
-    if (const Status status = called(kBatchStatus); status.cufile) return status;
-    auto* const batch = static_cast<Batch*>(of);
-    MUST(!timeout && least <= *count_);
-    std::unique_lock held(batch->lock);
-    batch->changed.wait(held, [&] { return batch->ended.size() >= std::min(least, batch->under_way); });
-    const auto some = std::min<size_t>(*count_, batch->ended.size());
-    for (size_t n = 0; n < some; n++) {
-        events[n] = batch->ended.front();
-        batch->ended.pop_front();
-        if (events[n].status != kPending) batch->under_way--;
-    }
-    *count_ = static_cast<unsigned>(some);
-    return answer(kSuccess);
-}
-
-CUFILE Status cuFileBatchIOCancel(void*) { return answer(kSuccess); }
-
-CUFILE void cuFileBatchIODestroy(void* of) {
-    auto* const batch = static_cast<Batch*>(of);
-    MUST(batch->under_way == 0);
-    for (std::thread& thread : batch->threads) thread.join();
-    delete batch;
-    const std::lock_guard held(state().lock);
-    state().batches--;
-}
-
 // Looked up, but not used here.
 CUFILE Status cuFileReadAsync() { return answer(kNotSupported); }
 CUFILE Status cuFileWriteAsync() { return answer(kNotSupported); }
 CUFILE Status cuFileStreamRegister() { return answer(kNotSupported); }
 CUFILE Status cuFileStreamDeregister() { return answer(kNotSupported); }
+CUFILE Status cuFileBatchIOSetUp() { return answer(kNotSupported); }
+CUFILE Status cuFileBatchIOSubmit() { return answer(kNotSupported); }
+CUFILE Status cuFileBatchIOGetStatus() { return answer(kNotSupported); }
+CUFILE Status cuFileBatchIOCancel() { return answer(kNotSupported); }
+CUFILE void cuFileBatchIODestroy() {}

@@ -11,10 +11,10 @@
 namespace gdscache::test {
 
 // Calls that may be refused, or hang with `kHang` in place of a code.
-enum : int32_t { kDriver, kHandle, kBuffer, kBatchSetUp, kBatchSubmit, kBatchStatus, kCuFileCalls };
+enum : int32_t { kDriver, kHandle, kBuffer, kCuFileCalls };
 constexpr int32_t kHang = -1;
 
-// The fault of a read or a write. `value`: for kError a code, for kErrno and kSaysDone a number, else bytes; for kShort
+// The fault of a read or a write. `value`: for kError a code, for kErrno a number, else bytes; for kShort
 // and kLie from the fault's offset on.
 enum : int32_t {
     kNoFault,
@@ -25,7 +25,6 @@ enum : int32_t {
     kLie,  // moves fewer bytes, and says that it moved all
     kWait,  // moves nothing before `release`
     kFewer,  // moves all, and says that it moved fewer
-    kSaysDone,  // of a batch: moves nothing, and is complete with a negative result. Else as kErrno
 };
 
 }  // namespace gdscache::test
@@ -43,10 +42,10 @@ void fake_cufile_forget();
 void fake_cufile_stats(const char* path);
 // A function that tells whether the calling thread has a context (0: none).
 void fake_cufile_contexts(int64_t (*entered)());
-// The number of calls: of a refusable call; of reads (0) or writes (1), batches included; of batches.
+// The number of calls: of a refusable call; of reads (0) or writes (1).
 long fake_cufile_calls(int call);
 long fake_cufile_moves(int op);
-// The number of hanging calls; the number of living handles, registrations and batches.
+// The number of hanging calls; the number of living handles and registrations.
 int fake_cufile_waiting();
 long fake_cufile_living();
 }

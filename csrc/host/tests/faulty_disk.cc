@@ -2,13 +2,10 @@
 
 #include "tests/faulty_disk.h"
 
-#include <algorithm>
 #include <atomic>
-#include <cerrno>
 #include <chrono>
 #include <mutex>
 #include <unordered_map>
-#include <utility>
 
 namespace gdscache {
 

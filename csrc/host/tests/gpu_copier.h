@@ -2,8 +2,6 @@
 
 #pragma once
 
-#include <optional>
-
 #include "gpu/gpu_server.h"
 #include "tests/executor_caller.h"
 #include "tests/gpu_rig.h"
@@ -39,14 +37,15 @@ public:
         words.insert(words.end(), plane_words.begin(), plane_words.end());
         table_ = std::make_unique<Bytes>(words.size() * 8);
         std::memcpy(table_->data(), words.data(), words.size() * 8);
-        PageKernels kernels{nullptr, nullptr, nullptr, nullptr, 0, 0, 0, false, false};
+        PageKernels kernels{};
         const uint64_t table = table_->give_to_device(driver_);
         driver_.vector(4);
+        const auto loaded = [&](int32_t which) { return driver_.kernel(which); };
         if (wanted_ != Kernels::kNone) {
-            kernels = {driver_.kernel(kGather),
-                       driver_.kernel(kScatter),
-                       driver_.kernel(kGatherSums),
-                       driver_.kernel(kScatterSums),
+            kernels = {loaded(kGather),
+                       loaded(kScatter),
+                       loaded(kGatherSums),
+                       loaded(kScatterSums),
                        table,
                        4,
                        3,

@@ -30,10 +30,18 @@ public:
         CHECK(library_);
     }
 
-    template <typename Pointer>
-    void find(Pointer* function, const char* name) const {
-        *function = reinterpret_cast<Pointer>(dlsym(library_, name));
-        CHECK(*function);
+    // A function, which converts to a pointer of its type.
+    struct Found {
+        void* address;
+        template <typename Pointer>
+        operator Pointer() const {
+            return reinterpret_cast<Pointer>(address);
+        }
+    };
+    Found operator[](const char* name) const {
+        void* const address = dlsym(library_, name);
+        CHECK(address);
+        return {address};
     }
 
     std::string path;
@@ -43,39 +51,23 @@ private:
 };
 
 struct Driver : Beside {
-    Driver() : Beside("libfake_cuda.so") {
-        find(&batches, "fake_batches");
-        find(&fail, "fake_fail");
-        find(&calls, "fake_calls");
-        find(&delay, "fake_delay");
-        find(&hold, "fake_hold");
-        find(&hold_copies, "fake_hold_copies");
-        find(&living, "fake_living");
-        find(&entered_here, "fake_entered_here");
-        find(&device, "fake_device");
-        find(&pin, "fake_pin");
-        find(&forget, "fake_forget");
-        find(&context, "fake_context");
-        find(&kernel, "fake_kernel");
-        find(&vector, "fake_vector");
-        find(&call, "fake_call");
-    }
+    Driver() : Beside("libfake_cuda.so") {}
 
-    decltype(&fake_batches) batches;
-    decltype(&fake_fail) fail;
-    decltype(&fake_calls) calls;
-    decltype(&fake_delay) delay;
-    decltype(&fake_hold) hold;
-    decltype(&fake_hold_copies) hold_copies;
-    decltype(&fake_living) living;
-    decltype(&fake_entered_here) entered_here;
-    decltype(&fake_device) device;
-    decltype(&fake_pin) pin;
-    decltype(&fake_forget) forget;
-    decltype(&fake_context) context;
-    decltype(&fake_kernel) kernel;
-    decltype(&fake_vector) vector;
-    decltype(&fake_call) call;
+    decltype(&fake_batches) batches = (*this)["fake_batches"];
+    decltype(&fake_fail) fail = (*this)["fake_fail"];
+    decltype(&fake_calls) calls = (*this)["fake_calls"];
+    decltype(&fake_delay) delay = (*this)["fake_delay"];
+    decltype(&fake_hold) hold = (*this)["fake_hold"];
+    decltype(&fake_hold_copies) hold_copies = (*this)["fake_hold_copies"];
+    decltype(&fake_living) living = (*this)["fake_living"];
+    decltype(&fake_entered_here) entered_here = (*this)["fake_entered_here"];
+    decltype(&fake_device) device = (*this)["fake_device"];
+    decltype(&fake_pin) pin = (*this)["fake_pin"];
+    decltype(&fake_forget) forget = (*this)["fake_forget"];
+    decltype(&fake_context) context = (*this)["fake_context"];
+    decltype(&fake_kernel) kernel = (*this)["fake_kernel"];
+    decltype(&fake_vector) vector = (*this)["fake_vector"];
+    decltype(&fake_call) call = (*this)["fake_call"];
 
     // All objects are gone. `entered`: except for this number of entered contexts.
     void check_empty(int64_t entered = 0) const {

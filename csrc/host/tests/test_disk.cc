@@ -2,22 +2,16 @@
 // at once. With a count of rounds it is the fuzz of `make sanitize`.
 
 #include <fcntl.h>
-#include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
-#include <unistd.h>
 
-#include <algorithm>
 #include <atomic>
-#include <cerrno>
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
 #include <map>
-#include <memory>
 #include <mutex>
 #include <numeric>
-#include <string>
 #include <thread>
 
 #include "disk/disk.h"
@@ -397,26 +391,5 @@ int main(int argc, char** argv) {
         std::printf(" %s", name);
     }
     turns();
-    Random random(23);
-    for (int n = 0; n < 300; n++) {  // cut pieces are complete, in runs of neighbours, and not too long
-        std::vector<Request> requests;
-        int64_t total = 0, got = 0;
-        for (uint64_t k = random.below(50); k-- > 0;) {
-            requests.push_back({static_cast<int32_t>(random.below(2)), static_cast<int64_t>(random.below(64)) * 4096,
-                                4096 * (1 + random.below(1000)), static_cast<int64_t>(1 + random.below(9)) * 4096});
-            total += requests.back().bytes;
-        }
-        const int64_t limit = static_cast<int64_t>(1 + random.below(16)) * 4096;
-        const Runs runs = cut_and_merge(requests, limit, 4);
-        for (const Run& run : runs.runs) {
-            int64_t bytes = 0;
-            for (uint32_t k = run.first; k < run.first + run.count; k++) {
-                bytes += static_cast<int64_t>(runs.fragments[k].iov_len);
-            }
-            CHECK(bytes == run.bytes && bytes <= limit && run.count <= 4);
-            got += bytes;
-        }
-        CHECK(got == total && runs.fragments.size() == runs.requests.size());
-    }
     std::printf(": good\n");
 }

@@ -1,7 +1,7 @@
 // The executor with its threads and real files: pages go out of planes into memory and files, and come back by all
 // routes, while others are cancelled, run out of time, or are damaged. Ends in every state of a move.
 
-#include <algorithm>
+#include <numeric>
 
 #include "tests/executor_caller.h"
 #include "tests/faulty_disk.h"
@@ -16,6 +16,16 @@ using Open = std::unique_ptr<Disk> (*)();
 std::unique_ptr<Disk> threads() { return open_threads_disk(3); }
 
 std::unique_ptr<Disk> ring() { return open_ring_disk(3, 8); }
+
+// Pages out of memory into the same slots of the files.
+Way writes(const std::vector<int64_t>& slots) {
+    Way way;
+    way.source = kCpu;
+    way.target = kSsd;
+    way.pages = std::ssize(slots);
+    way.sources = way.targets = slots;
+    return way;
+}
 
 // Each fault of a disk costs its own page; a hanging page is reported at its end, not before.
 void faults(Open open) {
@@ -44,11 +54,7 @@ void faults(Open open) {
     rig.finish(move);  // waits for late pages
     releaser.join();
     CHECK(rig.executor->held_slots() == 0 && rig.executor->free_slots() == kReserve);
-    Way down;
-    down.source = kCpu;
-    down.target = kSsd;
-    down.pages = 2;
-    down.sources = down.targets = {kStretch, 3 * kStretch};  // in one file, but no neighbours
+    const Way down = writes({kStretch, 3 * kStretch});  // in one file, but no neighbours
     const Outcome written = rig.finish(rig.begin(Priority::kStore, after(60), {down}, whole));
     const std::vector<std::pair<int32_t, int32_t>> failed{{1, ENOSPC}};
     CHECK(written.errors == failed && written.late.empty());
@@ -140,11 +146,9 @@ void abandon(Open open, uint64_t seed) {
     Random random(seed);
     Rig rig(open(), 1 << 14);
     const Way way = reads(rig, 16);
-    Way down;
-    down.source = kCpu;
-    down.target = kSsd;
-    down.pages = 16;
-    for (int64_t n = 0; n < 16; n++) down.sources.push_back(n), down.targets.push_back(20 + n);
+    std::vector<int64_t> slots(16);
+    std::iota(slots.begin(), slots.end(), 20);
+    const Way down = writes(slots);
     for (uint64_t n = 1 + random.below(6); n-- > 0;) {
         const bool write = random.below(2) == 0;
         const int64_t move = rig.begin(write ? Priority::kStore : Priority::kLoad, after(60), {write ? down : way},

@@ -1,7 +1,5 @@
 // Copies of a GPU against those of pages.h: pools, extents and routes at random, many at once, through small rings.
 
-#include <array>
-#include <atomic>
 #include <optional>
 #include <thread>
 
@@ -202,9 +200,7 @@ void check_pool(const Driver& driver, uint64_t seed) {
             // Points give their events back: a caller alone needs those of the segments, those of points of four loads
             // and of four stores, and times. (Behind a thread that stands still, points of other threads pile up.)
             const int64_t most = 2 * (1 + 2 * 8) + 2 * 4 * 7 + (traced ? 1 + 4 * 4 : 0), made = driver.living(kEvents);
-            std::vector<int64_t> all(static_cast<size_t>(pool.pages));
-            std::iota(all.begin(), all.end(), 0);
-            Caller(driver, pool, *gpu, all, ~seed).transfers(6, traced);
+            Caller(driver, pool, *gpu, pool.all(), ~seed).transfers(6, traced);
             CHECK(driver.living(kEvents) <= std::max(made, most));
         }
         CHECK(pool.matches());
@@ -331,8 +327,7 @@ void check_overtaking(const Driver& driver, uint64_t seed) {
             }
         });
         for (uint64_t left = 60; left > 0;) {
-            std::vector<int64_t> some(static_cast<size_t>(pool.pages));
-            std::iota(some.begin(), some.end(), 0);
+            std::vector<int64_t> some = pool.all();
             shuffle(random, some);
             some.resize(random.below(4) ? 1 : static_cast<size_t>(between(random, 1, 4)));
             auto made = std::make_unique<OneTransfer>(driver, pool, random, some, random.below(4) != 0);
@@ -405,10 +400,8 @@ void check_failures(const Driver& driver) {
     const Cuda::Entered entered(cuda);
     {
         Gpu gpu(cuda, pool.planes, pool.kernels(driver, Kernels::kPlain, 4), ChunkSizes{}, pool.staging(random));
-        std::vector<int64_t> pages(static_cast<size_t>(pool.pages));
-        std::iota(pages.begin(), pages.end(), 0);
         std::unique_ptr<OneTransfer> transfer;
-        do transfer = std::make_unique<OneTransfer>(driver, pool, random, pages, false);
+        do transfer = std::make_unique<OneTransfer>(driver, pool, random, pool.all(), false);
         while (transfer->kind == Extents::kDevice || transfer->count == 0 || transfer->first == transfer->last);
         transfer->load = true, transfer->route = Route::kStaged;
         driver.fail("cuLaunchKernel", 0);

@@ -1,7 +1,5 @@
-// The disk by cuFile: bytes between a file, memory of a GPU and of the host; every fault that the library can report,
-// by a call each and in batches.
+// The disk by cuFile: bytes between a file, memory of a GPU and of the host; every fault that the library can report.
 
-#include <cerrno>
 #include <chrono>
 #include <thread>
 
@@ -49,7 +47,7 @@ void bytes_arrive(const Driver& driver, const FakeCuFile& fake, uint64_t count) 
     Random random(1);
     for (uint64_t n = 0; n < count; ++n) {
         const int threads = static_cast<int>(1 + random.below(5));
-        CuFileRig rig(driver, fake, threads, random.below(2) ? 4 * kUnit : 0, kUnit * (1 + random.below(120)), n);
+        CuFileRig rig(driver, fake, threads, kUnit * (1 + random.below(120)), n);
         for (const Op op : {Op::kWrite, Op::kRead, Op::kWrite}) {
             const std::vector<uint8_t> before = rig.content();
             const Drawn drawn(rig, random, op);
@@ -85,7 +83,7 @@ std::vector<iovec> units(const CuFileRig& rig, size_t first = 0) {
 
 // Neighbours in the file and in memory are one call.
 void neighbours(const Driver& driver, const FakeCuFile& fake) {
-    CuFileRig rig(driver, fake, 2, 0, 16 * kUnit, 5);
+    CuFileRig rig(driver, fake, 2, 16 * kUnit, 5);
     const std::vector<iovec> all = units(rig);
     const std::vector<Piece> pieces = each(rig, all, Op::kRead, 8);
     const long before = fake.moves(0);
@@ -104,7 +102,7 @@ void check_same(const CuFileRig& rig, const std::vector<iovec>& all, size_t exce
     }
 }
 
-// A fault is an error of its own fragment, with batches and without; afterwards all calls succeed.
+// A fault is an error of its own fragment; afterwards all calls succeed.
 void faults(const Driver& driver, const FakeCuFile& fake) {
     struct {
         int kind;
@@ -112,100 +110,61 @@ void faults(const Driver& driver, const FakeCuFile& fake) {
         int32_t error;
         int64_t moved;
     } const kinds[] = {
-        {kError, 5011, 5011, 0}, {kErrno, EIO, EIO, 0},  {kErrno, ENOSPC, ENOSPC, 0},
-        {kErrno, 0, EIO, 0},     {kShort, 0, 0, 0},      {kShort, 100, 0, 100},
-        {kMore, 1, EIO, 0},      {kMore, kUnit, EIO, 0}, {kSaysDone, ENOMEM, ENOMEM, 0},
+        {kError, 5011, 5011, 0}, {kErrno, EIO, EIO, 0}, {kErrno, ENOSPC, ENOSPC, 0}, {kErrno, 0, EIO, 0},
+        {kShort, 0, 0, 0},       {kShort, 100, 0, 100}, {kMore, 1, EIO, 0},          {kMore, kUnit, EIO, 0},
     };
     constexpr size_t kBad = 7;
-    for (const int64_t batched : {int64_t{0}, int64_t{2 * kUnit}}) {
-        for (const uint32_t a_piece : {1u, 2u, 3u}) {
-            CuFileRig rig(driver, fake, 1, batched, 24 * kUnit, 3);
-            std::vector<iovec> all = units(rig);
-            if (a_piece == 3) std::reverse(all.begin(), all.end());  // so that none are one call
-            for (const Op op : {Op::kRead, Op::kWrite}) {
-                for (const auto& kind : kinds) {
-                    const std::vector<Piece> pieces = each(rig, all, op, a_piece);
-                    const int write = op == Op::kWrite;
-                    const auto offset = static_cast<long>(kBad * kUnit);
-                    fake.fault(write, kind.kind, kind.value, offset, 100);  // of the call, and again of it alone
-                    if (op == Op::kRead) std::fill_n(rig.gpu.data(), rig.gpu.size(), uint8_t{0});
-                    rig.disk->submit(pieces);
-                    const CuFileRig::Answers answers = rig.finish(pieces);
-                    CHECK(answers.size() == 24);
-                    for (const auto& [which, answer] : answers) {
-                        const bool bad = which.first + which.second == kBad;
-                        CHECK(answer == (bad ? std::pair(kind.error, kind.moved) : std::pair(0, int64_t{kUnit})));
-                    }
-                    fake.release();
-                    if (op == Op::kRead) check_same(rig, all, kBad);
-                    rig.disk->submit(pieces);
-                    for (const auto& [which, answer] : rig.finish(pieces))
-                        CHECK(answer == std::pair(0, int64_t{kUnit}));
+    for (const uint32_t a_piece : {1u, 2u, 3u}) {
+        CuFileRig rig(driver, fake, 1, 24 * kUnit, 3);
+        std::vector<iovec> all = units(rig);
+        if (a_piece == 3) std::reverse(all.begin(), all.end());  // so that none are one call
+        for (const Op op : {Op::kRead, Op::kWrite}) {
+            for (const auto& kind : kinds) {
+                const std::vector<Piece> pieces = each(rig, all, op, a_piece);
+                const int write = op == Op::kWrite;
+                const auto offset = static_cast<long>(kBad * kUnit);
+                fake.fault(write, kind.kind, kind.value, offset, 100);  // of the call, and again of it alone
+                if (op == Op::kRead) std::fill_n(rig.gpu.data(), rig.gpu.size(), uint8_t{0});
+                rig.disk->submit(pieces);
+                const CuFileRig::Answers answers = rig.finish(pieces);
+                CHECK(answers.size() == 24);
+                for (const auto& [which, answer] : answers) {
+                    const bool bad = which.first + which.second == kBad;
+                    CHECK(answer == (bad ? std::pair(kind.error, kind.moved) : std::pair(0, int64_t{kUnit})));
                 }
+                fake.release();
+                if (op == Op::kRead) check_same(rig, all, kBad);
+                rig.disk->submit(pieces);
+                for (const auto& [which, answer] : rig.finish(pieces)) CHECK(answer == std::pair(0, int64_t{kUnit}));
             }
-            check_same(rig, all);
         }
+        check_same(rig, all);
     }
-}
-
-// Batches are used for small pieces; if the library has none, the calls go one by one.
-void batches(const Driver& driver, const FakeCuFile& fake) {
-    for (const int32_t refused : {int32_t{kCuFileCalls}, int32_t{kBatchSetUp}, int32_t{kBatchSubmit}}) {
-        CuFileRig rig(driver, fake, 1, kUnit, 40 * kUnit, 4);
-        if (refused != kCuFileCalls) fake.refuse(refused, 5035);
-        const std::vector<iovec> all = units(rig);
-        const std::vector<Piece> pieces = each(rig, all, Op::kRead);
-        for (int round = 0; round < 3; ++round) {
-            const long submits = fake.calls(kBatchSubmit), moves = fake.moves(0);
-            rig.disk->submit(pieces);
-            CHECK(rig.finish(pieces).size() == 40);
-            const bool tried = refused == kCuFileCalls || (refused == kBatchSubmit && round == 0);
-            CHECK((fake.calls(kBatchSubmit) > submits) == tried);
-            CHECK(fake.moves(0) == moves + 40);
-        }
-        const std::vector<uint8_t> now = rig.content();
-        CHECK(std::equal(now.begin(), now.end(), rig.gpu.data()));
-        fake.release();
-    }
-    // While nothing is known of a batch, its memory is still touched: it is asked again.
-    CuFileRig rig(driver, fake, 1, kUnit, 8 * kUnit, 4);
-    const std::vector<iovec> all = units(rig);
-    const std::vector<Piece> pieces = each(rig, all, Op::kRead);
-    fake.fault(0, kWait, 0, -1, 8);
-    fake.refuse(kBatchStatus, 5041);
-    rig.disk->submit(pieces);
-    std::vector<Ended> ended;
-    while (fake.waiting() == 0) std::this_thread::yield();
-    CHECK(rig.disk->reap(ended, 0.05) == 0 && rig.disk->pending() == 8);
-    fake.release();
-    CHECK(rig.finish(pieces).size() == 8);
 }
 
 // A hanging call is pending, delays no other, and ends when it can.
 void hangs(const Driver& driver, const FakeCuFile& fake) {
-    for (const int64_t batched : {int64_t{0}, int64_t{kUnit}}) {
-        CuFileRig rig(driver, fake, 2, batched, 24 * kUnit, 6);
-        const std::vector<iovec> all = units(rig);
-        const std::vector<Piece> pieces = each(rig, all, Op::kRead);
-        fake.fault(0, kWait, 0, static_cast<long>(3 * kUnit), 1);
-        rig.disk->submit(pieces);
-        std::vector<Ended> ended;
-        while (rig.disk->pending() > 1) rig.disk->reap(ended, 60);
-        while (fake.waiting() == 0) std::this_thread::yield();  // its thread may be the last to get there
-        CHECK(ended.size() == 23 && fake.waiting() == 1);
-        CHECK(rig.disk->reap(ended, 0.01) == 0);
-        const std::vector<iovec> one{rig.at(9 * kUnit, kUnit, true)};
-        const Piece other{99, one.data(), 1, rig.file, 0, Op::kRead, false};
-        rig.disk->submit({&other, 1});
-        CHECK(rig.disk->reap(ended, 60) == 1 && ended.back().tag == 99 && ended.back().error == 0);
-        fake.release();
-        CHECK(rig.disk->reap(ended, 60) == 1 && ended.back().tag == 3 && ended.back().moved == kUnit);
-    }
+    CuFileRig rig(driver, fake, 2, 24 * kUnit, 6);
+    const std::vector<iovec> all = units(rig);
+    const std::vector<Piece> pieces = each(rig, all, Op::kRead);
+    fake.fault(0, kWait, 0, static_cast<long>(3 * kUnit), 1);
+    rig.disk->submit(pieces);
+    std::vector<Ended> ended;
+    while (rig.disk->pending() > 1) rig.disk->reap(ended, 60);
+    while (fake.waiting() == 0) std::this_thread::yield();  // its thread may be the last to get there
+    CHECK(ended.size() == 23 && fake.waiting() == 1);
+    CHECK(rig.disk->reap(ended, 0.01) == 0);
+    const std::vector<iovec> one{rig.at(9 * kUnit, kUnit, true)};
+    const Piece other{99, one.data(), 1, rig.file, 0, Op::kRead, false};
+    rig.disk->submit({&other, 1});
+    CHECK(rig.disk->reap(ended, 60) == 1 && ended.back().tag == 99 && ended.back().error == 0);
+    fake.release();
+    CHECK(rig.disk->reap(ended, 60) == 1 && ended.back().tag == 3 && ended.back().moved == kUnit);
 }
 
 // Files and memory unknown to cuFile, and calls that it refuses.
 void strangers(const Driver& driver, const FakeCuFile& fake) {
-    CuFileRig rig(driver, fake, 2, 0, 4 * kUnit, 7);
+    CuFileRig rig(driver, fake, 2, 4 * kUnit, 7);
     const std::vector<iovec> known{rig.at(0, kUnit, true)};
     const std::vector<iovec> unknown{{reinterpret_cast<void*>(rig.address + 4 * kUnit), kUnit}};
     const std::vector<iovec> beyond{{reinterpret_cast<void*>(rig.address + 3 * kUnit + 1), kUnit}};
@@ -241,7 +200,7 @@ void strangers(const Driver& driver, const FakeCuFile& fake) {
     // A context that the driver refuses is an error of the calls that need it.
     driver.fail("cuCtxPushCurrent_v2", 0);
     const Piece good{4, known.data(), 1, rig.file, 0, Op::kRead, false};
-    rig.disk = open_cufile_disk(1, rig.files, 0);
+    rig.disk = open_cufile_disk(1, rig.files);
     for (const int32_t error : {EIO, 0}) {
         rig.disk->submit({&good, 1});
         CHECK(rig.finish({good}).at({4, 0}).first == error);
@@ -256,7 +215,6 @@ int main(int argc, char** argv) {
     bytes_arrive(driver, fake, rounds(argc, argv, 40));
     neighbours(driver, fake);
     faults(driver, fake);
-    batches(driver, fake);
     hangs(driver, fake);
     strangers(driver, fake);
     driver.check_empty();

@@ -6,13 +6,11 @@
 
 #include <atomic>
 #include <chrono>
-#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <memory>
 #include <new>
 #include <thread>
-#include <vector>
 
 #include "tests/check.h"
 

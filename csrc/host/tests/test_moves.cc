@@ -1,8 +1,5 @@
 // The monitor of moves against plain books (moves_model.h): moves, spaces and limits at random, events in any order.
 
-#include <algorithm>
-#include <set>
-
 #include "tests/moves_model.h"
 
 using namespace gdscache;

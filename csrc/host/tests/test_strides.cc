@@ -1,11 +1,9 @@
-// Pieces that are read with looks, from a file that moves few bytes at a time, is interrupted, fails somewhere or ends
-// early: looks reported as taken have the right checksums, each byte comes to its place, and no call is too large.
+// Pieces that are read, with looks and without, from a file that moves few bytes at a time, is interrupted, fails
+// somewhere or ends early: every byte comes to its place once, by calls that O_DIRECT would take and that are not too
+// large, and looks reported as taken have the right checksums. And from a file that never does its work.
 
-#include <algorithm>
 #include <atomic>
-#include <cerrno>
 #include <cstring>
-#include <memory>
 
 #include "disk/threads_disk.h"
 #include "hash/xxh3.h"
@@ -19,7 +17,8 @@ namespace {
 struct File {
     std::vector<uint8_t> content;
     int64_t bad = -1;  // the place that answers EIO
-    bool whims = false;  // one call in four is interrupted, is to be tried again, or moves a few sectors
+    bool whims = false;  // half of the calls are interrupted, are to be tried again, or move few bytes
+    bool never = false;  // each call is to be tried again
     std::atomic<int> calls{0};
     std::atomic<int64_t> largest{0};
 };
@@ -29,14 +28,16 @@ public:
     FileCaller(File& file, uint64_t seed) : file_(file), random_(seed) {}
 
     int64_t transfer(const Piece& piece, const Call& call) override {
-        CHECK(piece.op == Op::kRead && call.offset % kAlignment == 0 && call.bytes > 0);
-        ++file_.calls;
+        CHECK(piece.op == Op::kRead && call.offset % kAlignment == 0 && call.bytes > 0 && call.bytes % kAlignment == 0);
+        CHECK(++file_.calls < 100000);
+        if (file_.never) return -EAGAIN;
         file_.largest = std::max<int64_t>(file_.largest, call.bytes);
         if (file_.bad >= call.offset && file_.bad < call.offset + call.bytes) return -EIO;
         int64_t left = std::clamp<int64_t>(static_cast<int64_t>(file_.content.size()) - call.offset, 0, call.bytes);
         const uint64_t whim = file_.whims ? random_.below(16) : 9;
         if (whim < 2) return whim ? -EINTR : -EAGAIN;
         if (whim < 4) left = std::min<int64_t>(left, kAlignment * static_cast<int64_t>(1 + random_.below(20)));
+        else if (whim < 8 && left > kAlignment) left -= static_cast<int64_t>(random_.below(left - kAlignment));
         const int64_t moved = left;
         const uint8_t* from = file_.content.data() + call.offset;
         for (uint32_t n = 0; n < call.count && left; ++n) {
@@ -84,7 +85,7 @@ Read drawn(Random& random, const File& file) {
     return made;
 }
 
-void check(File& file, Read& read, bool copied) {
+std::vector<Ended> ends_of(File& file, const Read& read, bool copied) {
     std::atomic<uint64_t> seed{7};
     const auto disk = open_threads_disk(2, "file", [&] { return std::make_unique<FileCaller>(file, seed++); });
     CHECK(disk != nullptr);
@@ -94,26 +95,34 @@ void check(File& file, Read& read, bool copied) {
     disk->submit({&piece, 1});
     std::vector<Ended> ended;
     while (disk->pending()) CHECK(disk->reap(ended, 10) >= 0);
+    return ended;
+}
+
+void check(File& file, Read& read, bool copied) {
+    const std::vector<Ended> ended = ends_of(file, read, copied);
+    const auto count = static_cast<uint32_t>(read.fragments.size());
     const int64_t there = static_cast<int64_t>(file.content.size()) - read.offset;
     const bool fails = file.bad >= read.offset && file.bad < read.offset + read.bytes;
     const bool quiet = !fails && !file.whims && there >= read.bytes;
     bool looked = false;
-    int64_t moved = 0;
+    std::vector<uint32_t> told(count);
     for (const Ended& one : ended) {
         looked = looked || one.looked;
-        moved += one.moved;
         CHECK(!one.looked || (one.first == 0 && one.count == count && one.error == 0 && one.moved == read.bytes));
-        CHECK(one.error == 0 || (fails && one.error == EIO));
-        const uint8_t* from = file.content.data() + read.offset;
-        for (uint32_t n = 0; n < one.first; ++n) from += read.fragments[n].iov_len;
-        int64_t left = one.moved;
-        for (uint32_t n = one.first; n < one.first + one.count; ++n) {
-            const auto some = std::min<size_t>(read.fragments[n].iov_len, static_cast<size_t>(left));
-            CHECK(!std::memcmp(read.fragments[n].iov_base, from, some));
-            from += read.fragments[n].iov_len, left -= static_cast<int64_t>(some);
+        int64_t at = read.offset, moved = 0;
+        for (uint32_t n = 0; n < one.first + one.count; at += static_cast<int64_t>(read.fragments[n++].iov_len)) {
+            if (n < one.first) continue;
+            ++told[n];
+            const auto size = static_cast<int64_t>(read.fragments[n].iov_len);
+            const bool bad = file.bad >= at && file.bad < at + size;
+            CHECK(one.error == (bad ? EIO : 0) && (!bad || one.count == 1));
+            const auto some = bad ? 0 : std::clamp<int64_t>(std::ssize(file.content) - at, 0, size);
+            CHECK(!std::memcmp(read.fragments[n].iov_base, file.content.data() + at, static_cast<size_t>(some)));
+            moved += some;
         }
+        CHECK(one.moved == moved);
     }
-    CHECK(fails || moved == std::min(there, read.bytes));
+    CHECK(std::ranges::all_of(told, [](uint32_t times) { return times == 1; }));
     if (looked) CHECK(read.sums == read.expected);
     if (!quiet) return;
     CHECK(looked == !read.looks.empty());
@@ -127,12 +136,15 @@ void check(File& file, Read& read, bool copied) {
 int main(int argc, char** argv) {
     Random random(41);
     File file;
-    file.content = random.bytes(6 << 20);
+    file.content = random.bytes((6 << 20) + 777);  // ends within a sector
     for (uint64_t n = rounds(argc, argv, 400); n-- > 0;) {
         Read read = drawn(random, file);
+        if (random.below(4) == 0) read.looks.clear();
         file.whims = random.below(2) == 0;
         file.bad = random.below(3) ? -1 : static_cast<int64_t>(random.below(file.content.size()));
         check(file, read, random.below(4) != 0);
     }
+    file.never = true;
+    for (const Ended& one : ends_of(file, drawn(random, file), false)) CHECK(one.error == EAGAIN && one.moved == 0);
     std::printf(" good\n");
 }

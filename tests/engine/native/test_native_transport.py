@@ -1,4 +1,4 @@
-"""A transport of Python's as what threads of the library call (csrc/host/bind/transport.cc)."""
+"""A transport of Python's as what threads of the library call (csrc/host/bind/disk.cc)."""
 
 from __future__ import annotations
 

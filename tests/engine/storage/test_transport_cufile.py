@@ -39,7 +39,7 @@ def _well(request: pytest.FixtureRequest) -> Iterator[None]:
     before = fake_cufile.living()
     yield
     fake_cufile.release()
-    assert fake_cufile.living() == before, "files, memory or batches of cuFile are left"
+    assert fake_cufile.living() == before, "files or memory of cuFile are left"
 
 
 class OnDevice:
@@ -70,11 +70,10 @@ class OverTheFake(TransportSuite):
     """All memory of the cases is the GPU's, and cuFile moves it."""
 
     made_by: type[CufileTransport] = CufileByDisk
-    batched = 0
 
     def make_transport(self, threads: int) -> Transport:
         with mock.patch.object(fake_cufile, "CufileTransport", self.made_by):
-            return fake_cufile.opened(threads, batched=self.batched)
+            return fake_cufile.opened(threads)
 
     @pytest.fixture
     def memory(self, make: Make) -> Iterator[Remember]:
@@ -93,10 +92,6 @@ class OverTheFake(TransportSuite):
 
 class TestByCalls(OverTheFake):
     pass
-
-
-class TestByBatches(OverTheFake):
-    batched = 1 << 20
 
 
 class TestOutsideAnEngine(OverTheFake):
@@ -255,23 +250,12 @@ def test_the_log_goes_where_somebody_said(tmp_path: Path, monkeypatch: pytest.Mo
 # Through the real cuFile.
 
 
-class Real(TransportSuite):
+@pytest.mark.gpu
+@pytest.mark.usefixtures("real_cufile")
+class TestRealByCalls(TransportSuite):
     memory_kinds = ("cuda",)
-    batched = 0
 
     def make_transport(self, threads: int) -> Transport:
         from gdscache.cuda.driver import Driver
 
-        return CufileByDisk(threads, gpu=Driver(torch.device("cuda", 0)), batched=self.batched)
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("real_cufile")
-class TestRealByCalls(Real):
-    pass
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("real_cufile")
-class TestRealByBatches(Real):
-    batched = 1 << 20
+        return CufileByDisk(threads, gpu=Driver(torch.device("cuda", 0)))

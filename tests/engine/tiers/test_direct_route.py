@@ -3,7 +3,6 @@ fake_cufile.py), without a call of Python on their way."""
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -46,7 +45,7 @@ def _well(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     before = fake_cufile.living()
     yield
     fake_cufile.release()
-    assert fake_cufile.living() == before, "files, memory or batches of cuFile are left"
+    assert fake_cufile.living() == before, "files or memory of cuFile are left"
 
 
 def place(engine: CacheEngine, tokens: list[int], page: int) -> int:
@@ -57,11 +56,10 @@ def place(engine: CacheEngine, tokens: list[int], page: int) -> int:
 
 @pytest.mark.parametrize("model", [MHA, MLA, EXTRA], ids=["mha", "mla", "extra"])
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "no kernels"])
-@pytest.mark.parametrize("batched", [0, 1 << 20], ids=["calls", "batches"])
 def test_pages_go_straight_to_the_ssd_and_back(
-    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, model: Any, kernels: bool, batched: int
+    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, model: Any, kernels: bool
 ) -> None:
-    fake_cufile.use(monkeypatch, kernels=kernels, batched=batched)
+    fake_cufile.use(monkeypatch, kernels=kernels)
     host = open_host(**DIRECT, model=model)
     assert "gdscache-io" not in {thread.name for thread in threading.enumerate()}, "Python has a part in the I/O"
     tokens = prompt(1, 5)
@@ -112,20 +110,16 @@ def test_a_flipped_byte_is_a_miss_and_stored_anew(open_host: OpenHost) -> None:
     assert host.load(tokens).tokens == 12
 
 
-@pytest.mark.parametrize("batched", [0, 1 << 20], ids=["calls", "batches"])
 @pytest.mark.parametrize(
     ("kind", "value", "status"),
     [
         (Fault.ERROR, 5011, PageStatus.IO_ERROR), (Fault.ERRNO, 5, PageStatus.IO_ERROR),
-        (Fault.SAYS_DONE, 5, PageStatus.IO_ERROR), (Fault.MORE, 1, PageStatus.IO_ERROR),
+        (Fault.MORE, 1, PageStatus.IO_ERROR),
         (Fault.SHORT, 0, PageStatus.SHORT_READ), (Fault.LIE, 0, PageStatus.CHECKSUM),
     ],
 )  # fmt: skip
-def test_a_fault_costs_its_own_page(
-    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, kind: Fault, value: int, status: PageStatus, batched: int
-) -> None:
+def test_a_fault_costs_its_own_page(open_host: OpenHost, kind: Fault, value: int, status: PageStatus) -> None:
     """Whatever cuFile says of a read; and `LIE` has to leave something in the reserve that is not the page."""
-    fake_cufile.use(monkeypatch, batched=batched)
     host = open_host(**DIRECT)
     tokens, other = prompt(1, 3), prompt(2, 3)
     host.store(tokens)
@@ -227,14 +221,8 @@ def test_a_subclass_is_asked_itself(open_host: OpenHost, monkeypatch: pytest.Mon
 @pytest.mark.usefixtures("real_cufile")
 @pytest.mark.parametrize("cpu", [None, 8])
 @pytest.mark.parametrize("model", [MHA, MLA], ids=["mha", "mla"])
-@pytest.mark.parametrize("batched", [0, 1 << 20], ids=["calls", "batches"])
-def test_the_real_one(
-    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch, model: Any, batched: int, cpu: int | None
-) -> None:
+def test_the_real_one(open_engine: OpenEngine, model: Any, cpu: int | None) -> None:
     """Straight between SSD and GPU; and a flipped byte is a miss."""
-    opened = functools.partial(CufileTransport, batched=batched)
-    monkeypatch.setattr("gdscache.storage.cufile.CufileTransport", opened)
-    monkeypatch.setattr(CufileTransport, "is_own", True)
     options: dict[str, Any] = {"ssd_options": {"route": "direct"}, "transport": "cufile", "model": model}
     engine = open_engine(device="cuda", gpu=12, cpu=cpu, ssd=24, bounce=16, **options)
     assert engine.stats()["tiers"]["ssd"]["transport"]["gds"]

@@ -15,6 +15,7 @@ from gdscache.pages.checksum import layer_checksums
 from gdscache.pages.layout import PageLayout, Plane
 from gdscache.pages.planes import PagedPlanes
 from tests.support import packed_pages as oracle
+from tests.support.hooks import hooks
 from tests.support.packed_pages import KINDS, bits, drawn
 
 
@@ -52,9 +53,9 @@ def test_a_page_comes_back_bit_for_bit_and_lies_as_the_oracle_has_it(
     parts = np.array([address(extent)], np.uint64)
     if not fits:
         with pytest.raises(NativeCallError, match="does not fit"):
-            pool.gather(blocks, parts, range(2), streamed=streamed)
+            hooks.gather(pool, blocks, parts, range(2), streamed)
         return
-    sums = pool.gather(blocks, parts, range(2), streamed=streamed)
+    sums = hooks.gather(pool, blocks, parts, range(2), streamed)
     assert np.array_equal(sums, [layer_checksums(memoryview(extent[0]), layout.layer_bounds)])
     assert (extent[0, layout.page_bytes :] == 0xA5).all()
     for pieces, layer in zip(layout.pieces, values, strict=True):
@@ -66,7 +67,7 @@ def test_a_page_comes_back_bit_for_bit_and_lies_as_the_oracle_has_it(
     before = [[tensor.clone() for tensor in layer] for layer in planes.tensors]
     for tensor in (tensor for layer in planes.tensors for tensor in layer):
         bits(tensor)[blocks[0]] = 0x5A5A
-    assert np.array_equal(pool.scatter(blocks, parts, range(2), streamed=streamed), sums)
+    assert np.array_equal(hooks.scatter(pool, blocks, parts, range(2), streamed), sums)
     assert all(
         np.array_equal(bits(ours), bits(wanted))
         for mine, saved in zip(planes.tensors, before, strict=True)
@@ -88,7 +89,7 @@ def test_any_bytes_give_what_the_oracle_makes_of_them(width: int, seed: int, kin
         words[0] = 200 | len(words) << 8  # one more than the list has
         words[1:] = rng.integers(max(0, width - 5), width + 5, len(words) - 1) << 8 | 7
     pool = NativePlanes(planes)
-    sums = pool.scatter(integers([[1]]), np.array([address(extent)], np.uint64), range(2))
+    sums = hooks.scatter(pool, integers([[1]]), np.array([address(extent)], np.uint64), range(2))
     assert np.array_equal(sums, [layer_checksums(memoryview(extent[0]), layout.layer_bounds)])
     for piece, layer in zip(layout.pieces, planes.tensors, strict=True):
         found = bits(layer[0]).reshape(3, width)

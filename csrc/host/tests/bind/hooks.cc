@@ -1,14 +1,10 @@
 // Additions of the tests' build for Python, as `gdscache._native.hooks`: executors and disks that fail on order,
 // executors that are stepped by hand, and parts of the library that only tests call alone.
 
-#include <atomic>
-#include <cstring>
-#include <map>
-#include <mutex>
-
 #include "bind/disk.h"
 #include "bind/executor.h"
 #include "hash/xxh3.h"
+#include "moves/pages.h"
 #include "tests/faulty_disk.h"
 
 namespace gdscache {
@@ -77,19 +73,27 @@ struct Job {
     int kind;  // of a copy: 0 scatter, 1 gather, 2 look; of I/O: 0 read, 1 write
     bool sums;
     nb::object files, memory, layers, window, rows, slots, at, blocks;
-    int64_t start, stop;
+    int64_t start = 0, stop = 0;
 };
 
-void fill_pages(Job& job, const std::vector<Transfer>& pages) {
-    const auto count = static_cast<int64_t>(pages.size());
+nb::object range_of(int64_t start, int64_t stop) { return nb::module_::import_("builtins").attr("range")(start, stop); }
+
+// What both kinds of jobs have.
+template <typename Found>
+Job job_of(const OpenExecutor& self, const Found& found) {
+    const auto count = static_cast<int64_t>(found.pages.size());
     const Fresh<int64_t> rows(count), slots(count), places(count);
     for (int64_t n = 0; n < count; ++n) {
-        rows.data[n] = pages[n].row, slots.data[n] = pages[n].slot, places.data[n] = pages[n].at;
+        const Transfer& page = found.pages[n];
+        rows.data[n] = page.row, slots.data[n] = page.slot, places.data[n] = page.at;
     }
+    Job job;
+    job.number = found.id, job.move = found.move, job.sums = found.sums;
+    job.memory = self.name_of(found.memory);
+    job.layers = range_of(found.first, found.last);
     job.rows = rows.array, job.slots = slots.array, job.at = places.array;
+    return job;
 }
-
-nb::object range_of(int64_t start, int64_t stop) { return nb::module_::import_("builtins").attr("range")(start, stop); }
 
 }  // namespace
 
@@ -117,21 +121,10 @@ public:
         Executor& executor = self.executor();
         const IoJob* const found = Executor::Held(executor)->take_io(disk);
         if (!found) return nb::none();
-        Job job{found->id,
-                found->move,
-                found->write,
-                found->sums,
-                self.name_of(found->files),
-                self.name_of(found->memory),
-                range_of(found->first, found->last),
-                {},
-                {},
-                {},
-                {},
-                {},
-                found->start,
-                found->stop};
-        fill_pages(job, found->pages);
+        Job job = job_of(self, *found);
+        job.kind = found->write;
+        job.files = self.name_of(found->files);
+        job.start = found->start, job.stop = found->stop;
         return nb::cast(std::move(job));
     }
     static void io_ended(const OpenExecutor& self, int64_t job, const nb::object& pages, int32_t error) {
@@ -150,21 +143,9 @@ public:
         Executor& executor = of(self);
         const CopyJob* const found = executor.take_copy(Hands::kForeign, 0);
         if (!found) return nb::none();
-        Job job{found->id,
-                found->move,
-                static_cast<int>(found->copy),
-                found->sums,
-                {},
-                self.name_of(found->memory),
-                range_of(found->first, found->last),
-                range_of(found->window, found->window + found->window_slots),
-                {},
-                {},
-                {},
-                {},
-                0,
-                0};
-        fill_pages(job, found->pages);
+        Job job = job_of(self, *found);
+        job.kind = static_cast<int>(found->copy);
+        job.window = range_of(found->window, found->window + found->window_slots);
         const int64_t page_blocks = executor.limits().page_blocks;
         const Fresh<int64_t> blocks(static_cast<int64_t>(found->blocks.size()) / page_blocks, page_blocks);
         std::copy(found->blocks.begin(), found->blocks.end(), blocks.data);
@@ -187,9 +168,28 @@ private:
     }
 };
 
-// --- checksums, and cut requests
+// --- pages, checksums, and cut requests
 
 namespace {
+
+// `kMove`: `gather` or `scatter`, of extents whose layers begin at `parts`. Returns checksums, uint64 (pages, layers).
+template <typename Part, auto kMove>
+nb::object move_pages(const OpenPlanes& from, const Int64s& blocks, const UInt64s& parts, const nb::object& layers,
+                      bool streamed) {
+    const HostPlanes& pool = open(from.pool, "the pool");
+    const Range range(layers);
+    const Fresh<uint64_t> sums(parts.size(), range.size());
+    for (int64_t n = 0; n < parts.size(); ++n) {
+        const auto move = [&] {
+            return kMove(pool, blocks.data() + n * pool.page_blocks, range.start, range.stop, at<Part>(parts[n]),
+                         sums.data + n * range.size(), streamed ? Store::kStreamed : Store::kCached);
+        };
+        if constexpr (std::is_void_v<decltype(move())>) move();
+        else refuse_if(!move(), "a page that does not fit into a packed extent");
+    }
+    if (streamed) stream_fence();
+    return sums.array;
+}
 
 const Arm* find_arm(const std::string& name) {
     for (const Arm* const arm : arms()) {
@@ -304,6 +304,9 @@ void bind_hooks(nb::module_& module) {
     hooks.def("copy_queued", &ExecutorHooks::copy_queued, "executor"_a, "job"_a, "point"_a);
     hooks.def("copy_ended", &ExecutorHooks::copy_ended, "executor"_a, "job"_a, "sums"_a.none(),
               "broken"_a.none() = nb::none());
+    hooks.def("gather", &move_pages<uint8_t, gather>, "pool"_a, "blocks"_a, "parts"_a, "layers"_a, "streamed"_a = true);
+    hooks.def("scatter", &move_pages<const uint8_t, scatter>, "pool"_a, "blocks"_a, "parts"_a, "layers"_a,
+              "streamed"_a = true);
     hooks.attr("MOST_FRAGMENTS") = kMostFragments;
     hooks.def("cut_and_merge", &cut, "requests"_a, "limit"_a, "most"_a = kMostFragments);
     hooks.def("has_arm", [](const std::string& name) { return find_arm(name) != nullptr; }, "name"_a);
