@@ -22,6 +22,7 @@ from gdscache.config import ModelConfig
 from gdscache.disk import status_page
 from gdscache.errors import ExtentSizeError, GeometryError
 from gdscache.metrics import FAMILIES
+from gdscache.moves import PrefetchEnd
 from gdscache.pages.layout import PLAIN
 from gdscache.sizes import about
 from gdscache.storage.base import Op
@@ -203,6 +204,25 @@ def test_figures_are_of_bytes_as_they_lie(tmp_path: Path, monkeypatch: pytest.Mo
         each = [f"{tier}{PLAIN * plain} {about(nbytes[plain])}" for plain in (0, 1) for tier in ("cpu", "ssd")]
         said = summed(engine.manager.snapshot(), engine.layout)
         assert all(one in said.split("stored ")[1] for one in each)
+
+
+def test_prices_are_of_bytes_as_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page of a plain tier costs what its bytes do: in lookups, in hits of prefetches, and asked for by itself."""
+    pool = planes()
+    bits(pool[1][0])[2] = drawn("random", pool[1][0][2].numel(), np.random.default_rng(3)).reshape(pool[1][0][2].shape)
+    given = config(tmp_path, "on", cpu={"capacity": "8MiB"}, ssd=ssd(tmp_path, "32MiB"))
+    with CacheEngine(given, pool) as engine:
+        assert not store(engine)
+    with CacheEngine(given, pool) as engine:
+        page, plain = engine.layout.page_bytes, engine.layout.plane_bytes
+        monkeypatch.setattr(engine.manager.costs, "load_price", lambda tier: (1.0, 0.0))  # a second a byte
+        for tier in ("cpu", "ssd"):
+            assert (engine.load_seconds(tier, 3), engine.load_seconds(tier + PLAIN, 3)) == (3 * page, 3 * plain)
+        assert engine.lookup(TOKENS).seconds == (PAGES - 1) * page + plain
+        with engine.prefetch(engine.lookup(TOKENS), pin=WAIT) as prefetch:
+            assert prefetch.result(WAIT).end is PrefetchEnd.COMPLETE
+            assert prefetch.hit().tiers == ("cpu", "cpu_plain", "cpu", "cpu", "cpu")
+            assert prefetch.hit().seconds == (PAGES - 1) * page + plain
 
 
 def test_plain_pages_are_evicted_for_plain_pages(tmp_path: Path) -> None:
