@@ -351,6 +351,24 @@ def test_endurance_of_few_pages_has_room_for_some_that_do_not_fit(tmp_path: Path
         assert engine.stats()["stored"] == {"cpu_plain": 1, "ssd_plain": 1}
 
 
+@pytest.mark.parametrize("cpu", [True, False])
+def test_a_page_that_does_not_fit_is_admitted_with_the_others(tmp_path: Path, cpu: bool) -> None:
+    """At its second offer: the plain tier's admission takes the packed tier's word."""
+    pool = planes()
+    bits(pool[1][0])[2] = drawn("random", 4096, np.random.default_rng(3)).reshape(16, 4, 64)
+    sections = {} if cpu else {"cpu": None}
+    given = config(tmp_path, "on", ssd=ssd(tmp_path, "32MiB"), store={"admission": "second_offer"}, **sections)
+    with CacheEngine(given, pool) as engine:
+        for stored in ({}, {"ssd": PAGES - 1, "ssd_plain": 1}):
+            store(engine)
+            pages = {name: tier["pages"] for name, tier in engine.stats()["tiers"].items() if tier["kind"] == "files"}
+            assert {name: number for name, number in pages.items() if number} == stored
+            engine.lookup(TOKENS)  # pages of the CPU tier are offered again when they were hit
+        other = [5, *TOKENS[1:]]
+        engine.store(other, list(range(2 * PAGES))).result(WAIT)
+        assert "ssd" not in str(engine.lookup(other).tiers), "one offer of other pages"
+
+
 def test_damage_of_plain_pages_is_found(tmp_path: Path) -> None:
     given = config(tmp_path, "on", ssd=ssd(tmp_path, "32MiB"))
     with CacheEngine(given, planes("random")) as engine:
