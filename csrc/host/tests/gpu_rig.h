@@ -50,6 +50,7 @@ struct Driver : Beside {
         find(&delay, "fake_delay");
         find(&hold, "fake_hold");
         find(&hold_copies, "fake_hold_copies");
+        find(&slow, "fake_slow");
         find(&living, "fake_living");
         find(&entered_here, "fake_entered_here");
         find(&device, "fake_device");
@@ -67,6 +68,7 @@ struct Driver : Beside {
     decltype(&fake_delay) delay;
     decltype(&fake_hold) hold;
     decltype(&fake_hold_copies) hold_copies;
+    decltype(&fake_slow) slow;
     decltype(&fake_living) living;
     decltype(&fake_entered_here) entered_here;
     decltype(&fake_device) device;
