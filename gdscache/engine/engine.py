@@ -129,7 +129,7 @@ class CacheEngine:
         self._forgotten = weakref.finalize(self, self._closing.forgotten)
         self._exits_first = at_exit_of_child(functools.partial(self._closing.forgotten, ending=True))
         costs = self._parts.manager.costs
-        self.gate: Gate = Gate(config.load.gate, costs, self.layout.page_tokens, self.layout.page_bytes)
+        self.gate: Gate = Gate(config.load.gate, costs, self.layout.page_tokens, self.layout.bytes_in)
         self._namespaces: dict[tuple[str, Group | None], bytes] = {}
         self._described: set[bytes] = set()
         self.names = PageNames(self.layout.page_tokens)
@@ -353,7 +353,7 @@ class CacheEngine:
             self.gate = gate
 
     def pool_load(self, tiers: Sequence[str]) -> PoolLoad:
-        return PoolLoad(self.manager.costs, tiers, self.layout.page_bytes, self._parts.loader.planner.under_way)
+        return PoolLoad(self.manager.costs, tiers, self.layout.bytes_in, self._parts.loader.planner.under_way)
 
     def observe_load(self, tier: str, nbytes: int, seconds: float) -> None:
         """Tell the gate that a tier (`cpu`, `ssd` or another's name) gave `nbytes` bytes in `seconds`.
@@ -377,7 +377,7 @@ class CacheEngine:
     def load_seconds(self, tier: str, pages: int) -> float | None:
         """Expected seconds of a load of `pages` pages from a tier; None before one was measured."""
         price = self.manager.costs.load_price(tier)
-        return None if price is None else price[0] * pages * self.layout.page_bytes + price[1]
+        return None if price is None else price[0] * pages * self.layout.bytes_in(tier) + price[1]
 
     def load(self, hit: Hit, slots: Any, after: Event = None) -> LayerwiseLoad:
         """Begin copying a hit into `slots`, block indices of the attached planes, page after page; returns at once.

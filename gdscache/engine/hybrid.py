@@ -154,7 +154,7 @@ class HybridEngine:
         )
         first = self.engines[0]
         self._tokens = TokenCounts(first.manager.tiers)
-        self.gate = Gate(config.load.gate, first.gate.costs, first.layout.page_tokens, first.layout.page_bytes)
+        self.gate = Gate(config.load.gate, first.gate.costs, first.layout.page_tokens, first.layout.bytes_in)
         self._server: MetricsServer | None = None
         if config.metrics is not None:
             from gdscache.metrics.server import MetricsServer

@@ -17,7 +17,7 @@ import math
 import statistics
 import threading
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -111,6 +111,11 @@ class Costs:
         prices = None if fit is None else fit.coefficients
         return None if prices is None else (prices[0], prices[1])
 
+    def load_seconds(self, tiers: Sequence[str], bytes_in: Callable[[str], int]) -> float | None:
+        """Of a load of one page from each of `tiers`; None before all were measured. `bytes_in`: as of `Prices`."""
+        prices = Prices(self, tiers, 0, 0, 0, bytes_in, {})
+        return prices.load(prices.pages) if prices.known else None
+
     def prefill_seconds(self, tokens: int, cached_tokens: int) -> float | None:
         return 0.0 if tokens <= 0 else self.prefill.seconds(_features(tokens, cached_tokens))
 
@@ -185,8 +190,8 @@ class _PricedRun(NamedTuple):
 class Prices:
     """The cost of loading the first k pages of one hit, and of computing the rest.
 
-    `start` tokens of the request's `tokens` come before the hit. `ahead`: pages under way, by tier. `known`: every tier
-    has a price; a tier without one counts as free.
+    `start` tokens of the request's `tokens` come before the hit. `bytes_in`: bytes of a page in a tier. `ahead`: pages
+    under way, by tier. `known`: every tier has a price; a tier without one counts as free.
     """
 
     def __init__(
@@ -196,7 +201,7 @@ class Prices:
         start: int,
         tokens: int,
         page_tokens: float,
-        page_bytes: int,
+        bytes_in: Callable[[str], int],
         ahead: Mapping[str, int],
     ) -> None:
         self._overlap, self._prefill = costs.overlap, costs.prefill.coefficients or (0.0, 0.0, 0.0)
@@ -208,7 +213,7 @@ class Prices:
             price = costs.load_price(tier)
             self.known = self.known and price is not None
             per_byte, latency = price or (0.0, 0.0)
-            page = per_byte * page_bytes
+            page = per_byte * bytes_in(tier)
             entry = 0.0 if tier in begun else latency + ahead.get(tier, 0) * page
             begun.add(tier)
             run = _PricedRun(at, at + len(list(group)), before, entry, page)

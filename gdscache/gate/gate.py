@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from gdscache.gate.costs import Costs, Prices
@@ -25,12 +25,12 @@ class Decision(NamedTuple):
 
 
 class PoolLoad(NamedTuple):
-    """The pages of a hit in one pool, each of `page_bytes`: their tiers, the costs of loads from these, and the pages
-    `ahead` there."""
+    """The pages of a hit in one pool: their tiers, the costs of loads from these, bytes of a page in each, and the
+    pages `ahead` there."""
 
     costs: Costs
     tiers: Sequence[str]
-    page_bytes: int
+    bytes_in: Callable[[str], int]
     ahead: Mapping[str, int]
 
 
@@ -43,10 +43,11 @@ class Gate:
     expected, so are some of the next hit's, until the figures have changed or the measure proves an outlier.
     """
 
-    def __init__(self, mode: GateMode, costs: Costs, page_tokens: int, page_bytes: int) -> None:
+    def __init__(self, mode: GateMode, costs: Costs, page_tokens: int, bytes_in: Callable[[str], int]) -> None:
+        """`bytes_in`: bytes of a page in a tier."""
         self.mode: GateMode = mode
         self.costs = costs
-        self._page_tokens, self._page_bytes = page_tokens, page_bytes
+        self._page_tokens, self._bytes_in = page_tokens, bytes_in
         self._hits: Counter[str] = Counter()
         self._pages: Counter[str] = Counter()
         self._declined = 0  # hits with declined pages since the last trial
@@ -56,7 +57,7 @@ class Gate:
         """For a hit with pages on `tiers`, behind `start` tokens of a request of `tokens`; `ahead` as in `Prices`."""
         costs, whole = self.costs, len(tiers)
         below = set(tiers) - {"gpu"}
-        prices = Prices(costs, tiers, start, tokens, self._page_tokens, self._page_bytes, ahead)
+        prices = Prices(costs, tiers, start, tokens, self._page_tokens, self._bytes_in, ahead)
         kind, worth, pages = "unmeasured", whole, whole
         if self.mode != "off" and below and costs.measured(below):
             worth = prices.best()
@@ -80,9 +81,9 @@ class Gate:
         """
         tiers = [tier for load in loads for tier in load.tiers]
         whole, below, mode = len(tiers), set(tiers) - {"gpu"}, self.mode
-        parts = [Prices(one.costs, one.tiers, start, tokens, 0.0, one.page_bytes, one.ahead) for one in loads]
+        parts = [Prices(one.costs, one.tiers, start, tokens, 0.0, one.bytes_in, one.ahead) for one in loads]
         seconds = sum(part.load(part.pages) for part in parts)
-        computing = Prices(self.costs, ("gpu",), start, tokens, hit, 0, {})
+        computing = Prices(self.costs, ("gpu",), start, tokens, hit, self._bytes_in, {})
         kind, worth, pages = "unmeasured", whole, whole
         if mode != "off" and below and all(one.costs.measured(set(one.tiers)) for one in loads):
             worth = whole if computing.total(1, seconds) <= computing.total(0) else 0
@@ -102,8 +103,8 @@ class Gate:
     def outpaced(self, seconds: float, begun: int, left: int, missing: int, cached: int) -> bool:
         """Whether pages that come from a slow tier are no longer worth waiting for, by certain facts alone.
 
-        In `seconds` at most the `begun` pages have come, and `left` more have not begun. The request lacks `missing`
-        tokens behind `cached` ones. True if computing these tokens takes less time than the pages that are left would
+        In `seconds` at most the `begun` bytes have come, and `left` more have not begun. The request lacks `missing`
+        tokens behind `cached` ones. True if computing these tokens takes less time than the bytes that are left would
         at that pace. This works before loads from the tier are measured, so that the first requests after a restart do
         not pay for a slow disk. Always False unless the gate is enforcing and prefills are measured.
         """

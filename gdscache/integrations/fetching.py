@@ -132,8 +132,9 @@ class PinnedFetch(Pinned):
             useful = dataclasses.replace(useful, pages=names) if self._beyond else useful
         begun = bool(useful.pages) and engine.config.cpu is not None
         self._prefetch = engine.prefetch(useful, pin=seconds) if begun else None
-        self._gate, self._files = engine.gate, {name for name, kind in engine.tiers.items() if kind == "files"}
-        self._slow: list[int] = []  # running counts of the first pages that only files had, once they are known
+        sizes = {name: engine.layout.bytes_in(name) * (kind == "files") for name, kind in engine.tiers.items()}
+        self._gate, self._sizes = engine.gate, sizes
+        self._slow: list[int] = []  # running bytes of the first pages that only files had, once they are known
 
     @property
     def asking(self) -> bool:
@@ -169,7 +170,7 @@ class PinnedFetch(Pinned):
         if self._prefetch is None or not (tiers := self._prefetch.tiers):
             return False
         if not self._slow:
-            self._slow = [0, *itertools.accumulate(name in self._files for name in tiers)]
+            self._slow = [0, *itertools.accumulate(self._sizes[name] for name in tiers)]
         wanted, verified, size = min(self.wanted, len(self._slow) - 1), self.verified(), self._page_tokens
         begun = self._slow[min(self._prefetch.begun, wanted)]
         left, missing = self._slow[wanted] - begun, max(0, wanted - verified) * size

@@ -64,10 +64,9 @@ class GroupFetch(Pinned):
             return False
         slow = begun = 0  # bytes
         for engine, part, turns in zip(self._engines, self.found.parts, self._prefetch.begun, strict=True):
-            kinds = engine.tiers
-            pages = sum(kinds[name] == "files" for name in part.tiers)
-            slow += pages * engine.layout.page_bytes
-            begun += max(0, pages - (len(part.tiers) - turns)) * engine.layout.page_bytes
+            sizes = {name: engine.layout.bytes_in(name) * (kind == "files") for name, kind in engine.tiers.items()}
+            slow += sum(sizes[name] for name in part.tiers)
+            begun += sum(sizes[name] for name in part.tiers[:turns])
         return self._gate.outpaced(time.monotonic() - self._since, begun, slow - begun, self.found.tokens, 0)
 
     def crowded(self) -> bool:

@@ -52,6 +52,10 @@ class AdmissionPolicy(Protocol):
         """True when the page may go in, in place of `victim` (None: there is room)."""
         ...
 
+    def vouched(self, keys: list[bytes]) -> None:
+        """The next offers of these pages are offers that the policy of another tier has admitted."""
+        return
+
     def explain(self, key: bytes, victim: bytes | None) -> str:
         """Why the page was just refused, with figures, and the setting to change; for people."""
         ...
@@ -95,6 +99,10 @@ class SecondOffer(AdmissionPolicy):
     def offer(self, key: bytes, victim: bytes | None) -> bool:
         return self._counter.add(key) >= self._offers - 1
 
+    def vouched(self, keys: list[bytes]) -> None:
+        for key in keys * (self._offers - 1):
+            self._counter.add(key)
+
     def explain(self, key: bytes, victim: bytes | None) -> str:
         return (
             f"offered fewer than {self._offers} times in the last {self._counter.period:,} offers. "
@@ -106,7 +114,7 @@ class SecondOffer(AdmissionPolicy):
         return {"offers": self._offers, "remembered_offers": counter.period, "memory_bytes": counter.nbytes}
 
 
-class TinyLFU:
+class TinyLFU(AdmissionPolicy):
     """Admits a page that was used more often than its victim; any page while there is room.
 
     Takes 18 to 36 bytes a slot of the SSD. See `FrequencySketch`.
@@ -268,6 +276,10 @@ class Admission:
         """Admitted pages were dropped before any byte was written: give their budget back."""
         if self._budget is not None:
             self._budget.give_back(pages * self._extent_bytes)
+
+    def vouched(self, keys: list[bytes]) -> None:
+        """See `AdmissionPolicy.vouched`."""
+        self._policy.vouched(keys)
 
     def describe(self) -> dict[str, Any]:
         return {

@@ -88,10 +88,9 @@ class Prefetch:
             message = f"start is {start}, the prefetch begins with token {self._start}"
             raise TokensError(message, "pass that, or a later token at a page boundary")
         pages = tuple(self._work.pages[first : 0 if claim is None else claim.good])
-        seconds = self._owner.seconds(len(pages))
         tokens = len(pages) * page_tokens
         tiers = () if claim is None else tuple(tier.name for tier in claim.tiers[first : first + len(pages)])
-        return Hit(start, tokens, tiers, seconds, pages, pays=tokens, checked=True)
+        return Hit(start, tokens, tiers, self._owner.seconds(tiers), pages, pays=tokens, checked=True)
 
     @property
     def asking(self) -> bool:

@@ -167,14 +167,9 @@ class Prefetcher:
         self._manager.measures.waited("pages", time.monotonic() - start)
         return ended
 
-    def seconds(self, pages: int) -> float | None:
-        """Expected seconds to load `pages` from the landing tier; None before it was measured."""
-        price = self._manager.costs.load_price(self.landing_name)
-        return None if price is None else price[0] * pages * self.layout.page_bytes + price[1]
-
-    @property
-    def landing_name(self) -> str:
-        return "" if self._landing is None else self._landing.name
+    def seconds(self, tiers: Sequence[str]) -> float | None:
+        """Expected seconds to load pages from these tiers; None before each was measured."""
+        return self._manager.costs.load_seconds(tiers, self.layout.bytes_in)
 
     def stop(self, request: PrefetchRequest, why: PrefetchEnd) -> None:
         with self._manager.lock:

@@ -944,7 +944,7 @@ def test_another_gate_may_judge(open_hybrid: OpenHybrid) -> None:
     host.store(PROMPT)
     engine, before = host.engine, host.engine.gate
     first = engine.engines[0]
-    engine.judge_by(Gate("off", before.costs, first.layout.page_tokens, first.layout.page_bytes))
+    engine.judge_by(Gate("off", before.costs, first.layout.page_tokens, first.layout.bytes_in))
     assert engine.lookup(PROMPT).recompute_seconds is None
     assert engine.stats()["gate"]["mode"] == "off"
     assert before.stats()["hits"] == dict.fromkeys(before.stats()["hits"], 0)

@@ -22,6 +22,7 @@ from gdscache.config import ModelConfig
 from gdscache.disk import status_page
 from gdscache.errors import ExtentSizeError, GeometryError
 from gdscache.metrics import FAMILIES
+from gdscache.moves import PrefetchEnd
 from gdscache.pages.layout import PLAIN
 from gdscache.sizes import about
 from gdscache.storage.base import Op
@@ -205,6 +206,25 @@ def test_figures_are_of_bytes_as_they_lie(tmp_path: Path, monkeypatch: pytest.Mo
         assert all(one in said.split("stored ")[1] for one in each)
 
 
+def test_prices_are_of_bytes_as_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page of a plain tier costs what its bytes do: in lookups, in hits of prefetches, and asked for by itself."""
+    pool = planes()
+    bits(pool[1][0])[2] = drawn("random", pool[1][0][2].numel(), np.random.default_rng(3)).reshape(pool[1][0][2].shape)
+    given = config(tmp_path, "on", cpu={"capacity": "8MiB"}, ssd=ssd(tmp_path, "32MiB"))
+    with CacheEngine(given, pool) as engine:
+        assert not store(engine)
+    with CacheEngine(given, pool) as engine:
+        page, plain = engine.layout.page_bytes, engine.layout.plane_bytes
+        monkeypatch.setattr(engine.manager.costs, "load_price", lambda tier: (1.0, 0.0))  # a second a byte
+        for tier in ("cpu", "ssd"):
+            assert (engine.load_seconds(tier, 3), engine.load_seconds(tier + PLAIN, 3)) == (3 * page, 3 * plain)
+        assert engine.lookup(TOKENS).seconds == (PAGES - 1) * page + plain
+        with engine.prefetch(engine.lookup(TOKENS), pin=WAIT) as prefetch:
+            assert prefetch.result(WAIT).end is PrefetchEnd.COMPLETE
+            assert prefetch.hit().tiers == ("cpu", "cpu_plain", "cpu", "cpu", "cpu")
+            assert prefetch.hit().seconds == (PAGES - 1) * page + plain
+
+
 def test_plain_pages_are_evicted_for_plain_pages(tmp_path: Path) -> None:
     pool = planes("random")
     with CacheEngine(config(tmp_path, "on"), pool) as engine:  # one plain slot on each tier
@@ -329,6 +349,24 @@ def test_endurance_of_few_pages_has_room_for_some_that_do_not_fit(tmp_path: Path
         engine.store(TOKENS[:32], [0, 1]).result(WAIT)
         engine.flush(WAIT)
         assert engine.stats()["stored"] == {"cpu_plain": 1, "ssd_plain": 1}
+
+
+@pytest.mark.parametrize("cpu", [True, False])
+def test_a_page_that_does_not_fit_is_admitted_with_the_others(tmp_path: Path, cpu: bool) -> None:
+    """At its second offer: the plain tier's admission takes the packed tier's word."""
+    pool = planes()
+    bits(pool[1][0])[2] = drawn("random", 4096, np.random.default_rng(3)).reshape(16, 4, 64)
+    sections = {} if cpu else {"cpu": None}
+    given = config(tmp_path, "on", ssd=ssd(tmp_path, "32MiB"), store={"admission": "second_offer"}, **sections)
+    with CacheEngine(given, pool) as engine:
+        for stored in ({}, {"ssd": PAGES - 1, "ssd_plain": 1}):
+            store(engine)
+            pages = {name: tier["pages"] for name, tier in engine.stats()["tiers"].items() if tier["kind"] == "files"}
+            assert {name: number for name, number in pages.items() if number} == stored
+            engine.lookup(TOKENS)  # pages of the CPU tier are offered again when they were hit
+        other = [5, *TOKENS[1:]]
+        engine.store(other, list(range(2 * PAGES))).result(WAIT)
+        assert "ssd" not in str(engine.lookup(other).tiers), "one offer of other pages"
 
 
 def test_damage_of_plain_pages_is_found(tmp_path: Path) -> None:

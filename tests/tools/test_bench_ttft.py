@@ -370,7 +370,9 @@ def test_the_ceiling_of_a_transfer() -> None:
     ssd = {"ssd": 10 * 10**9}
     assert transfer_seconds("ssd_via_cpu", ssd, rates) == 2.0  # the disk, and the copies behind it
     assert transfer_seconds("ssd_via_cpu", ssd, rates | {"copy": 2.5}) == 4.0  # the bus, by which all of it goes
+    assert transfer_seconds("ssd_via_cpu", {"ssd": 9 * 10**9, "ssd_plain": 10**9}, rates) == 2.0
     assert transfer_seconds("ssd_direct", {"ssd": 9 * 10**9}, rates | {"copy": 0.1}) == 1.0
+    assert transfer_seconds("ssd_direct", {"ssd": 8 * 10**9, "ssd_plain": 10**9}, rates) == 1.0
     assert transfer_seconds("cpu", {"cpu": 10**10}, {"copy": 50.0}) == 0.2
     assert transfer_seconds("gpu", {}, rates) == 0.0
     assert transfer_seconds("ssd_via_cpu", ssd, {"copy": 50.0}) is None

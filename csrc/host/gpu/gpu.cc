@@ -66,8 +66,9 @@ void Gpu::give_back(QueuedCopies& queued) {
     for (const HostBuffers::Buffer& table : std::exchange(queued.tables, {})) buffers_.give(table);
     buffers_.give(std::exchange(queued.digests, {}));
     const std::lock_guard held(times_lock_);
-    for (CudaEvent& event : queued.times) {
-        if (event != nullptr) timed_.push_back(std::exchange(event, nullptr));
+    for (std::vector<CudaEvent>& events : queued.times) {
+        timed_.insert(timed_.end(), events.begin(), events.end());
+        events.clear();
     }
 }
 
@@ -124,20 +125,21 @@ CudaEvent Gpu::timed_event() {
     return event;
 }
 
-// Record events before (`which` 0) and behind (1) a transfer's work, on each stream that it needs.
+// Record events before (`which` 0) and behind (1) a transfer's work, on each stream that it needs. Its kernels begin in
+// one stream, and end in several.
 void Gpu::mark(const Transfer& transfer, const Lane& lane, QueuedCopies& queued, int which) {
-    const bool needed[] = {transfer.copied(), transfer.launched()};
-    for (const int stream : {0, 1}) {
-        if (!needed[stream]) continue;
-        CudaEvent& event = queued.times[2 * stream + which];
-        event = timed_event();
-        cuda_.record(event, stream == 0 ? lane.copies : lane.kernels);
-    }
+    const auto record = [&](int kind, CudaStream stream) {
+        std::vector<CudaEvent>& events = queued.times[2 * kind + which];
+        events.push_back(timed_event());
+        cuda_.record(events.back(), stream);
+    };
+    if (transfer.copied()) record(0, lane.copies);
+    for (const CudaStream stream : lane.used()) record(1, stream);
 }
 
 StreamTimes Gpu::times_of(const QueuedCopies& queued) {
     StreamTimes times;
-    if (queued.times[1] == nullptr && queued.times[3] == nullptr) return times;
+    if (queued.times[1].empty() && queued.times[3].empty()) return times;
     const std::lock_guard held(times_lock_);
     if (anchored_ == 0 || now() - anchored_ > kAnchorAge) {
         if (!anchor_) anchor_ = own_event(cuda_, EventUse::kTime);
@@ -148,12 +150,15 @@ StreamTimes Gpu::times_of(const QueuedCopies& queued) {
         anchored_ = (before + now()) / 2;
     }
     for (const size_t stream : {0u, 1u}) {
-        if (queued.times[2 * stream] == nullptr) continue;
-        const auto at = [&](int which) {
-            const double seconds = cuda_.seconds(anchor_.get(), queued.times[2 * stream + which]);
-            return anchored_ + static_cast<int64_t>(seconds * 1e9);
+        if (queued.times[2 * stream].empty()) continue;
+        const auto at = [&](CudaEvent event) {
+            return anchored_ + static_cast<int64_t>(cuda_.seconds(anchor_.get(), event) * 1e9);
         };
-        times[stream] = {at(0), std::max(at(0), at(1))};
+        const int64_t begin = at(queued.times[2 * stream].front());
+        times[stream] = {begin, begin};
+        for (const CudaEvent event : queued.times[2 * stream + 1]) {
+            times[stream].end = std::max(times[stream].end, at(event));
+        }
     }
     return times;
 }

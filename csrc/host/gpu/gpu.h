@@ -80,7 +80,7 @@ struct QueuedCopies {
     HostBuffers::Buffer digests;  // uint64 (pages, layers), if kernels take checksums; then uint32 (pages) if packed
     std::vector<HostBuffers::Buffer> tables;
     std::vector<uint64_t> parts;  // the first byte of each page's layers, if the host takes checksums
-    CudaEvent times[4] = {};      // traced: the begin and end of the copies, then of the kernels
+    std::vector<CudaEvent> times[4];  // traced: the begin and end of the copies, then of the kernels, in each stream
 };
 
 // The time of a stream's work on some copies, in nanoseconds of the host's monotonic clock; 0: none.

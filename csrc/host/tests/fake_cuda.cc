@@ -44,6 +44,7 @@ Counter& counter(const std::string& name) {
 
 std::atomic<int64_t> living[kLiving];
 std::atomic<bool> held_copies = false;
+std::atomic<int64_t> slow_us = 0;
 std::atomic<int32_t> batches = 13, widest = 16;
 int context = 0;
 thread_local std::vector<void*> contexts;
@@ -110,6 +111,7 @@ DRIVER void fake_fail(const char* function, int64_t nth) { counter(function).lef
 DRIVER int64_t fake_calls(const char* function) { return counter(function).calls; }
 DRIVER void fake_delay(int64_t microseconds) { delay_us = microseconds; }
 DRIVER void fake_hold(int32_t held) { held_all = held != 0; }
+DRIVER void fake_slow(int64_t microseconds) { slow_us = microseconds; }
 DRIVER int64_t fake_living(int32_t what) { return living[what]; }
 DRIVER int64_t fake_entered_here() { return static_cast<int64_t>(contexts.size()); }
 DRIVER void fake_hold_copies(int32_t held) { held_copies = held != 0; }
@@ -325,7 +327,11 @@ DRIVER int cuLaunchKernel(void* kernel, unsigned grid, unsigned, unsigned, unsig
     CHECK(!extra[4] && size == (which >= kGatherPacked ? sizeof(Arguments) : which >= kGatherSums ? summed : plain));
     const auto arguments = std::make_shared<Arguments>();
     std::memcpy(static_cast<void*>(arguments.get()), extra[1], size);
-    stream_at(stream)->push([=] { KernelRun(which, *arguments, threads, widest.load()).run(); });
+    const std::chrono::microseconds more(slow_us.exchange(0));
+    stream_at(stream)->push([=] {
+        KernelRun(which, *arguments, threads, widest.load()).run();
+        std::this_thread::sleep_for(more);
+    });
     return 0;
 }
 

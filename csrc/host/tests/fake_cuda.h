@@ -30,6 +30,8 @@ int64_t fake_calls(const char* function);
 void fake_delay(int64_t microseconds);
 void fake_hold(int32_t held);
 void fake_hold_copies(int32_t held);
+// The kernel that is launched next ends `microseconds` later.
+void fake_slow(int64_t microseconds);
 // The number of living objects of a kind.
 int64_t fake_living(int32_t what);
 // Contexts that the calling thread has entered.

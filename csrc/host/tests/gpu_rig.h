@@ -59,6 +59,7 @@ struct Driver : Beside {
     decltype(&fake_delay) delay = (*this)["fake_delay"];
     decltype(&fake_hold) hold = (*this)["fake_hold"];
     decltype(&fake_hold_copies) hold_copies = (*this)["fake_hold_copies"];
+    decltype(&fake_slow) slow = (*this)["fake_slow"];
     decltype(&fake_living) living = (*this)["fake_living"];
     decltype(&fake_entered_here) entered_here = (*this)["fake_entered_here"];
     decltype(&fake_device) device = (*this)["fake_device"];

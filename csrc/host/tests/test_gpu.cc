@@ -199,7 +199,7 @@ void check_pool(const Driver& driver, uint64_t seed) {
         if (seed % 8 == 0) {
             // Points give their events back: a caller alone needs those of the segments, those of points of four loads
             // and of four stores, and times. (Behind a thread that stands still, points of other threads pile up.)
-            const int64_t most = 2 * (1 + 2 * 8) + 2 * 4 * 7 + (traced ? 1 + 4 * 4 : 0), made = driver.living(kEvents);
+            const int64_t most = 2 * (1 + 2 * 8) + 2 * 4 * 7 + (traced ? 1 + 4 * 7 : 0), made = driver.living(kEvents);
             Caller(driver, pool, *gpu, pool.all(), ~seed).transfers(6, traced);
             CHECK(driver.living(kEvents) <= std::max(made, most));
         }
@@ -246,6 +246,33 @@ void check_looks(const Driver& driver, uint64_t count) {
             transfers[n]->check_planes();
         }
         driver.delay(0);
+    }
+}
+
+// The time of kernels ends when all of them have ended, also those of earlier chunks, which are in other streams.
+void check_times(const Driver& driver, int count) {
+    driver.batches(13);
+    for (uint64_t seed = 0; count > 0; seed++) {
+        Random random(seed);
+        GpuPool pool(driver, random);
+        if (pool.pages < 2) continue;
+        OneTransfer transfer(driver, pool, random, {0, 1}, true);
+        if (transfer.count != 2 || transfer.first == transfer.last || transfer.kind == Extents::kDevice) continue;
+        const Cuda cuda(driver.path.c_str(), driver.context());
+        const Cuda::Entered entered(cuda);
+        Gpu gpu(cuda, pool.planes, pool.kernels(driver, Kernels::kPlain, 4), ChunkSizes{1, 1, 1, 1},
+                pool.staging(random));
+        gpu.trace();
+        transfer.load = count-- % 2 == 0;
+        transfer.sums = false;
+        transfer.route = Route::kZeroCopy;
+        transfer.fill_planes();
+        transfer.fill_mirror();
+        transfer.foresee();
+        driver.slow(40'000);
+        QueuedCopies queued = gpu.queue(transfer.copies());
+        const StreamTime kernels = gpu.finish(queued, nullptr)[1];
+        CHECK(kernels.end - kernels.begin >= 40'000'000);
     }
 }
 
@@ -509,6 +536,7 @@ int main(int argc, char** argv) {
     const uint64_t from = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 0;  // the seed of one failed round
     check_points(driver);
     check_looks(driver, 1 + count / 50);
+    check_times(driver, 4);
     for (uint64_t seed = 0; seed < 1 + count / 3; seed++) check_overtaking(driver, seed);
     driver.check_empty();
     check_ways(driver);

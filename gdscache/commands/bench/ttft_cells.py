@@ -10,6 +10,7 @@ from typing import Any
 from gdscache.commands.bench import kit
 from gdscache.commands.bench.shapes import LLAMAS
 from gdscache.errors import InvalidValueError
+from gdscache.pages.layout import PLAIN
 
 CACHED = (90, 99, 0, 50)  # percent of a prompt, down to a page; in the order of measuring
 PLACES = ("gpu", "cpu", "ssd_via_cpu", "ssd_direct")
@@ -150,7 +151,7 @@ def transfer_seconds(where: str, bytes_by_tier: Mapping[str, int], rates: Mappin
     SSD bytes are compared with a loop that reads them and copies them on; on the direct route, with a loop that reads
     them.
     """
-    ssd = bytes_by_tier.get("ssd", 0)
+    ssd = sum(bytes_by_tier.get(tier, 0) for tier in ("ssd", "ssd" + PLAIN))
     parts = [(ssd, "read")] if where == "ssd_direct" else [(sum(bytes_by_tier.values()), "copy"), (ssd, "onward")]
     if any(nbytes and not rates.get(name) for nbytes, name in parts):
         return None

@@ -116,7 +116,7 @@ class TransformersClient:
         layout = self._cache.layout
         costs = {overlap: Costs() for overlap in (True, False)}
         self._gates = {
-            (overlap, gate): Gate("enforcing" if gate else "off", costs[overlap], layout.page_tokens, layout.page_bytes)
+            (overlap, gate): Gate("enforcing" if gate else "off", costs[overlap], layout.page_tokens, layout.bytes_in)
             for overlap in costs
             for gate in (True, False)
         }

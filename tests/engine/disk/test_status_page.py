@@ -354,7 +354,7 @@ def test_times_of_reads_are_told_whoever_measures_them(host: Host) -> None:
     manager, costs = host.engine.manager, Costs(["cpu"])
     for judged in (False, True):
         if judged:
-            host.engine.judge_by(Gate("off", costs, host.engine.layout.page_tokens, host.engine.layout.page_bytes))
+            host.engine.judge_by(Gate("off", costs, host.engine.layout.page_tokens, host.engine.layout.bytes_in))
         before = manager.latencies.summary("read", "ssd").samples
         manager.busy.begin("ssd", 1.0)
         manager.busy.end("ssd", 1 << 20, 1.5)

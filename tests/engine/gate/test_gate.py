@@ -88,8 +88,12 @@ class Machine:
             costs.observe_prefill(tokens, cached, took(self.compute(tokens, cached)))
 
 
+def bytes_in(tier: str) -> int:
+    return PAGE_BYTES
+
+
 def prices_of(costs: Costs, tiers: Sequence[str], start: int, tokens: int, ahead: dict[str, int]) -> Prices:
-    return Prices(costs, tiers, start, tokens, PAGE_TOKENS, PAGE_BYTES, ahead)
+    return Prices(costs, tiers, start, tokens, PAGE_TOKENS, bytes_in, ahead)
 
 
 # -- the cut -----------------------------------------------------------------------------------------------------------
@@ -272,7 +276,7 @@ SLOW = Machine(
 
 
 def gate_of(mode: GateMode, costs: Costs) -> Gate:
-    return Gate(mode, costs, PAGE_TOKENS, PAGE_BYTES)
+    return Gate(mode, costs, PAGE_TOKENS, bytes_in)
 
 
 @pytest.mark.parametrize("mode", ["advisory", "enforcing"])
@@ -645,7 +649,7 @@ def test_nobody_stops_waiting_for_what_comes_sooner(
 ) -> None:
     """Pages come one after the other at a steady speed, `flying` of them under way at a time."""
     machine = Machine({}, (token, 0.0, 0.0))
-    gate = Gate("enforcing", machine.known(), PAGE_TOKENS, PAGE_BYTES)
+    gate = gate_of("enforcing", machine.known())
     come = min(pages, int(seconds / speed))
     begun = min(pages, come + flying)
     missing = (pages - come) * PAGE_TOKENS
@@ -655,14 +659,14 @@ def test_nobody_stops_waiting_for_what_comes_sooner(
 
 def test_a_slow_tier_is_not_waited_for_before_it_is_measured() -> None:
     costs = Machine({}, (1e-4, 0.0, 0.0)).known()  # 6.4 ms a page
-    gate = Gate("enforcing", costs, PAGE_TOKENS, PAGE_BYTES)
+    gate = gate_of("enforcing", costs)
     assert not gate.outpaced(0.02, 8, 92, 100 * PAGE_TOKENS, 0)  # 92 pages in 0.23 s at best, or computed in 0.64 s
     assert gate.outpaced(0.06, 8, 92, 100 * PAGE_TOKENS, 0)
     assert not gate.outpaced(9.0, 8, 0, 8 * PAGE_TOKENS, 0)  # all are under way
     assert not gate.outpaced(9.0, 0, 100, 100 * PAGE_TOKENS, 0)  # its turn has not come
     for mode in ("off", "advisory"):
-        assert not Gate(mode, costs, PAGE_TOKENS, PAGE_BYTES).outpaced(9.0, 8, 92, 100 * PAGE_TOKENS, 0)
-    assert not Gate("enforcing", Costs(), PAGE_TOKENS, PAGE_BYTES).outpaced(9.0, 8, 92, 100 * PAGE_TOKENS, 0)
+        assert not gate_of(mode, costs).outpaced(9.0, 8, 92, 100 * PAGE_TOKENS, 0)
+    assert not gate_of("enforcing", Costs()).outpaced(9.0, 8, 92, 100 * PAGE_TOKENS, 0)
 
 
 def test_the_gate_s_key(open_engine: Opens) -> None:

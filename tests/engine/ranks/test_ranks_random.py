@@ -82,7 +82,11 @@ class Machine:
         if self.well:
             report = self.host.store(tokens)
             assert {*report.dropped.values()} <= {"deadline"}, report.dropped  # which a busy machine may miss
-            if not report.dropped:
+            self.host.engine.drain(WAIT)  # another store may be bringing pages of this one
+            there = self.on_disk(number)
+            for page, tiers in enumerate(report.tiers):
+                assert there[page] or not {"ssd", "ssd_plain"} & {*tiers}, f"page {page} of prompt {number} is lost"
+            if all(there):
                 self.committed.add(number)
             return
         keys = [page.key for page in self.host.engine.pages(tokens)]
@@ -97,6 +101,14 @@ class Machine:
             for rank in self.heard:
                 while rank.owed:
                     rank.hear(LONGEST_S)
+
+    def on_disk(self, number: int) -> list[bool]:
+        """Of each page of a prompt, whether it is committed on the SSD."""
+        engine = self.host.engine
+        keys = [page.key for page in engine.pages(prompt(number, PAGES))]
+        with engine.manager.lock:
+            masks = [tier.index.visible(keys) for tier in engine.manager.files]
+        return [*map(any, zip(*masks, strict=True))]
 
     def load(self) -> None:
         number = self.rng.choice(self.prompts)
