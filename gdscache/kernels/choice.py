@@ -149,10 +149,7 @@ def cache_file(key: Mapping[str, str]) -> FilePath:
 
     Raises `FileNotFoundError` if all are unknown.
     """
-    directory = user_cache()
-    if directory.startswith("~"):
-        raise FileNotFoundError("no place for caches: this user has no home")
-    return FilePath(directory) / f"calibration-{key['gpu_uuid']}.json"
+    return user_cache() / f"calibration-{key['gpu_uuid']}.json"
 
 
 def read(key: Mapping[str, str]) -> Calibration | None:
