@@ -8,8 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-import torch
-
 from gdscache import arguments
 from gdscache.cuda.streams import Event, Fence, LayerFences
 from gdscache.errors import DeadlineError
@@ -51,18 +49,16 @@ class LayerwiseLoad:
         *,
         layered: bool = True,
         timeline: Timeline = OFF,
-        device: torch.device | None = None,
         calls: Caller | None = None,
         checked: bool = False,
         orders: Orders | None = None,
         waited: Callable[[str, float], object] = lambda what, seconds: None,
     ) -> None:
-        """`layered`: False for a load into the CPU tier, which has no layers. `device`: the planes'. `checked`: waits
+        """`layered`: False for a load into the CPU tier, which has no layers. `checked`: waits
         have no limit unless the caller names one. `orders` makes `order`. `waited("layer" or "verdict", seconds)`
         reports each wait."""
         self.number = timeline.number()
         self._timeline = timeline
-        self._device = device
         self.parts = parts
         self.release_event = Fence()
         self._layout = layout
@@ -99,7 +95,7 @@ class LayerwiseLoad:
         self._calls.check()
         layer = arguments.whole(layer, "layer", 0, len(self._layers) - 1)
         start = time.monotonic()
-        with self._timeline.compute("wait", self._device, layer=layer, load=self.number):
+        with self._timeline.span("wait", layer=layer, load=self.number):
             self._layers.wait(layer, self._patience if seconds is None else arguments.seconds(seconds))
         self._waited("layer", time.monotonic() - start)
 

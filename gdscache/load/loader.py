@@ -8,8 +8,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
-
 from gdscache.config import LoadConfig
 from gdscache.cuda.streams import Event
 from gdscache.errors import EngineClosedError
@@ -33,7 +31,7 @@ _Request = tuple[Sequence[Page], Blocks, int]
 
 
 class Loader:
-    """Runs loads into the planes of `device`, `threads` at once.
+    """Runs loads into the planes, `threads` at once.
 
     `keep`: pages read from slower tiers stay in the landing tier, as far as it has room.
     """
@@ -45,7 +43,6 @@ class Loader:
         layout: PageLayout,
         config: LoadConfig,
         deadline: float,
-        device: torch.device,
         *,
         threads: int = LIMITS.load_threads,
         keep: bool = True,
@@ -63,7 +60,6 @@ class Loader:
         self.keep = keep
         self.sizes = sizes
         self._plain = plain
-        self._device = device
         # loads that a thread of the lane has or will get, and that may read files; the manager's lock guards it
         self._running: set[LayerwiseLoad] = set()
         self.changed = threading.Condition(self.manager.lock)  # notified when `_running` becomes empty
@@ -132,7 +128,6 @@ class Loader:
             self.layout,
             self.deadline,
             timeline=manager.timeline,
-            device=self._device,
             calls=manager.calls,
             checked=checked,
             orders=self.executor.orders,

@@ -6,12 +6,9 @@ import itertools
 import logging
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gdscache.tracing.base import OFF, Span, Timeline, title
-
-if TYPE_CHECKING:
-    import torch
 
 _log = logging.getLogger("gdscache")
 
@@ -54,9 +51,6 @@ class NvtxTimeline(Timeline):
         return next(self._next)
 
     def span(self, kind: str, /, **about: Any) -> Span:
-        return _Range(self._nvtx, _text(kind, about))
-
-    def compute(self, kind: str, device: torch.device | None, /, **about: Any) -> Span:
         return _Range(self._nvtx, _text(kind, about))
 
     def instant(self, kind: str, /, **about: Any) -> None:

@@ -177,7 +177,7 @@ class Run(Order):
         self.files.begins = self._read_begins
         self.executor = SteppedExecutor(self.choose, self.machine)
         self.planner = Interrupted(self.manager, self)
-        how = LoadConfig(verify=small.verify), 100.0, CPU  # type: ignore[arg-type]
+        how = LoadConfig(verify=small.verify), 100.0
         parts = self.planner, self.executor, LAYOUT
         self.loader = Parted(*parts, *how, threads=small.threads, keep=small.keep, sizes=SIZES)
         self.loader.first = small.part
