@@ -44,7 +44,6 @@ from gdscache.pages.layout import PageLayout
 from gdscache.pages.planes import Blocks
 from gdscache.pages.reasons import Told
 from gdscache.prefetch.handle import Prefetch
-from gdscache.prefetch.trial import try_files
 from gdscache.ranks.address import RankAddress, StoreMark
 from gdscache.ranks.executor import RanksExecutor
 from gdscache.ranks.lender import Lender, Named
@@ -735,6 +734,4 @@ def _opened(
     parts = build(config, planes, timeline=timeline, calls=calls, limits=limits, addresses=ranks)
     closing = EngineClosing(parts, calls, config.deadline)
     calls.closing = functools.partial(closing.run, False)
-    if config.load.gate == "enforcing":
-        try_files(parts.manager, parts.prefetcher)
     return parts, closing

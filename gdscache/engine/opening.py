@@ -46,8 +46,7 @@ from gdscache.limits import LIMITS, EngineLimits
 from gdscache.load.loader import Loader
 from gdscache.load.planner import LoadPlanner
 from gdscache.moves import PageStatus
-from gdscache.moves.machine import Machine, Reserve
-from gdscache.moves.native import NativeExecutor
+from gdscache.moves.native import Machine, NativeExecutor, Reserve
 from gdscache.pages.keys import namespace_digest
 from gdscache.pages.layout import PLAIN, PageLayout
 from gdscache.pages.planes import PagedPlanes
@@ -230,7 +229,7 @@ def build(
         loads = LoadPlanner(manager, due=[storer.offer_earned], prefetched=held)
         threads, keep = limits.load_threads, not below.direct
         how: dict[str, Any] = {"threads": threads, "keep": keep, "plain": executors[-1]}
-        loader = Loader(loads, executor, layout, config.load, deadline, device, **how)
+        loader = Loader(loads, executor, layout, config.load, deadline, **how)
         undo.callback(loader.close)
         prefetcher = Prefetcher(loader, held, layout, limits)
         undo.callback(prefetcher.close)

@@ -31,8 +31,7 @@ from gdscache.extents.host import HostExtents
 from gdscache.kernels.copies import PageCopies, open_copies
 from gdscache.load.plan import CODES
 from gdscache.moves import PLANES, Move, Moving, PageStatus, Priority, Spent, Way
-from gdscache.moves.machine import Machine, Reserve
-from gdscache.moves.native import NativeExecutor
+from gdscache.moves.native import Machine, NativeExecutor, Reserve
 from gdscache.native import SHORT, take_rows
 from gdscache.pages.checksum import first_bad_layer
 from gdscache.pages.layout import PLAIN, PageLayout
