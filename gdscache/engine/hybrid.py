@@ -486,10 +486,6 @@ class HybridEngine:
                 undo.callback(engine.on_events(told))
             return undo.pop_all().close
 
-    def filenos(self) -> list[int]:
-        """A file descriptor of each pool: see `CacheEngine.fileno`."""
-        return [engine.fileno() for engine in self.engines]
-
     def clear(self) -> dict[str, int]:
         return _sum(engine.clear() for engine in self.engines)
 

@@ -15,7 +15,7 @@ from gdscache.load.report import LoadPart, LoadReport
 from gdscache.moves import Moving
 from gdscache.moves.base import Orders
 from gdscache.pages.layout import PageLayout
-from gdscache.runtime.calls import Caller, Direct
+from gdscache.runtime.calls import Caller
 from gdscache.runtime.threads import Flag
 from gdscache.tracing import OFF, Timeline
 
@@ -72,7 +72,7 @@ class LayerwiseLoad:
         self._begun = Flag()  # the list of moves is complete
         self._orders = orders
         self._waited = waited
-        self._calls: Caller = Direct() if calls is None else calls
+        self._calls = Caller() if calls is None else calls
         self._over = Flag()
         self._error: BaseException | None = None  # raised by the run
         self._broken: BaseException | None = None  # raised by `begin`, in the caller's thread

@@ -860,7 +860,6 @@ def test_a_close_in_the_middle_ends_what_is_under_way(open_hybrid: OpenHybrid) -
         host.engine.check,
         host.engine.drain,
         host.engine.flush,
-        host.engine.filenos,
     ]
     for call in calls:
         with pytest.raises(EngineClosedError):
@@ -968,16 +967,6 @@ def test_stats_and_checks_name_the_groups(open_hybrid: OpenHybrid) -> None:
     assert problem.startswith("full, window: cpu: ")
     assert host.engine.check(fix=True).ok
     assert host.engine.check().problems == ()
-
-
-def test_ends_can_be_waited_for_by_descriptors(open_hybrid: OpenHybrid) -> None:
-    import select
-
-    host = open_hybrid("apart")
-    descriptors = host.engine.filenos()
-    host.store(PROMPT)
-    assert set(select.select(descriptors, [], [], WAIT)[0]) <= set(descriptors)
-    assert len(set(descriptors)) == 2
 
 
 def test_metrics_of_each_pool(open_hybrid: OpenHybrid) -> None:
