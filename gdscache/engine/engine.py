@@ -375,8 +375,7 @@ class CacheEngine:
 
     def load_seconds(self, tier: str, pages: int) -> float | None:
         """Expected seconds of a load of `pages` pages from a tier; None before one was measured."""
-        price = self.manager.costs.load_price(tier)
-        return None if price is None else price[0] * pages * self.layout.page_bytes + price[1]
+        return self.manager.costs.load_seconds(tier, pages * self.layout.page_bytes)
 
     def load(self, hit: Hit, slots: Any, after: Event = None) -> LayerwiseLoad:
         """Begin copying a hit into `slots`, block indices of the attached planes, page after page; returns at once.
@@ -665,15 +664,6 @@ class CacheEngine:
         with self.calls:
             problems = self.manager.check(fix)
             return CheckReport(tuple(problems), fixed=fix and not self.manager.check())
-
-    def fileno(self) -> int:
-        """A file descriptor for `select`, `poll` and asyncio: readable when a load, a store or a prefetch has ended.
-
-        It stays readable until it is read (`os.eventfd_read`); then ask `done()` of the handles. The engine opens it at
-        the first call, and closes it. Raises `EngineClosedError`.
-        """
-        self._check_open()
-        return self.calls.fileno()
 
     def close(self, drain: bool = True) -> None:
         """Finish stores (or drop them), wait for loads, free everything. May be called twice.

@@ -69,15 +69,15 @@ class Costs:
         self, tokens: int, cached_tokens: int, seconds: float, load_seconds: float | None = None
     ) -> None:
         """See `CacheEngine.observe_prefill`. Raises `InvalidValueError`."""
-        tokens, cached_tokens = _count("tokens", tokens, 1), _count("cached_tokens", cached_tokens, 0)
-        seconds = _time("seconds", seconds)
+        tokens = arguments.whole(tokens, "tokens", 1, MAX_COUNT)
+        cached_tokens = arguments.whole(cached_tokens, "cached_tokens", 0, MAX_COUNT)
+        seconds = arguments.span(seconds, "seconds", MAX_SECONDS)
         with self._lock:
             if load_seconds is None:
                 self.prefill.observe(_features(tokens, cached_tokens), seconds)
             else:
-                self._observe_overlap(
-                    self.prefill_seconds(tokens, cached_tokens), _time("load_seconds", load_seconds), seconds
-                )
+                load = arguments.span(load_seconds, "load_seconds", MAX_SECONDS)
+                self._observe_overlap(self.prefill_seconds(tokens, cached_tokens), load, seconds)
 
     def _observe_overlap(self, prefill: float | None, load: float, both: float) -> None:
         if prefill is None or not self.prefill.enough or min(prefill, load) < _COMPARABLE * max(prefill, load):
@@ -110,6 +110,10 @@ class Costs:
         fit = self.tiers.get(tier)
         prices = None if fit is None else fit.coefficients
         return None if prices is None else (prices[0], prices[1])
+
+    def load_seconds(self, tier: str, nbytes: int) -> float | None:
+        price = self.load_price(tier)
+        return None if price is None else price[0] * nbytes + price[1]
 
     def prefill_seconds(self, tokens: int, cached_tokens: int) -> float | None:
         return 0.0 if tokens <= 0 else self.prefill.seconds(_features(tokens, cached_tokens))
@@ -158,14 +162,6 @@ class Costs:
 
 def _features(tokens: int, cached: int) -> tuple[float, float, float]:
     return float(tokens), tokens * (cached + tokens / 2), 1.0
-
-
-def _count(name: str, value: int, least: int) -> int:
-    return arguments.whole(value, name, least, MAX_COUNT)
-
-
-def _time(name: str, value: float) -> float:
-    return arguments.span(value, name, MAX_SECONDS)
 
 
 class _PricedRun(NamedTuple):

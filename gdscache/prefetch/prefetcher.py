@@ -165,12 +165,8 @@ class Prefetcher:
 
     def seconds(self, pages: int) -> float | None:
         """Expected seconds to load `pages` from the landing tier; None before it was measured."""
-        price = self._manager.costs.load_price(self.landing_name)
-        return None if price is None else price[0] * pages * self.layout.page_bytes + price[1]
-
-    @property
-    def landing_name(self) -> str:
-        return "" if self._landing is None else self._landing.name
+        name = "" if self._landing is None else self._landing.name
+        return self._manager.costs.load_seconds(name, pages * self.layout.page_bytes)
 
     def stop(self, request: PrefetchRequest, why: PrefetchEnd) -> None:
         with self._manager.lock:
@@ -245,7 +241,7 @@ class Prefetcher:
                 continue
             plan = self._planner.plan_prefetch(request.pages, request.at, most, request.keep)
             with contextlib.ExitStack() as on_failure:
-                on_failure.callback(self._give_up, plan)
+                on_failure.callback(self._planner.abandon, plan.chunk)
                 there = [request.at + i for i, moves in enumerate(plan.found) if not moves]
                 chunk, numbers = plan.chunk, request.take(plan.found)
                 if request.claim is not None:
@@ -253,7 +249,8 @@ class Prefetcher:
                 elif chunk.pages:
                     self._held.begin(page.key for page in chunk.pages)
                 if chunk.pages:
-                    self._move(request, plan, numbers)
+                    again = functools.partial(self._land_again, request, plan, numbers)
+                    self._lane.start(self._bring(request, plan, numbers), again)
                 on_failure.pop_all()
             if chunk.pages:
                 self._moving[id(plan)] = request
@@ -273,14 +270,6 @@ class Prefetcher:
             request.timed = tier, 0
             self._manager.busy.begin(tier, time.monotonic())
 
-    def _move(self, request: PrefetchRequest, plan: PrefetchPlan, numbers: Sequence[int]) -> None:
-        self._lane.start(
-            self._bring(request, plan, numbers), functools.partial(self._land_again, request, plan, numbers)
-        )
-
-    def _give_up(self, plan: PrefetchPlan) -> None:
-        self._planner.abandon(plan.chunk)
-
     def _bring(self, request: PrefetchRequest, plan: PrefetchPlan, numbers: Sequence[int]) -> Steps[None]:
         log_failure((yield from failure(self._loader.bring(plan.chunk))))
         self._landed(request, plan, numbers)
@@ -297,12 +286,12 @@ class Prefetcher:
                 self._changed.notify_all()
                 return
             on_failure.callback(self._recount, request)
-            on_failure.callback(self._give_up, plan)
+            on_failure.callback(self._planner.abandon, chunk)
             statuses, claim = [], request.claim
             if claim is not None:
                 landed = [*map(bool, chunk.loaded())]
                 self._manager.pins.fill(claim, itertools.compress(numbers, landed))
-            self._give_up(plan)
+            self._planner.abandon(chunk)
             told = chunk.told(range(len(chunk)))
             for page, target, status in zip(chunk.pages, chunk.targets, told, strict=True):
                 assert target is not None, "a page that a prefetch brings nowhere"
