@@ -135,25 +135,20 @@ class Costs:
 
     def describe(self) -> dict[str, Any]:
         bandwidths = self.bandwidths()
-        per_token, per_pair, step = self.prefill.coefficients or (None, None, None)
+        per_token = self.prefill.coefficients[0] if self.prefill.coefficients else None
         return {
             "tiers": {
                 name: {
                     "bytes_per_second": bandwidths.get(name),
                     "latency_seconds": None if fit.coefficients is None else fit.coefficients[1],
                     "observations": fit.observations,
-                    "relative_error": fit.error,
                     "relative_errors": fit.errors.describe(),
                 }
                 for name, fit in list(self.tiers.items())
             },
             "prefill": {
                 "tokens_per_second": 1.0 / per_token if per_token else None,
-                "seconds_per_token": per_token,
-                "seconds_per_token_pair": per_pair,
-                "step_seconds": step,
                 "observations": self.prefill.observations,
-                "relative_error": self.prefill.error,
                 "relative_errors": self.prefill.errors.describe(),
             },
             "overlap": self.overlap,
