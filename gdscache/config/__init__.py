@@ -68,7 +68,7 @@ _TRANSPORT = rf"auto|posix|uring|cufile|kvikio|nixl|{_CLASS}"
 
 
 def _text(pattern: str, allowed: str) -> tuple[AfterValidator, WithJsonSchema]:
-    """The check of a text that matches a pattern; `allowed` says in words what does."""
+    """The check of a text that matches a pattern; `allowed`: the pattern in words."""
 
     def checked(value: str) -> str:
         if not re.fullmatch(pattern, value):
