@@ -18,29 +18,8 @@ from gdscache.tracing.base import Span, Timeline, title
 LIMIT = 200_000  # events, some 300 bytes each
 FORMAT = 1
 _PID = 1
-_THREADS = {  # our threads by their names
-    "MainThread": "model thread",
-    "gdscache-calls": "calls",
-    "gdscache-load": "load thread",
-    "gdscache-prefetch": "prefetch thread",
-    "gdscache-gather": "storer",
-    "gdscache-write": "writer",
-}
-# Of tracks, from top to bottom.
-_ORDER = (
-    "model",
-    "calls",
-    "thread",
-    "loads",
-    "load",
-    "SSD reads",
-    "copies",
-    "prefetch",
-    "storer",
-    "stores",
-    "writer",
-    "SSD",
-)
+# The beginnings of tracks' names, from top to bottom.
+_ORDER = ("model", "calls", "load", "SSD reads", "copies", "prefetch", "gather", "stores", "write", "SSD")
 
 Track = tuple[str, int]  # a name, and the thread's identifier if it is a thread's
 
@@ -247,15 +226,8 @@ def lanes(events: Events) -> tuple[Placed, dict[str, int]]:
 
 
 def _name(track: Track) -> str:
-    name, thread = track
-    if not thread:
-        return name
-    own, _, number = name.rpartition("_")
-    if own in ("gdscache-gather", "gdscache-write"):
-        return _THREADS[own]
-    if own in _THREADS and number.isdigit():
-        return f"{_THREADS[own]} {number}"
-    return _THREADS.get(name, f"thread {name}")
+    name, _ = track
+    return "model thread" if name == "MainThread" else name.removeprefix("gdscache-").replace("_", " ")
 
 
 def _place(name: str) -> int:

@@ -184,9 +184,9 @@ def test_tracks_have_the_names_of_what_they_do(traced: OpenHost, tmp_path: Path)
     by_kind = tracks_by_kind(data)
     assert by_kind["wait"] == track_names(data)[min(track_names(data))] == "model thread"
     assert by_kind["lookup"] == by_kind["plan"] == "model thread"  # who calls carries it out
-    assert by_kind["load"].startswith("load thread ")
+    assert by_kind["load"].startswith("load ")
     assert by_kind["read"].startswith("SSD reads")
-    assert (by_kind["gather"], by_kind["commit"], by_kind["write"]) == ("copies", "writer", "SSD writes")
+    assert (by_kind["gather"], by_kind["commit"], by_kind["write"]) == ("copies", "write 0", "SSD writes")
 
 
 @pytest.mark.parametrize("bounce", [2, 4])
