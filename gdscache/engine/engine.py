@@ -121,7 +121,13 @@ class CacheEngine:
             )
         if ranks is not None and planes is not None:
             raise InvalidValueError("planes are given beside ranks", "make a Rank of them, and pass its address")
-        opened = functools.partial(_opened, config, planes, ranks, self.timeline, calls, limits)
+
+        def opened() -> tuple[Parts, EngineClosing]:
+            parts = build(config, planes, timeline=timeline, calls=calls, limits=limits, addresses=ranks)
+            closing = EngineClosing(parts, calls, config.deadline)
+            calls.closing = functools.partial(closing.run, False)
+            return parts, closing
+
         device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")  # type: ignore[no-untyped-call]
         self._parts, self._closing = calls.open(on_stream_of_caller(device, opened))
         self.layout: PageLayout = self._parts.planes.layout
@@ -711,17 +717,3 @@ def _requests(requests: Any) -> list[tuple[Hit, Any]]:
                 "a load is asked for without a hit", "pass the hit that lookup() returned, and its slots"
             )
     return [(hit, slots) for hit, slots in pairs]
-
-
-def _opened(
-    config: Config,
-    planes: Sequence[Sequence[torch.Tensor]] | None,
-    ranks: Sequence[RankAddress] | None,
-    timeline: Timeline,
-    calls: Calls,
-    limits: EngineLimits,
-) -> tuple[Parts, EngineClosing]:
-    parts = build(config, planes, timeline=timeline, calls=calls, limits=limits, addresses=ranks)
-    closing = EngineClosing(parts, calls, config.deadline)
-    calls.closing = functools.partial(closing.run, False)
-    return parts, closing

@@ -16,42 +16,27 @@ import torch
 import gdscache
 from gdscache.arrays import Int64Array
 from gdscache.config import Config
-from gdscache.cuda.streams import Event
 from gdscache.disk.slab import Slab
 from gdscache.disk.slab_io import SlabIO
 from gdscache.errors import RankLostError, RankMismatchError
 from gdscache.extents.host import HostExtents
 from gdscache.kernels.copies import open_copies
-from gdscache.load.plan import CODES, STATUSES
+from gdscache.load.plan import STATUSES
 from gdscache.moves import PLANES, Move, PageStatus, Priority, Way
 from gdscache.moves.native import Machine, NativeExecutor, Reserve
 from gdscache.pages.planes import PagedPlanes
 from gdscache.ranks import wire
 from gdscache.ranks.channel import Channel, connected
+from gdscache.ranks.loads import Verdicts
 from gdscache.ranks.wire import Message
 from gdscache.runtime.threads import Flag, log_failure
 from gdscache.storage import open_transport
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from gdscache.moves import Moving
 
 CLOSE_S = 5.0  # seconds that `close` waits for late reads
 _log = logging.getLogger("gdscache.ranks")
-
-
-class _Judged:
-    """Collects the statuses of a load's pages."""
-
-    def __init__(self, pages: int) -> None:
-        self.statuses: npt.NDArray[np.uint8] = np.full(pages, CODES[PageStatus.ABORTED], np.uint8)
-        self.rows = np.arange(pages)
-
-    def judged(self, rows: Int64Array, status: PageStatus) -> None:
-        self.statuses[rows] = CODES[status]
-
-    def ready(self, layers: range, event: Event) -> None: ...
 
 
 class Borrower:
@@ -151,7 +136,7 @@ class Borrower:
         if not lent.fields["lease"]:
             return []
         slots, sums = lent.arrays
-        heard, late = _Judged(len(slots)), list[int]()
+        heard, late = Verdicts(len(slots), PageStatus.ABORTED), list[int]()
         moving: Moving | None = None
         try:
             if len(slots):
@@ -164,7 +149,7 @@ class Borrower:
             self._give_back(lent.fields["lease"], heard, moving, late)
         return [STATUSES[code] for code in heard.statuses.tolist()]
 
-    def _give_back(self, lease: int, heard: _Judged, moving: Moving | None, late: Sequence[int]) -> None:
+    def _give_back(self, lease: int, heard: Verdicts, moving: Moving | None, late: Sequence[int]) -> None:
         left = {*late}
         self._channel.send(wire.pack({"do": "took", "lease": lease, "free": not left}, [heard.statuses]))
         if moving is None or not left:
