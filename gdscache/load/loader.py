@@ -19,7 +19,7 @@ from gdscache.load.report import LoadPart, LoadReport
 from gdscache.load.run import LoadRun
 from gdscache.moves import Executor, PageStatus, Priority, Steps, failure
 from gdscache.pages.keys import Page
-from gdscache.pages.layout import GroupSizes, PageLayout
+from gdscache.pages.layout import PageLayout
 from gdscache.pages.planes import Blocks
 from gdscache.runtime.threads import log_failure
 from gdscache.tracing import OFF
@@ -46,11 +46,9 @@ class Loader:
         *,
         threads: int = LIMITS.load_threads,
         keep: bool = True,
-        sizes: GroupSizes | None = None,
         plain: Executor | None = None,
     ) -> None:
-        """`sizes` replaces the usual sizes of the groups of layers that are read together. `plain` moves the pages of
-        plain tiers."""
+        """`plain` moves the pages of plain tiers."""
         self.planner = planner
         self.manager = planner.manager
         self.executor = executor
@@ -58,7 +56,6 @@ class Loader:
         self.config = config
         self.deadline = deadline
         self.keep = keep
-        self.sizes = sizes
         self._plain = plain
         # loads that a thread of the lane has or will get, and that may read files; the manager's lock guards it
         self._running: set[LayerwiseLoad] = set()
@@ -199,7 +196,7 @@ class Loader:
         checked: bool = False,
     ) -> LoadRun:
         parts = self.planner, self.executor, self.layout, self.config, self.deadline
-        return LoadRun(*parts, load, plan, tables, after, self.sizes, checked=checked, plain=self._plain)
+        return LoadRun(*parts, load, plan, tables, after, checked=checked, plain=self._plain)
 
     def _timed(self, kind: str, load: LayerwiseLoad, run: LoadRun) -> Steps[None]:
         timeline = self.manager.timeline

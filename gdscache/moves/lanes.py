@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -99,8 +98,8 @@ class ThreadDriver:
     def finish(self, steps: Steps[_T]) -> _T:
         return drive(steps)
 
-    def room(self, pool: SlotShare, seconds: float = math.inf) -> Wait:
-        return Blocking(functools.partial(pool.wait, max(0.0, min(seconds, _LOOK_S))))
+    def room(self, pool: SlotShare) -> Wait:
+        return Blocking(functools.partial(pool.wait, _LOOK_S))
 
     def changed(self, condition: threading.Condition, over: Callable[[], bool], seconds: float) -> Wait:
         def wait() -> None:

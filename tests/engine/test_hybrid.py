@@ -33,7 +33,7 @@ from gdscache.errors import (
 from gdscache.events.base import BlockStored, KVEventBatch
 from gdscache.events.view import CacheView
 from gdscache.gate.fit import ENOUGH
-from gdscache.gate.gate import EXPLORE_EVERY, Gate
+from gdscache.gate.gate import EXPLORE_EVERY
 from gdscache.metrics import EngineCollector
 from gdscache.storage.base import Op
 from tests.support.faulty import PLAN, Fault
@@ -936,17 +936,6 @@ def test_the_gate_takes_or_leaves_a_hit_as_a_whole(open_hybrid: OpenHybrid, mode
     for _ in range(4 * ENOUGH):
         engine.observe_prefill(1000, 0, 1000.0)
     assert engine.lookup(PROMPT).tokens == 48
-
-
-def test_another_gate_may_judge(open_hybrid: OpenHybrid) -> None:
-    host = open_hybrid("apart", load={"gate": "enforcing"})
-    host.store(PROMPT)
-    engine, before = host.engine, host.engine.gate
-    first = engine.engines[0]
-    engine.judge_by(Gate("off", before.costs, first.layout.page_tokens, first.layout.page_bytes))
-    assert engine.lookup(PROMPT).recompute_seconds is None
-    assert engine.stats()["gate"]["mode"] == "off"
-    assert before.stats()["hits"] == dict.fromkeys(before.stats()["hits"], 0)
 
 
 # -- what it says of itself --------------------------------------------------------------------------------------------
