@@ -524,7 +524,9 @@ PROFILERS = [
 def test_when_a_profiler_is_attached(environ: dict[str, str], profiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     nvtx = FakeNvtx()
     monkeypatch.setattr(torch.cuda, "nvtx", nvtx)
-    timeline = timeline_from_environment(environ)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    timeline = timeline_from_environment()
     assert isinstance(timeline, NvtxTimeline) == profiled
     assert (timeline is OFF) != profiled
     assert nvtx.marks == ["gdscache"] * profiled
@@ -545,7 +547,8 @@ def test_torch_without_nvtx(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("NVTX functions not installed. Are you sure you have a CUDA build?")
 
     monkeypatch.setattr(torch.cuda, "nvtx", SimpleNamespace(mark=missing))
-    assert timeline_from_environment({"NSYS_PROFILING_SESSION_ID": "1"}) is OFF
+    monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "1")
+    assert timeline_from_environment() is OFF
     with pytest.raises(RuntimeError):
         NvtxTimeline()
 
