@@ -4,98 +4,61 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gdscache.config import Config, load_config
-    from gdscache.engine.engine import CacheEngine, CheckReport
-    from gdscache.engine.hybrid import HybridEngine
-    from gdscache.engine.hybrid_handles import HybridHit
-    from gdscache.engine.sequence import Sequence
-    from gdscache.errors import (
-        CapacityError,
-        ConfigError,
-        DeadlineError,
-        EngineClosedError,
-        GdsCacheError,
-        LoadFailedError,
-        PoolFullError,
-        StorageError,
-    )
-    from gdscache.load.handle import Gap, LayerwiseLoad
-    from gdscache.load.report import LoadReport
-    from gdscache.moves.base import PageStatus, PrefetchEnd
-    from gdscache.pages.hit import Hit
-    from gdscache.pages.keys import PageHashes
-    from gdscache.prefetch.handle import Prefetch, PrefetchReport
-    from gdscache.ranks.address import RankAddress
-    from gdscache.ranks.rank import Rank
-    from gdscache.store.handle import StoreHandle, StoreReport
-    from gdscache.tiers.pins import Pin
+    from gdscache.config import Config as Config
+    from gdscache.config import load_config as load_config
+    from gdscache.engine.engine import CacheEngine as CacheEngine
+    from gdscache.engine.engine import CheckReport as CheckReport
+    from gdscache.engine.hybrid import HybridEngine as HybridEngine
+    from gdscache.engine.hybrid_handles import HybridHit as HybridHit
+    from gdscache.engine.sequence import Sequence as Sequence
+    from gdscache.errors import CapacityError as CapacityError
+    from gdscache.errors import ConfigError as ConfigError
+    from gdscache.errors import DeadlineError as DeadlineError
+    from gdscache.errors import EngineClosedError as EngineClosedError
+    from gdscache.errors import GdsCacheError as GdsCacheError
+    from gdscache.errors import LoadFailedError as LoadFailedError
+    from gdscache.errors import PoolFullError as PoolFullError
+    from gdscache.errors import StorageError as StorageError
+    from gdscache.load.handle import Gap as Gap
+    from gdscache.load.handle import LayerwiseLoad as LayerwiseLoad
+    from gdscache.load.report import LoadReport as LoadReport
+    from gdscache.moves.base import PageStatus as PageStatus
+    from gdscache.moves.base import PrefetchEnd as PrefetchEnd
+    from gdscache.pages.hit import Hit as Hit
+    from gdscache.pages.keys import PageHashes as PageHashes
+    from gdscache.prefetch.handle import Prefetch as Prefetch
+    from gdscache.prefetch.handle import PrefetchReport as PrefetchReport
+    from gdscache.ranks.address import RankAddress as RankAddress
+    from gdscache.ranks.rank import Rank as Rank
+    from gdscache.store.handle import StoreHandle as StoreHandle
+    from gdscache.store.handle import StoreReport as StoreReport
+    from gdscache.tiers.pins import Pin as Pin
 
 __version__ = "0.2.0"
 
-# Name -> module; imported on first use (PEP 562): the engine imports torch, which takes longer than most commands.
-_HOMES = {
-    "CacheEngine": "engine.engine",
-    "CapacityError": "errors",
-    "CheckReport": "engine.engine",
-    "Config": "config",
-    "ConfigError": "errors",
-    "DeadlineError": "errors",
-    "EngineClosedError": "errors",
-    "Gap": "load.handle",
-    "GdsCacheError": "errors",
-    "Hit": "pages.hit",
-    "HybridEngine": "engine.hybrid",
-    "HybridHit": "engine.hybrid_handles",
-    "LayerwiseLoad": "load.handle",
-    "LoadFailedError": "errors",
-    "LoadReport": "load.report",
-    "PageHashes": "pages.keys",
-    "PageStatus": "moves.base",
-    "Pin": "tiers.pins",
-    "PoolFullError": "errors",
-    "Prefetch": "prefetch.handle",
-    "PrefetchEnd": "moves.base",
-    "PrefetchReport": "prefetch.handle",
-    "Rank": "ranks.rank",
-    "RankAddress": "ranks.address",
-    "Sequence": "engine.sequence",
-    "StorageError": "errors",
-    "StoreHandle": "store.handle",
-    "StoreReport": "store.handle",
-    "load_config": "config",
-}
-
-__all__ = [
-    "CacheEngine",
-    "CapacityError",
-    "CheckReport",
-    "Config",
-    "ConfigError",
-    "DeadlineError",
-    "EngineClosedError",
-    "Gap",
-    "GdsCacheError",
-    "Hit",
-    "HybridEngine",
-    "HybridHit",
-    "LayerwiseLoad",
-    "LoadFailedError",
-    "LoadReport",
-    "PageHashes",
-    "PageStatus",
-    "Pin",
-    "PoolFullError",
-    "Prefetch",
-    "PrefetchEnd",
-    "PrefetchReport",
-    "Rank",
-    "RankAddress",
-    "Sequence",
+# By module, imported on first use (PEP 562): the engine imports torch, which takes longer than most commands.
+_BY_HOME = {
+    "config": "Config load_config",
+    "engine.engine": "CacheEngine CheckReport",
+    "engine.hybrid": "HybridEngine",
+    "engine.hybrid_handles": "HybridHit",
+    "engine.sequence": "Sequence",
+    "errors": "CapacityError ConfigError DeadlineError EngineClosedError GdsCacheError LoadFailedError PoolFullError "
     "StorageError",
-    "StoreHandle",
-    "StoreReport",
-    "load_config",
-]
+    "load.handle": "Gap LayerwiseLoad",
+    "load.report": "LoadReport",
+    "moves.base": "PageStatus PrefetchEnd",
+    "pages.hit": "Hit",
+    "pages.keys": "PageHashes",
+    "prefetch.handle": "Prefetch PrefetchReport",
+    "ranks.address": "RankAddress",
+    "ranks.rank": "Rank",
+    "store.handle": "StoreHandle StoreReport",
+    "tiers.pins": "Pin",
+}
+_HOMES = {name: home for home, names in _BY_HOME.items() for name in names.split()}
+
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

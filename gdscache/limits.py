@@ -15,7 +15,6 @@ MAX_COUNT = (1 << 31) - 1
 MAX_EXTENT_BYTES = (1 << 31) - 4096
 
 MAX_LAYERS = 4096
-MAX_DEVICE_INDEX = 127  # torch keeps the index of a device in a signed byte
 
 KEY_BYTES = 32  # of a page's key, and of a namespace's digest
 

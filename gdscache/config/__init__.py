@@ -28,7 +28,7 @@ from gdscache.config.file import read_places
 from gdscache.config.model import ModelConfig, PlaneConfig
 from gdscache.config.problems import COLLECT, NOWHERE, ConfigSection, dotted, explain, rejected
 from gdscache.errors import CapacityError, ConfigError, ConfigFileError, GeometryError, InvalidValueError
-from gdscache.limits import MAX_COUNT, MAX_DEVICE_INDEX, MAX_SECONDS
+from gdscache.limits import MAX_COUNT, MAX_SECONDS
 from gdscache.sizes import GIB, MIB, SIZE_SCHEMA, Size, format_size, parse_size
 
 __all__ = [
@@ -62,27 +62,20 @@ GateMode = Annotated[
 
 
 _NAMED = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
-_DEVICE = r"auto|cpu|cuda(:(0|[1-9][0-9]{0,2}))?"
+_DEVICE = r"auto|cpu|cuda(:([0-9]|[1-9][0-9]|1[01][0-9]|12[0-7]))?"  # torch keeps the index in a signed byte
 _CLASS = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
 _TRANSPORT = rf"auto|posix|uring|cufile|kvikio|nixl|{_CLASS}"
 
 
-def _device(value: str) -> str:
-    if not re.fullmatch(_DEVICE, value) or int(value.partition(":")[2] or 0) > MAX_DEVICE_INDEX:
-        raise ValueError(f"must be auto, cpu, cuda or cuda:N, with N from 0 to {MAX_DEVICE_INDEX}")
-    return value
+def _text(pattern: str, allowed: str) -> tuple[AfterValidator, WithJsonSchema]:
+    """The check of a text that matches a pattern; `allowed`: the pattern in words."""
 
+    def checked(value: str) -> str:
+        if not re.fullmatch(pattern, value):
+            raise ValueError(f"must be {allowed}")
+        return value
 
-def _transport(value: str) -> str:
-    if not re.fullmatch(_TRANSPORT, value):
-        raise ValueError("must be auto, posix, uring, cufile, kvikio, nixl or package.module:Class")
-    return value
-
-
-def _class_path(value: str) -> str:
-    if not re.fullmatch(_CLASS, value):
-        raise ValueError("must be package.module:Class")
-    return value
+    return AfterValidator(checked), WithJsonSchema({"type": "string", "pattern": f"^({pattern})$"})
 
 
 def _expand(value: object) -> Path:
@@ -109,11 +102,9 @@ def _variable(match: re.Match[str]) -> str:
 
 
 EvictionOrder = Literal["lru", "lifetime"]
-Device = Annotated[str, AfterValidator(_device), WithJsonSchema({"type": "string", "pattern": f"^({_DEVICE})$"})]
-Transport = Annotated[
-    str, AfterValidator(_transport), WithJsonSchema({"type": "string", "pattern": f"^({_TRANSPORT})$"})
-]
-ClassPath = Annotated[str, AfterValidator(_class_path), WithJsonSchema({"type": "string", "pattern": f"^({_CLASS})$"})]
+Device = Annotated[str, *_text(_DEVICE, "auto, cpu, cuda or cuda:N, with N from 0 to 127")]
+Transport = Annotated[str, *_text(_TRANSPORT, "auto, posix, uring, cufile, kvikio, nixl or package.module:Class")]
+ClassPath = Annotated[str, *_text(_CLASS, "package.module:Class")]
 Directory = Annotated[Path, BeforeValidator(_expand), WithJsonSchema({"type": "string", "minLength": 1})]
 
 

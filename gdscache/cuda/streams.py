@@ -171,10 +171,6 @@ class Fence:
     def __init__(self) -> None:
         self._work = LayerFences(1)
 
-    @property
-    def queued(self) -> bool:
-        return self._work.queued(0)
-
     def watch(self, lands: Callable[[float], Landed | None]) -> None:
         """From now on waiting threads call `lands(seconds)`, which waits until the work is queued; None if it is
         not."""

@@ -73,7 +73,7 @@ class EngineClosing:
             self.begun = True
             with contextlib.ExitStack() as last_to_first:
                 last_to_first.callback(self._calls.end)
-                last_to_first.callback(self._calls.close_bells)
+                last_to_first.callback(self._calls.end_awaits)
                 last_to_first.callback(self._over.set)
                 last_to_first.callback(self._parts.close, drain=drain)
                 if self._server is not None:

@@ -44,7 +44,6 @@ from gdscache.pages.layout import PageLayout
 from gdscache.pages.planes import Blocks
 from gdscache.pages.reasons import Told
 from gdscache.prefetch.handle import Prefetch
-from gdscache.prefetch.trial import try_files
 from gdscache.ranks.address import RankAddress, StoreMark
 from gdscache.ranks.executor import RanksExecutor
 from gdscache.ranks.lender import Lender, Named
@@ -122,7 +121,13 @@ class CacheEngine:
             )
         if ranks is not None and planes is not None:
             raise InvalidValueError("planes are given beside ranks", "make a Rank of them, and pass its address")
-        opened = functools.partial(_opened, config, planes, ranks, self.timeline, calls, limits)
+
+        def opened() -> tuple[Parts, EngineClosing]:
+            parts = build(config, planes, timeline=timeline, calls=calls, limits=limits, addresses=ranks)
+            closing = EngineClosing(parts, calls, config.deadline)
+            calls.closing = functools.partial(closing.run, False)
+            return parts, closing
+
         device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")  # type: ignore[no-untyped-call]
         self._parts, self._closing = calls.open(on_stream_of_caller(device, opened))
         self.layout: PageLayout = self._parts.planes.layout
@@ -677,15 +682,6 @@ class CacheEngine:
             problems = self.manager.check(fix)
             return CheckReport(tuple(problems), fixed=fix and not self.manager.check())
 
-    def fileno(self) -> int:
-        """A file descriptor for `select`, `poll` and asyncio: readable when a load, a store or a prefetch has ended.
-
-        It stays readable until it is read (`os.eventfd_read`); then ask `done()` of the handles. The engine opens it at
-        the first call, and closes it. Raises `EngineClosedError`.
-        """
-        self._check_open()
-        return self.calls.fileno()
-
     def close(self, drain: bool = True) -> None:
         """Finish stores (or drop them), wait for loads, free everything. May be called twice.
 
@@ -732,19 +728,3 @@ def _requests(requests: Any) -> list[tuple[Hit, Any]]:
                 "a load is asked for without a hit", "pass the hit that lookup() returned, and its slots"
             )
     return [(hit, slots) for hit, slots in pairs]
-
-
-def _opened(
-    config: Config,
-    planes: Sequence[Sequence[torch.Tensor]] | None,
-    ranks: Sequence[RankAddress] | None,
-    timeline: Timeline,
-    calls: Calls,
-    limits: EngineLimits,
-) -> tuple[Parts, EngineClosing]:
-    parts = build(config, planes, timeline=timeline, calls=calls, limits=limits, addresses=ranks)
-    closing = EngineClosing(parts, calls, config.deadline)
-    calls.closing = functools.partial(closing.run, False)
-    if config.load.gate == "enforcing":
-        try_files(parts.manager, parts.prefetcher)
-    return parts, closing

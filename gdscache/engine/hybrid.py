@@ -466,11 +466,6 @@ class HybridEngine:
         for engine in self.engines:
             engine.observe_load(tier, nbytes, seconds)
 
-    def judge_by(self, gate: Gate) -> None:
-        for engine in self.engines:
-            engine.judge_by(gate)
-        self.gate = gate
-
     def on_events(self, callback: Callable[[str, KVEventBatch], object]) -> Callable[[], None]:
         """Call `callback(names, batch)` for each batch of KV events: see `CacheEngine.on_events`.
 
@@ -485,10 +480,6 @@ class HybridEngine:
 
                 undo.callback(engine.on_events(told))
             return undo.pop_all().close
-
-    def filenos(self) -> list[int]:
-        """A file descriptor of each pool: see `CacheEngine.fileno`."""
-        return [engine.fileno() for engine in self.engines]
 
     def clear(self) -> dict[str, int]:
         return _sum(engine.clear() for engine in self.engines)

@@ -6,8 +6,8 @@ import dataclasses
 import functools
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from gdscache import arguments
 from gdscache.groups.names import Chain
@@ -85,10 +85,36 @@ class HybridStoreReport:
     dropped: dict[str, dict[int, str]]
 
 
-class HybridLoad:
+class _Handle(Generic[Said]):
+    """The handles of one call, of some or all pools."""
+
+    def __init__(self, handles: Iterable[Any]) -> None:
+        self._handles = [handle for handle in handles if handle is not None]
+
+    def result(self, seconds: float | None = None) -> Said:
+        raise NotImplementedError
+
+    def done(self) -> bool:
+        return all(handle.done() for handle in self._handles)
+
+    def __await__(self) -> Generator[Any, None, Said]:
+        """`result()` in asyncio's event loop. Cancelling the await cancels nothing else."""
+        for handle in self._handles:
+            yield from handle.__await__()
+        return self.result()
+
+    def released(self, seconds: float | None = None) -> None:
+        """Wait until the slots are the caller's again. Raises `DeadlineError`."""
+        left = remaining(seconds)
+        for handle in self._handles:
+            handle.release_event.synchronize(left())
+
+
+class HybridLoad(_Handle[HybridReport]):
     """The handle of a load, or of a batch of loads. Made by `HybridEngine.load` and `load_many`; thread-safe."""
 
     def __init__(self, engine: HybridEngine, hits: Sequence[HybridHit], loads: Sequence[LayerwiseLoad | None]) -> None:
+        super().__init__(loads)
         self._engine, self._hits, self._loads = engine, hits, loads
 
     @property
@@ -98,7 +124,7 @@ class HybridLoad:
 
     @property
     def begun(self) -> list[LayerwiseLoad]:
-        return [load for load in self._loads if load is not None]
+        return self._handles
 
     @property
     def tokens(self) -> int:
@@ -118,9 +144,6 @@ class HybridLoad:
         load = self._loads[pool]
         if load is not None:
             load.wait(local, seconds)
-
-    def done(self) -> bool:
-        return all(load is None or load.done() for load in self._loads)
 
     def results(self, seconds: float | None = None) -> list[HybridReport]:
         """The verdict on each request, in order. Never raises for a bad page; `DeadlineError` when it is late."""
@@ -167,32 +190,18 @@ class HybridLoad:
         why = functools.partial(_came, hit, names, sizes, told)
         return HybridReport(hit.tokens if whole else 0, told, dict(by_tier), took, why)
 
-    def __await__(self) -> Generator[Any, None, HybridReport]:
-        """`result()` in asyncio's event loop. Cancelling the await does not cancel the load."""
-        for load in self.begun:
-            yield from load.__await__()
-        return self.result()
-
     def cancel(self) -> None:
         """Stop early. The slots stay the engine's until `released`."""
         for load in self.begun:
             load.cancel()
 
-    def released(self, seconds: float | None = None) -> None:
-        """Wait until nothing writes to the slots any more. Raises `DeadlineError`."""
-        left = remaining(seconds)
-        for load in self.begun:
-            load.release_event.synchronize(left())
 
-
-class HybridStore:
+class HybridStore(_Handle[HybridStoreReport]):
     """The handle of a store. Made by `HybridEngine.store`; thread-safe."""
 
     def __init__(self, names: Sequence[str], handles: Sequence[StoreHandle], order: Sequence[Chain]) -> None:
-        self._names, self._handles, self._order = names, handles, order
-
-    def done(self) -> bool:
-        return all(handle.done() for handle in self._handles)
+        super().__init__(handles)
+        self._names, self._order = names, order
 
     def result(self, seconds: float | None = None) -> HybridStoreReport:
         """The report. Waits up to `seconds` (None: without limit), then raises `DeadlineError`."""
@@ -208,23 +217,12 @@ class HybridStore:
                     dropped[name][one.number] = report.dropped[place]
         return HybridStoreReport(tiers, dropped)
 
-    def __await__(self) -> Generator[Any, None, HybridStoreReport]:
-        """`result()` in asyncio's event loop. Cancelling the await does not cancel the store."""
-        for handle in self._handles:
-            yield from handle.__await__()
-        return self.result()
 
-    def released(self, seconds: float | None = None) -> None:
-        """Wait until the slots may be written again. Raises `DeadlineError`."""
-        left = remaining(seconds)
-        for handle in self._handles:
-            handle.release_event.synchronize(left())
-
-
-class HybridPrefetch:
+class HybridPrefetch(_Handle[list[PrefetchReport]]):
     """The handle of a prefetch. Made by `HybridEngine.prefetch`; thread-safe. Leaving its `with` block cancels it."""
 
     def __init__(self, engine: HybridEngine, hit: HybridHit, parts: Sequence[Prefetch | None]) -> None:
+        super().__init__(parts)
         self._engine, self._hit, self._parts = engine, hit, parts
 
     @property
@@ -260,30 +258,21 @@ class HybridPrefetch:
             return self._engine.nothing(self._hit.start)
         return dataclasses.replace(self._hit, parts=parts)
 
-    def done(self) -> bool:
-        return all(part is None or part.done() for part in self._parts)
-
     def wait(self, seconds: float | None = 0.0) -> int:
         """Wait up to `seconds` for its end, then stop it, and return `tokens`: see `Prefetch.wait`."""
         left = remaining(seconds)
-        for part in filter(None, self._parts):
+        for part in self._handles:
             part.wait(left())
         return self.tokens
 
     def result(self, seconds: float | None = None) -> list[PrefetchReport]:
         """Wait until it has ended, by pool: see `Prefetch.result`."""
         left = remaining(seconds)
-        return [part.result(left()) for part in self._parts if part is not None]
-
-    def __await__(self) -> Generator[Any, None, list[PrefetchReport]]:
-        """`result()` in asyncio's event loop. Cancelling the await does not cancel the prefetch."""
-        for part in filter(None, self._parts):
-            yield from part.__await__()
-        return self.result()
+        return [part.result(left()) for part in self._handles]
 
     def cancel(self) -> None:
         """End it, and its pins. May be called twice."""
-        for part in filter(None, self._parts):
+        for part in self._handles:
             part.cancel()
 
     release = cancel

@@ -42,12 +42,11 @@ from gdscache.extents.base import Extents, SlotMemory
 from gdscache.extents.device import DeviceExtents
 from gdscache.extents.host import HostExtents
 from gdscache.kernels.copies import PageCopies, open_copies
-from gdscache.limits import LIMITS, EngineLimits
+from gdscache.limits import EngineLimits
 from gdscache.load.loader import Loader
 from gdscache.load.planner import LoadPlanner
 from gdscache.moves import PageStatus
-from gdscache.moves.machine import Machine, Reserve
-from gdscache.moves.native import NativeExecutor
+from gdscache.moves.native import Machine, NativeExecutor, Reserve
 from gdscache.pages.keys import namespace_digest
 from gdscache.pages.layout import PLAIN, PageLayout
 from gdscache.pages.planes import PagedPlanes
@@ -73,7 +72,7 @@ from gdscache.tiers.journal import Journal
 from gdscache.tiers.manager import TierManager
 from gdscache.tiers.quarantine import Late, Quarantine
 from gdscache.tiers.ssd import SsdTier
-from gdscache.tracing import OFF, Timeline
+from gdscache.tracing import Timeline
 
 _log = logging.getLogger("gdscache")
 _config_log = logging.getLogger("gdscache.config")
@@ -98,11 +97,6 @@ class Parts:
     ranks: RankSet | None
     journal: Journal
     history: HistoryFile | None
-
-    @property
-    def bounce(self) -> Bounce | None:
-        """The bounce reserve; of packed pages, where pages are."""
-        return self.bounces[0] if self.bounces else None
 
     def close(self, *, drain: bool) -> None:
         """End prefetches, stores (finished with `drain`, else dropped) and loads; then close the tiers and free the
@@ -164,10 +158,10 @@ def build(
     config: Config,
     attached: Sequence[Sequence[torch.Tensor]] | None,
     *,
-    timeline: Timeline = OFF,
-    calls: Caller | None = None,
-    limits: EngineLimits = LIMITS,
-    addresses: Sequence[RankAddress] | None = None,
+    timeline: Timeline,
+    calls: Caller,
+    limits: EngineLimits,
+    addresses: Sequence[RankAddress] | None,
 ) -> Parts:
     """Open all parts, or raise and leave none open. `addresses`: of the ranks that have the planes."""
     # A tensor made in the caller's inference mode could not be written outside of it.
@@ -230,7 +224,7 @@ def build(
         loads = LoadPlanner(manager, due=[storer.offer_earned], prefetched=held)
         threads, keep = limits.load_threads, not below.direct
         how: dict[str, Any] = {"threads": threads, "keep": keep, "plain": executors[-1]}
-        loader = Loader(loads, executor, layout, config.load, deadline, device, **how)
+        loader = Loader(loads, executor, layout, config.load, deadline, **how)
         undo.callback(loader.close)
         prefetcher = Prefetcher(loader, held, layout, limits)
         undo.callback(prefetcher.close)
@@ -364,7 +358,10 @@ def _open_below(
     further = [open_tier(tier, layout, lock) for tier in config.tiers]
     for tier in further:
         undo.callback(tier.close)
-    _check_served(further, cpu)
+        if not tier.served and cpu is None:
+            raise TierUnavailableError(
+                f"pages of tier {tier.name!r} are brought into the CPU tier, but there is none", "add a cpu section"
+            )
     files = [*([] if ssd is None else [ssd]), *further]
     direct = ssd is not None and ssd.direct
     bounce = _bounce(config, top, cpu, files, direct, quarantine)
@@ -482,21 +479,22 @@ def _figures(
     if journal.due:
         manager.calls.post(journal.tick)
     quarantine, ssd = manager.quarantine, manager.ssd
+    index = None if ssd is None else ssd.index
     stopped = quarantine.stopped or ("" if ssd is None else ssd.lock_lost())
     off = ssd is not None and quarantine.refuses(ssd.name)
     state = "stopped" if stopped else "switched_off" if off else "running"
-    told = Figures(
-        format_version=0,
-        directories=0,
+    return Figures(
+        format_version=0 if ssd is None else FORMAT_VERSION,
+        directories=0 if ssd is None else ssd.io.slab.directories,
         extent_bytes=top.layout.extent_bytes,
-        slots=0,
-        pages=0,
-        free_slots=0,
-        evictions=0,
+        slots=0 if index is None else index.slots,
+        pages=0 if index is None else len(index),
+        free_slots=0 if index is None else index.free_slots,
+        evictions=0 if index is None else index.evictions,
         late_requests=quarantine.requests,
         state=state,
         stopped=stopped,
-        counts=dict(manager.counts),
+        counts={**manager.counts, **{("lost", cause): n for cause, n in ([] if ssd is None else ssd.lost.items())}},
         shards=top.layout.shards,
         ranks=_ranks_told(top.ranks, state),
         latencies={what: manager.latencies.summary(*_work(what)) for what in LATENCIES},
@@ -505,19 +503,6 @@ def _figures(
         groups=", ".join(group.words for group in config.model.layer_groups()),
         queues=queues(),
         plain_extent_bytes=top.layout.packed_as(packed=False).extent_bytes,
-    )
-    if ssd is None:
-        return told
-    index = ssd.index
-    return dataclasses.replace(
-        told,
-        format_version=FORMAT_VERSION,
-        directories=ssd.io.slab.directories,
-        slots=index.slots,
-        pages=len(index),
-        free_slots=index.free_slots,
-        evictions=index.evictions,
-        counts={**told.counts, **{("lost", cause): n for cause, n in ssd.lost.items()}},
     )
 
 
@@ -617,20 +602,9 @@ def _loads_by_rank(bounce: Bounce, ranks: RankSet) -> list[list[int]]:
 def _memory(top: _Top, space: str, capacity: int) -> HostExtents | RemoteMemory:
     setting = "cpu.capacity" if space == "cpu" else "host_buffer"
     if top.ranks is None:
-        return HostExtents(top.layout, capacity, _pin(top.planes.device), setting)
+        pin: PageLocking = "auto" if top.planes.device.type == "cuda" else "off"
+        return HostExtents(top.layout, capacity, pin, setting)
     return RemoteMemory(top.layout, capacity, top.ranks, space + PLAIN * top.plain, setting)
-
-
-def _check_served(tiers: Sequence[DurableTier], cpu: CpuTier | None) -> None:
-    for tier in tiers:
-        if not tier.served and cpu is None:
-            raise TierUnavailableError(
-                f"pages of tier {tier.name!r} are brought into the CPU tier, but there is none", "add a cpu section"
-            )
-
-
-def _pin(device: torch.device) -> PageLocking:
-    return "auto" if device.type == "cuda" else "off"
 
 
 def _bounce(
@@ -643,17 +617,15 @@ def _bounce(
 ) -> Bounce | None:
     if not files:
         return None
-    if cpu is not None and isinstance(cpu.extents, HostExtents):
-        for tier in files:
-            tier.register(cpu.extents.buffer.view)
-    only = files[0].name if top.plain else ""
+    memory: DeviceExtents | HostExtents | RemoteMemory
     if direct:
-        on_device = DeviceExtents(top.layout, config.host_buffer, top.planes.device)
+        memory = DeviceExtents(top.layout, config.host_buffer, top.planes.device)
+    else:
+        memory = _memory(top, "bounce", config.host_buffer)
+    for extents in (memory, None if cpu is None else cpu.extents):
         for tier in files:
-            tier.register(on_device.rows.view(-1))
-        return Bounce(on_device, quarantine, plain=top.plain, only=only)
-    memory = _memory(top, "bounce", config.host_buffer)
-    if isinstance(memory, HostExtents):
-        for tier in files:
-            tier.register(memory.buffer.view)
-    return Bounce(memory, quarantine, plain=top.plain, only=only)
+            if isinstance(extents, DeviceExtents):
+                tier.register(extents.rows.view(-1))
+            elif isinstance(extents, HostExtents):
+                tier.register(extents.buffer.view)
+    return Bounce(memory, quarantine, plain=top.plain, only=files[0].name if top.plain else "")

@@ -69,15 +69,15 @@ class Costs:
         self, tokens: int, cached_tokens: int, seconds: float, load_seconds: float | None = None
     ) -> None:
         """See `CacheEngine.observe_prefill`. Raises `InvalidValueError`."""
-        tokens, cached_tokens = _count("tokens", tokens, 1), _count("cached_tokens", cached_tokens, 0)
-        seconds = _time("seconds", seconds)
+        tokens = arguments.whole(tokens, "tokens", 1, MAX_COUNT)
+        cached_tokens = arguments.whole(cached_tokens, "cached_tokens", 0, MAX_COUNT)
+        seconds = arguments.span(seconds, "seconds", MAX_SECONDS)
         with self._lock:
             if load_seconds is None:
                 self.prefill.observe(_features(tokens, cached_tokens), seconds)
             else:
-                self._observe_overlap(
-                    self.prefill_seconds(tokens, cached_tokens), _time("load_seconds", load_seconds), seconds
-                )
+                load = arguments.span(load_seconds, "load_seconds", MAX_SECONDS)
+                self._observe_overlap(self.prefill_seconds(tokens, cached_tokens), load, seconds)
 
     def _observe_overlap(self, prefill: float | None, load: float, both: float) -> None:
         if prefill is None or not self.prefill.enough or min(prefill, load) < _COMPARABLE * max(prefill, load):
@@ -136,25 +136,20 @@ class Costs:
 
     def describe(self) -> dict[str, Any]:
         bandwidths = self.bandwidths()
-        per_token, per_pair, step = self.prefill.coefficients or (None, None, None)
+        per_token = self.prefill.coefficients[0] if self.prefill.coefficients else None
         return {
             "tiers": {
                 name: {
                     "bytes_per_second": bandwidths.get(name),
                     "latency_seconds": None if fit.coefficients is None else fit.coefficients[1],
                     "observations": fit.observations,
-                    "relative_error": fit.error,
                     "relative_errors": fit.errors.describe(),
                 }
                 for name, fit in list(self.tiers.items())
             },
             "prefill": {
                 "tokens_per_second": 1.0 / per_token if per_token else None,
-                "seconds_per_token": per_token,
-                "seconds_per_token_pair": per_pair,
-                "step_seconds": step,
                 "observations": self.prefill.observations,
-                "relative_error": self.prefill.error,
                 "relative_errors": self.prefill.errors.describe(),
             },
             "overlap": self.overlap,
@@ -163,14 +158,6 @@ class Costs:
 
 def _features(tokens: int, cached: int) -> tuple[float, float, float]:
     return float(tokens), tokens * (cached + tokens / 2), 1.0
-
-
-def _count(name: str, value: int, least: int) -> int:
-    return arguments.whole(value, name, least, MAX_COUNT)
-
-
-def _time(name: str, value: float) -> float:
-    return arguments.span(value, name, MAX_SECONDS)
 
 
 class _PricedRun(NamedTuple):

@@ -9,7 +9,6 @@ be tried).
 from __future__ import annotations
 
 import itertools
-import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -102,18 +101,11 @@ class Fit:
         self._usable = usable
         self._columns: list[int] = []
         self._seen: deque[tuple[tuple[float, ...], float]] = deque(maxlen=WINDOW)
-        self._errors: deque[float] = deque(maxlen=WINDOW)
         self.errors = Histogram(ERRORS)  # ever
 
     @property
     def enough(self) -> bool:
         return self.coefficients is not None and self.observations >= ENOUGH
-
-    @property
-    def error(self) -> float | None:
-        """Median of |expected - measured| / measured over the last `WINDOW` observations; None before the first."""
-        errors = list(self._errors)
-        return statistics.median(errors) if errors else None
 
     def seconds(self, features: Sequence[float]) -> float | None:
         prices = self.coefficients
@@ -123,9 +115,7 @@ class Fit:
         """`features` (the main one above 0) took `seconds` (above 0)."""
         expected = self.seconds(features)
         if expected is not None:
-            error = abs(expected - seconds) / seconds
-            self._errors.append(error)
-            self.errors.note(error)
+            self.errors.note(abs(expected - seconds) / seconds)
             side = 1 if seconds > CHANGE * expected else -1 if seconds * CHANGE < expected else 0
             self.off = self.off + side if side * self.off >= 0 and side else side
         self._seen.append((tuple(features), seconds))

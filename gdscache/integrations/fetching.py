@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
-import os
-import select
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,7 +16,7 @@ from gdscache.moves import PrefetchEnd
 from gdscache.pages.hit import Hit
 from gdscache.pages.keys import PageHashes
 from gdscache.pages.reasons import joined, words
-from gdscache.runtime.threads import log_failure
+from gdscache.runtime.threads import Flag, log_failure
 
 if TYPE_CHECKING:
     from gdscache.engine.engine import CacheEngine
@@ -222,6 +219,7 @@ class PinningCache:
         self.engine, self.engines = engine, (engine, *others)
         self.salt = ""
         self.pin_seconds = pin_seconds
+        self._ends: list[Flag] = []
 
     def fetch(self, hashes: PageHashes, pages: int) -> PinnedFetch:
         return PinnedFetch(self.engine, hashes, pages, self.pin_seconds, self.salt)
@@ -251,10 +249,11 @@ class PinningCache:
             log_failure(error)
 
     def rest(self, seconds: float) -> None:
-        """Wait until a load, a store or a prefetch has ended, for `seconds` at most."""
-        ready = select.poll()
-        for engine in self.engines:
-            ready.register(engine.fileno(), select.POLLIN)
-        for descriptor, _ in ready.poll(max(1.0, seconds * 1e3)):
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(descriptor)
+        """Wait until a load, a store or a prefetch has ended since the last call, for `seconds` at most."""
+        over, ends = Flag(), self._ends or [engine.calls.bell.next for engine in self.engines]
+        for end in ends:
+            end.watch(over)
+        over.wait(seconds)
+        for end in ends:
+            end.forget(over)
+        self._ends = [engine.calls.bell.next for engine in self.engines]

@@ -114,24 +114,12 @@ class Paths:
             return "copy_engine"
         return "zero_copy" if kernel_alone else "staged"
 
-    def crossover(self, direction: Direction) -> int | None:
-        """The piece size in bytes from which on pieces are staged and not moved by a zero-copy kernel.
-
-        None without a calibration, and if the kernel wins even with pieces of 32 MiB.
-        """
-        if self.calibration is None:
-            return None
-        rates = self.calibration.rates(direction)
-        sizes = (1 << bits for bits in range(9, 26))
-        return next((size for size in sizes if rates.zero_copy <= _handicap(size) * rates.staging(size)), None)
-
     def describe(self) -> dict[str, Any]:
-        """The choice as plain data: forced paths, the crossovers, the calibration."""
+        """The choice as plain data: forced paths, and the calibration."""
         found = self.calibration
         return {
             "load_path": self._forced["load"],
             "store_path": self._forced["store"],
-            "staged_from_bytes": {"load": self.crossover("load"), "store": self.crossover("store")},
             "calibration": None if found is None else dataclasses.asdict(found),
         }
 
@@ -149,10 +137,7 @@ def cache_file(key: Mapping[str, str]) -> FilePath:
 
     Raises `FileNotFoundError` if all are unknown.
     """
-    directory = user_cache()
-    if directory.startswith("~"):
-        raise FileNotFoundError("no place for caches: this user has no home")
-    return FilePath(directory) / f"calibration-{key['gpu_uuid']}.json"
+    return user_cache() / f"calibration-{key['gpu_uuid']}.json"
 
 
 def read(key: Mapping[str, str]) -> Calibration | None:

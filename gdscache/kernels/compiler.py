@@ -6,9 +6,6 @@ import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
-import os
-import stat
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -83,47 +80,14 @@ class CudaCore:
     def _kept(self, source: Path, macros: Mapping[str, str], arch: str) -> bytes:
         """The cubin from the cache, if it matches the digest before it; else compiled now and cached."""
         key = repr((self.version, self.nvrtc(), source.read_bytes(), sorted(macros.items()), arch))
-        file = kernel_directory() / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin"
+        name = f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin"
         with contextlib.suppress(OSError):
-            kept = file.read_bytes()
+            kept = (user_cache() / "kernels" / name).read_bytes()
             if hashlib.sha256(kept[32:]).digest() == kept[:32]:
                 return kept[32:]
         cubin, _ = self.compile(source, macros, arch)
-        with contextlib.suppress(OSError):
-            write_whole(file, hashlib.sha256(cubin).digest() + cubin)
+        with contextlib.suppress(OSError):  # it is compiled again next time
+            directory = user_cache() / "kernels"
+            directory.mkdir(parents=True, exist_ok=True)
+            write_whole(directory / name, hashlib.sha256(cubin).digest() + cubin)
         return cubin
-
-
-def kernel_directory() -> Path:
-    """The directory of compiled kernels. Raises `KernelUnavailableError` if none can be written."""
-    wanted = os.path.join(user_cache(), "kernels")
-    return Path(wanted) if _usable(wanted) else private_directory()
-
-
-def _usable(path: str) -> bool:
-    """Whether files can be made there; tried, since permissions alone do not tell (root, network file systems)."""
-    try:
-        if os.path.isabs(path):  # else this user has no known home
-            os.makedirs(path, exist_ok=True)
-            with tempfile.TemporaryFile(dir=path):
-                return True
-    except OSError:
-        return False
-    return False
-
-
-def private_directory() -> Path:
-    """A directory below the system's temporary one that only this user can write.
-
-    Raises `KernelUnavailableError`.
-    """
-    hint = "set GDSCACHE_CACHE_DIR"
-    try:
-        path = Path(tempfile.gettempdir()) / f"gdscache-{os.getuid()}"
-        path.mkdir(mode=0o700, exist_ok=True)
-        found = path.lstat()
-    except OSError as error:
-        raise KernelUnavailableError(f"no place for compiled kernels: {error}", hint) from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise KernelUnavailableError(f"{path} is not a directory that only this user can use", hint)
-    return path

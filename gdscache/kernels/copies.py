@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gdscache.cuda.driver import Driver
 from gdscache.errors import CapacityError, KernelUnavailableError
 from gdscache.kernels.calibration import calibrated_if_possible
-from gdscache.kernels.choice import Calibration, Choice, Direction, Path, Paths
+from gdscache.kernels.choice import Choice, Direction, Path, Paths
 from gdscache.kernels.cuda import PageKernels, plane_runs
 from gdscache.kernels.gpu import ROUTES, ChunkSizes, NativeGpu
 from gdscache.kernels.packed import PackedKernels
@@ -53,10 +52,10 @@ class PageCopies:
 class GpuCopies(PageCopies):
     """`staging_bytes` of GPU memory are the ring: half for loads, half for stores.
 
-    `load_path` and `store_path` force a path; `auto` takes the one that `calibrate` found fastest on this machine for
-    pieces of that size. `kernels`: None without kernels, for the reason `cause`: then the copy engine works alone, and
-    checksums are taken on the host. Raises `CapacityError` if a share of the ring holds no page, `DeviceError` if the
-    driver refuses.
+    `load_path` and `store_path` force a path; `auto` takes the one that the calibration found fastest on this machine
+    for pieces of that size. `kernels`: None without kernels, for the reason `cause`: then the copy engine works alone,
+    and checksums are taken on the host. Raises `CapacityError` if a share of the ring holds no page, `DeviceError` if
+    the driver refuses.
     """
 
     gpu: NativeGpu
@@ -70,7 +69,6 @@ class GpuCopies(PageCopies):
         kernels: PageKernels | PackedKernels | None,
         cause: str = "",
         sizes: ChunkSizes | None = None,
-        calibrate: Callable[[Driver], Calibration | None] = calibrated_if_possible,
     ) -> None:
         super().__init__(planes)
         self.name = "cuda" if kernels is not None else "copy_engine"
@@ -89,7 +87,7 @@ class GpuCopies(PageCopies):
                 if choice not in ("auto", "copy_engine"):
                     raise KernelUnavailableError(f"a path is {choice}, and {cause}", "set gpu.kernels to auto")
             load_path = store_path = "copy_engine"
-        self.paths = Paths(load_path, store_path, functools.partial(calibrate, self.driver))
+        self.paths = Paths(load_path, store_path, functools.partial(calibrated_if_possible, self.driver))
         self._routes: dict[tuple[Direction, range, bool], Path] = {}
         self.gpu = NativeGpu(planes, self.driver, self._runs, kernels, staging_bytes, sizes)
 

@@ -8,8 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-import torch
-
 from gdscache import arguments
 from gdscache.cuda.streams import Event, Fence, LayerFences
 from gdscache.errors import DeadlineError
@@ -17,7 +15,7 @@ from gdscache.load.report import LoadPart, LoadReport
 from gdscache.moves import Moving
 from gdscache.moves.base import Orders
 from gdscache.pages.layout import PageLayout
-from gdscache.runtime.calls import Caller, Direct
+from gdscache.runtime.calls import Caller
 from gdscache.runtime.threads import Flag
 from gdscache.tracing import OFF, Timeline
 
@@ -51,18 +49,16 @@ class LayerwiseLoad:
         *,
         layered: bool = True,
         timeline: Timeline = OFF,
-        device: torch.device | None = None,
         calls: Caller | None = None,
         checked: bool = False,
         orders: Orders | None = None,
         waited: Callable[[str, float], object] = lambda what, seconds: None,
     ) -> None:
-        """`layered`: False for a load into the CPU tier, which has no layers. `device`: the planes'. `checked`: waits
+        """`layered`: False for a load into the CPU tier, which has no layers. `checked`: waits
         have no limit unless the caller names one. `orders` makes `order`. `waited("layer" or "verdict", seconds)`
         reports each wait."""
         self.number = timeline.number()
         self._timeline = timeline
-        self._device = device
         self.parts = parts
         self.release_event = Fence()
         self._layout = layout
@@ -76,7 +72,7 @@ class LayerwiseLoad:
         self._begun = Flag()  # the list of moves is complete
         self._orders = orders
         self._waited = waited
-        self._calls: Caller = Direct() if calls is None else calls
+        self._calls = Caller() if calls is None else calls
         self._over = Flag()
         self._error: BaseException | None = None  # raised by the run
         self._broken: BaseException | None = None  # raised by `begin`, in the caller's thread
@@ -99,7 +95,7 @@ class LayerwiseLoad:
         self._calls.check()
         layer = arguments.whole(layer, "layer", 0, len(self._layers) - 1)
         start = time.monotonic()
-        with self._timeline.compute("wait", self._device, layer=layer, load=self.number):
+        with self._timeline.span("wait", layer=layer, load=self.number):
             self._layers.wait(layer, self._patience if seconds is None else arguments.seconds(seconds))
         self._waited("layer", time.monotonic() - start)
 

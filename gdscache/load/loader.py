@@ -8,8 +8,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
-
 from gdscache.config import LoadConfig
 from gdscache.cuda.streams import Event
 from gdscache.errors import EngineClosedError
@@ -21,7 +19,7 @@ from gdscache.load.report import LoadPart, LoadReport
 from gdscache.load.run import LoadRun
 from gdscache.moves import Executor, PageStatus, Priority, Steps, failure
 from gdscache.pages.keys import Page
-from gdscache.pages.layout import GroupSizes, PageLayout
+from gdscache.pages.layout import PageLayout
 from gdscache.pages.planes import Blocks
 from gdscache.runtime.threads import log_failure
 from gdscache.tracing import OFF
@@ -33,7 +31,7 @@ _Request = tuple[Sequence[Page], Blocks, int]
 
 
 class Loader:
-    """Runs loads into the planes of `device`, `threads` at once.
+    """Runs loads into the planes, `threads` at once.
 
     `keep`: pages read from slower tiers stay in the landing tier, as far as it has room.
     """
@@ -45,15 +43,12 @@ class Loader:
         layout: PageLayout,
         config: LoadConfig,
         deadline: float,
-        device: torch.device,
         *,
         threads: int = LIMITS.load_threads,
         keep: bool = True,
-        sizes: GroupSizes | None = None,
         plain: Executor | None = None,
     ) -> None:
-        """`sizes` replaces the usual sizes of the groups of layers that are read together. `plain` moves the pages of
-        plain tiers."""
+        """`plain` moves the pages of plain tiers."""
         self.planner = planner
         self.manager = planner.manager
         self.executor = executor
@@ -61,9 +56,7 @@ class Loader:
         self.config = config
         self.deadline = deadline
         self.keep = keep
-        self.sizes = sizes
         self._plain = plain
-        self._device = device
         # loads that a thread of the lane has or will get, and that may read files; the manager's lock guards it
         self._running: set[LayerwiseLoad] = set()
         self.changed = threading.Condition(self.manager.lock)  # notified when `_running` becomes empty
@@ -132,7 +125,6 @@ class Loader:
             self.layout,
             self.deadline,
             timeline=manager.timeline,
-            device=self._device,
             calls=manager.calls,
             checked=checked,
             orders=self.executor.orders,
@@ -204,7 +196,7 @@ class Loader:
         checked: bool = False,
     ) -> LoadRun:
         parts = self.planner, self.executor, self.layout, self.config, self.deadline
-        return LoadRun(*parts, load, plan, tables, after, self.sizes, checked=checked, plain=self._plain)
+        return LoadRun(*parts, load, plan, tables, after, checked=checked, plain=self._plain)
 
     def _timed(self, kind: str, load: LayerwiseLoad, run: LoadRun) -> Steps[None]:
         timeline = self.manager.timeline

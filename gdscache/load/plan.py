@@ -52,10 +52,6 @@ class LoadRequest:
     at: int = 0
 
     @property
-    def pages(self) -> int:
-        return sum(map(len, self.requests))
-
-    @property
     def left(self) -> int:
         return sum(map(len, self.requests[self.request :])) - self.at
 

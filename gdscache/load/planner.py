@@ -123,7 +123,7 @@ class LoadPlanner:
         if not asked.at:
             for due in self._due:
                 due()
-        absent = self._lease_landed(plan, pages, stop) if asked.checked else self._lease(plan, pages, stop)
+        absent = self._lease(plan, pages, stop)
         plan.requests[-1] = range(plan.requests[-1].start, len(plan))
         plan.targets += [None] * (len(plan) - first)
         if self._prefetched:
@@ -140,24 +140,17 @@ class LoadPlanner:
         absent: list[int] = []
         first = at = plan.asked.at
         while at < stop:
-            taken = self._take_run(plan, pages, at, stop, len(plan) + at - first, absent)
+            row = len(plan) + at - first
+            if plan.asked.checked:
+                runs = (self._take_run_of(plan, landing, pages, at, stop, row) for landing in self.manager.landings)
+                taken = next(filter(None, runs), 0)
+            else:
+                taken = self._take_run(plan, pages, at, stop, row, absent)
             if not taken:
                 break
             at += taken
         plan.pages += pages[first:at]
         return absent
-
-    def _lease_landed(self, plan: LoadPlan, pages: Sequence[Page], stop: int) -> list[int]:
-        first = at = plan.asked.at
-        while at < stop:
-            row = len(plan) + at - first
-            runs = (self._take_run_of(plan, landing, pages, at, stop, row) for landing in self.manager.landings)
-            taken = next(filter(None, runs), 0)
-            if not taken:
-                break
-            at += taken
-        plan.pages += pages[first:at]
-        return []
 
     def _take_run(self, plan: LoadPlan, pages: Sequence[Page], at: int, stop: int, row: int, absent: list[int]) -> int:
         """Lease `pages[at]` from its fastest tier, and the pages behind it, before `stop`, with the same fastest tier.
@@ -263,10 +256,6 @@ class LoadPlanner:
         plan.requests += [range(len(plan), len(plan))] * (len(plan.asked.requests) - len(plan.requests))
         plan.asked.request, plan.asked.at = len(plan.asked.requests), 0
 
-    def _undo(self, plan: LoadPlan) -> None:
-        self._cover(plan)
-        self.abandon(plan)
-
     # -- prefetches ----------------------------------------------------------------------------------------------------
 
     def plan_prefetch(self, pages: Sequence[Page], start: int, most: int, spared: Collection[bytes]) -> PrefetchPlan:
@@ -279,7 +268,8 @@ class LoadPlanner:
             manager.expire(pages[start : start + most])
             plan = LoadPlan()
             plan.leases.append(manager.lease("prefetch"))
-            undo.callback(self._undo, plan)
+            undo.callback(self.abandon, plan)
+            undo.callback(self._cover, plan)
             found, then = self._prefetchable(plan, pages, start, most)
             plan.targets += [None] * len(plan)
             placed = 0

@@ -64,9 +64,8 @@ class LoadRun:
     """The execution of one load, and the listener of its move. Drive `steps` once, and `abort` where they raise.
 
     `tables`: blocks of the planes, int64 (pages, blocks_per_page), a table a request, with at least the planned pages;
-    None for a prefetch, whose pages stay in the landing tier. `sizes`: of the groups of layers that are read.
-    `checked`: the pages are in memory and verified; they are not hashed again and have no deadline. `plain` moves the
-    pages of plain tiers.
+    None for a prefetch, whose pages stay in the landing tier. `checked`: the pages are in memory and verified; they are
+    not hashed again and have no deadline. `plain` moves the pages of plain tiers.
 
     Many methods: the steps of one load and the events of its move change one state.
     """
@@ -82,7 +81,6 @@ class LoadRun:
         plan: LoadPlan,
         tables: Sequence[Int64Array] | None,
         after: Sequence[Event] = (),
-        sizes: GroupSizes | None = None,
         *,
         checked: bool = False,
         plain: Executor | None = None,
@@ -90,7 +88,6 @@ class LoadRun:
         self._planner = planner
         self._executors = executor, executor if plain is None else plain  # of packed, and of plain tiers
         self._unpacked: list[TierRun] = []
-        self._sizes = GROUP_SIZES if sizes is None else sizes
         self._manager = planner.manager
         self._executor = executor
         self._layout = layout
@@ -272,7 +269,7 @@ class LoadRun:
         if not files:
             return copy_groups(self._layout, sum(map(len, ways)) + ahead)
         speed = self._manager.costs.bandwidths().get(files)
-        return read_groups(self._layout, sum(map(len, read)) + ahead, self._sizes.paced(speed))
+        return read_groups(self._layout, sum(map(len, read)) + ahead, GROUP_SIZES.paced(speed))
 
     def _files_ahead(self) -> str:
         """The tier of files that has the last page asked for; "" if that page is in memory or planned. The last page is

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
@@ -230,8 +229,8 @@ class Executor(Protocol):
         `listener`."""
         ...
 
-    def room(self, pool: SlotShare, seconds: float = math.inf) -> Wait:
-        """A wait for a free slot of a pool, `seconds` at most. It may end early, so check again."""
+    def room(self, pool: SlotShare) -> Wait:
+        """A wait for a free slot of a pool. It may end early, so check again."""
         ...
 
     def changed(self, condition: threading.Condition, over: Callable[[], bool], seconds: float) -> Wait:

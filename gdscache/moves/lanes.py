@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from gdscache.moves.base import Lane, Orders, Priority, Steps, Wait
+from gdscache.arrays import Int64Array
+from gdscache.moves.base import PLANES, Lane, Orders, Priority, Steps, Wait, Way
+from gdscache.native import put_rows, take_rows
 from gdscache.runtime.threads import Flag, Workers, failure_of
 
 if TYPE_CHECKING:
     from gdscache.cuda.streams import Event
+    from gdscache.extents.base import Extents, SlotMemory
     from gdscache.index.free_slots import SlotShare
+    from gdscache.pages.checksum import Checksums
 
 _T = TypeVar("_T")
 _LOOK_S = 1.0  # steps that wait for a slot check again after this time
@@ -66,7 +69,23 @@ class ThreadLane:
 
 
 class ThreadDriver:
-    """The part of an executor that drives steps by threads, in the system's time."""
+    """The part of an executor that drives steps by threads, in the system's time, and keeps checksums in the
+    `memories`."""
+
+    def __init__(self, memories: Mapping[str, Extents | SlotMemory]) -> None:
+        self._memories = memories
+
+    def expect(self, ways: Sequence[Way]) -> None:
+        """Note the checksums of pages that are read into a memory to stay there."""
+        for way in ways:
+            if way.sums is None or way.source in self._memories:
+                continue
+            space, places = (way.through, way.places) if way.target == PLANES else (way.target, way.targets)
+            if places is not None:
+                put_rows(self._memories[space].checksums, places, way.sums)
+
+    def checksums(self, space: str, slots: Sequence[int] | Int64Array) -> Checksums:
+        return take_rows(self._memories[space].checksums, slots)
 
     @property
     def orders(self) -> Orders | None:
@@ -79,8 +98,8 @@ class ThreadDriver:
     def finish(self, steps: Steps[_T]) -> _T:
         return drive(steps)
 
-    def room(self, pool: SlotShare, seconds: float = math.inf) -> Wait:
-        return Blocking(functools.partial(pool.wait, max(0.0, min(seconds, _LOOK_S))))
+    def room(self, pool: SlotShare) -> Wait:
+        return Blocking(functools.partial(pool.wait, _LOOK_S))
 
     def changed(self, condition: threading.Condition, over: Callable[[], bool], seconds: float) -> Wait:
         def wait() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import functools
 import itertools
@@ -10,26 +11,26 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gdscache.arrays import Int64Array
 from gdscache.cuda.streams import Event, Landed, events_of, given
 from gdscache.errors import NativeCallError
-from gdscache.moves.base import PLANES, Listener, Move, Moving, PageStatus, Priority, Wait, Way
+from gdscache.moves.base import PLANES, Listener, Move, Moving, PageStatus, Priority, Wait
 from gdscache.moves.lanes import Blocking, ThreadDriver
 from gdscache.moves.library import SPAN_KINDS, MoveLimits, NativeMoves, NativePlanes, Space, until
-from gdscache.moves.machine import Machine
 from gdscache.moves.moving import NativeMoving
-from gdscache.native import put_rows, take_rows
-from gdscache.pages.checksum import Checksums
 from gdscache.runtime.threads import failure_of, log_failure, start
 from gdscache.storage.base import Descriptors, memory_of
-from gdscache.tracing import OFF
+from gdscache.tracing import OFF, Timeline
 
-_T = TypeVar("_T")
+if TYPE_CHECKING:
+    from gdscache.extents.base import Extents
+    from gdscache.kernels.copies import PageCopies
+    from gdscache.storage.base import Files
+
 LIMITS = MoveLimits()
 TRACKS = {  # timeline tracks of the library's threads
     "read": "SSD reads",
@@ -47,6 +48,32 @@ _COPYING = 4  # most threads of the library that copy
 _CODES = {status: code for code, status in enumerate(PageStatus)}
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Reserve:
+    """The slots of the bounce reserve that loads pass through. `name`: of their space."""
+
+    extents: Extents
+    loads: range
+    name: str = "bounce"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Machine:
+    """An executor's copies of planes, and its memories and files by the names of their spaces.
+
+    `slots`: the number of slots of each space of files. `refusal`: the reason why no further read may begin, or None;
+    it may cost a system call.
+    """
+
+    copies: PageCopies
+    memories: Mapping[str, Extents]
+    files: Mapping[str, Files]
+    slots: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    bounce: Reserve | None = None
+    refusal: Callable[[], PageStatus | None] = lambda: None
+    timeline: Timeline = OFF
+
+
 class NativeExecutor(ThreadDriver):
     """Moves bytes between the spaces of `machine`.
 
@@ -54,6 +81,7 @@ class NativeExecutor(ThreadDriver):
     """
 
     def __init__(self, machine: Machine, plain: NativeExecutor | None = None) -> None:
+        super().__init__(machine.memories)
         self.machine = machine
         self.plain = plain
         self.moves: NativeMoves
@@ -143,14 +171,6 @@ class NativeExecutor(ThreadDriver):
             return
         self.moves.refuse(0 if refusal is None else _CODES[refusal])
 
-    def expect(self, ways: Sequence[Way]) -> None:
-        for way in ways:
-            if way.sums is None or way.source in self.machine.memories:
-                continue
-            space, places = (way.through, way.places) if way.target == PLANES else (way.target, way.targets)
-            if places is not None:
-                put_rows(self.machine.memories[space].checksums, places, way.sums)
-
     def behind(self, after: object) -> Event:
         return given(after, self.machine.copies.planes.device)
 
@@ -163,9 +183,6 @@ class NativeExecutor(ThreadDriver):
 
     def reads_queued(self) -> Event:
         return None if self._gpu is None else self._gpu.last_point(loads=False)
-
-    def checksums(self, space: str, slots: Sequence[int] | Int64Array) -> Checksums:
-        return take_rows(self.machine.memories[space].checksums, slots)
 
     # -- for moves
     # ---------------------------------------------------------------------------------------------------------

@@ -24,8 +24,7 @@ import numpy.typing as npt
 from gdscache import arguments
 from gdscache.errors import InvalidValueError, TokensError
 from gdscache.limits import KEY_BYTES, MAX_COUNT
-from gdscache.native import chained_keys, keys_of
-from gdscache.pages.token_bytes import equal_tokens, narrowed
+from gdscache.native import chained_keys, keys_of, narrow_tokens
 
 FORMAT = 1
 SEQUENCES_KEPT, NAMES_KEPT = 32, 1 << 15  # remembered sequences, and names in all: about 10 MiB
@@ -87,13 +86,24 @@ def as_tokens(tokens: Any) -> npt.NDArray[np.uint32]:
         return np.empty(0, dtype="<u4")
     if values.dtype.kind not in "iu":
         raise TokensError(f"token ids have dtype {values.dtype}", "pass integers")
-    if (found := narrowed(values)) is not None:
+    if (found := _narrowed(values)) is not None:
         return found
     if values.dtype.itemsize > 4 or values.dtype.kind == "i":
         low, high = int(values.min()), int(values.max())
         if low < 0 or high >= 1 << 32:
             raise TokensError(f"token ids span {low} ... {high}", "ids must fit in [0, 2**32)")
     return np.ascontiguousarray(values, dtype="<u4")
+
+
+def _narrowed(values: npt.NDArray[Any]) -> npt.NDArray[np.uint32] | None:
+    """int32 or int64 token ids as uint32, if all fit; None: unknown. By bytes: numpy releases the interpreter's lock
+    for arrays of more than 500 elements."""
+    if values.dtype == np.dtype("<i4"):
+        data = values.tobytes()
+        return np.frombuffer(data, "<u4") if data[3::4].isascii() else None
+    if values.dtype == np.dtype("<i8"):
+        return narrow_tokens(values.tobytes())
+    return None
 
 
 def _kind(tokens: Any) -> str:
@@ -174,13 +184,26 @@ class PageNames:
         """The remembered sequence with the longest common prefix, and its length in tokens."""
         with self._lock:
             alike = [some for some in self._known if some.first == first][-_COMPARED:]
-        equal = [equal_tokens(some.tokens, tokens) for some in alike]
+        equal = [_equal_tokens(some.tokens, tokens) for some in alike]
         most = max(equal, default=0)
         return (alike[equal.index(most)], most) if most else (None, 0)
 
     def forget(self) -> None:
         with self._lock:
             self._known.clear()
+
+
+def _equal_tokens(a: bytes, b: bytes) -> int:
+    same, most = 0, min(len(a), len(b)) // 4
+    if a[: 4 * most] == b[: 4 * most]:
+        return most
+    while same < most:  # the first `same` are equal, and no more than `most`
+        middle = (same + most + 1) // 2
+        if a[4 * same : 4 * middle] == b[4 * same : 4 * middle]:
+            same = middle
+        else:
+            most = middle - 1
+    return same
 
 
 class PageHashes:

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, Self
 
 from gdscache import arguments
 from gdscache.errors import DeadlineError, EngineClosedError, ForkedProcessError, InvalidValueError, TokensError
-from gdscache.load.plan import PrefetchPlan
-from gdscache.moves import PageStatus, PrefetchEnd
+from gdscache.moves import PrefetchEnd
 from gdscache.pages.hit import Hit
-from gdscache.pages.keys import Page
 from gdscache.prefetch.queue import PrefetchRequest
-from gdscache.runtime.threads import Flag
 
 if TYPE_CHECKING:
     from gdscache.prefetch.prefetcher import Prefetcher
-    from gdscache.tiers.pins import Claim
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,17 +41,16 @@ class Prefetch:
     block, or until their time is up. `hit()` names them for a load.
     """
 
-    def __init__(self, owner: Prefetcher, request: PrefetchRequest, work: PrefetchWork, start: int) -> None:
+    def __init__(self, owner: Prefetcher, request: PrefetchRequest, start: int) -> None:
         """`start`: the token that its first page begins with."""
         self._owner = owner
         self._request = request
-        self._work = work
         self._start = start
 
     @property
     def tokens(self) -> int:
         """Tokens from `start` on that it has found in the CPU tier, or in a faster one, so far. It grows."""
-        return self._work.good * self._owner.layout.page_tokens
+        return self._request.good * self._owner.layout.page_tokens
 
     @property
     def verified(self) -> int:
@@ -66,7 +60,7 @@ class Prefetch:
         pins have ended. Without pins it is 0.
         """
         self._owner.calls.check()
-        claim = self._work.claim
+        claim = self._request.claim
         return 0 if claim is None else claim.good * self._owner.layout.page_tokens
 
     def hit(self, start: int | None = None) -> Hit:
@@ -79,15 +73,15 @@ class Prefetch:
         `start` that is not a page of the prefetch.
         """
         self._owner.calls.check()
-        claim, page_tokens = self._work.claim, self._owner.layout.page_tokens
-        if self._work.pin is None:
+        claim, page_tokens = self._request.claim, self._owner.layout.page_tokens
+        if self._request.pin is None:
             raise InvalidValueError("this prefetch has no pins", "pass pin=SECONDS to prefetch()")
         start = self._start if start is None else start
         first = arguments.start_page(start, page_tokens) - self._start // page_tokens
         if first < 0:
             message = f"start is {start}, the prefetch begins with token {self._start}"
             raise TokensError(message, "pass that, or a later token at a page boundary")
-        pages = tuple(self._work.pages[first : 0 if claim is None else claim.good])
+        pages = tuple(self._request.pages[first : 0 if claim is None else claim.good])
         tokens = len(pages) * page_tokens
         tiers = () if claim is None else tuple(tier.name for tier in claim.tiers[first : first + len(pages)])
         return Hit(start, tokens, tiers, self._owner.seconds(tiers), pages, pays=tokens, checked=True)
@@ -95,26 +89,26 @@ class Prefetch:
     @property
     def asking(self) -> bool:
         """Whether a tier beyond this machine is still asked for its pages; the prefetch moves none before."""
-        return not self._work.begun and not self._work.over.is_set()
+        return not self._request.begun and not self._request.over.is_set()
 
     @property
     def tiers(self) -> tuple[str, ...]:
         """The tier of each page when the prefetch began; empty while `asking`."""
-        return self._work.tiers
+        return self._request.tiers
 
     @property
     def begun(self) -> int:
         """Leading pages that are present, under way, or bad. It grows."""
-        return self._work.at
+        return self._request.at
 
     @property
     def short(self) -> bool:
         """Whether pins had no room for some of its pages when it began."""
-        return self._request.short
+        return self._request.beyond > 0
 
     def done(self) -> bool:
         """Whether it has ended; never waits."""
-        return self._work.over.is_set()
+        return self._request.over.is_set()
 
     def wait(self, seconds: float | None = 0.0) -> int:
         """Wait up to `seconds` for its end, then stop it, and return `tokens`. Call it when the request is to run.
@@ -126,7 +120,7 @@ class Prefetch:
         patience, why = (self._owner.deadline, PrefetchEnd.DEADLINE) if limit is None else (limit, PrefetchEnd.STOPPED)
         calls = self._owner.calls
         calls.check()
-        if not self._owner.awaited(self._work.over, patience):
+        if not self._owner.awaited(self._request.over, patience):
             with contextlib.suppress(EngineClosedError), calls:
                 self._owner.stop(self._request, why)
         return self.tokens
@@ -137,7 +131,7 @@ class Prefetch:
         Never waits; may be called again, and after the end.
         """
         with contextlib.suppress(EngineClosedError), self._owner.calls:
-            self._owner.release(self._request, self._work)
+            self._owner.release(self._request)
 
     def release(self) -> None:
         """End its pins, as `cancel` does. Pages that are still under way are not pinned."""
@@ -151,23 +145,24 @@ class Prefetch:
         self._owner.calls.check()
         limit = arguments.seconds(seconds)
         deadline = self._owner.deadline if limit is None else limit
-        return self._report(self._owner.awaited(self._work.over, deadline), deadline)
+        return self._report(self._owner.awaited(self._request.over, deadline), deadline)
 
     def __await__(self) -> Generator[Any, None, PrefetchReport]:
         """`result()` in asyncio's event loop. Cancelling the await does not cancel the prefetch."""
         deadline = self._owner.deadline
-        over = yield from self._owner.calls.until(self._work.over, deadline).__await__()
+        over = yield from self._owner.calls.until(self._request.over, deadline).__await__()
         return self._report(over, deadline)
 
     def _report(self, over: bool, deadline: float) -> PrefetchReport:
-        work = self._work
+        request = self._request
         if not over:
+            pages = f"{request.left} of {len(request.pages)} pages"
             raise DeadlineError(
-                f"a prefetch has not ended after {deadline:g} s: {work.left} of {len(work.pages)} pages have not begun",
+                f"a prefetch has not ended after {deadline:g} s: {pages} have not begun",
                 "loads go first: wait longer, or cancel() it",
             )
-        assert self._request.end is not None, "over without a cause"
-        return PrefetchReport(self.tokens, dict(work.counts), work.nbytes, work.seconds, self._request.end)
+        assert request.end is not None, "over without a cause"
+        return PrefetchReport(self.tokens, dict(request.counts), request.nbytes, request.seconds, request.end)
 
     def __enter__(self) -> Self:
         return self
@@ -175,78 +170,3 @@ class Prefetch:
     def __exit__(self, *error: object) -> None:
         with contextlib.suppress(ForkedProcessError):
             self.cancel()
-
-
-class PrefetchWork:
-    """The pages of one prefetch and their progress; empty until `begin`. The manager's lock guards it. `pin`: seconds
-    that the pages are pinned; None: no pins. `whole`: all of them are pinned, or none."""
-
-    def __init__(self, pin: float | None = None, *, whole: bool = False) -> None:
-        self.pin, self.whole = pin, whole
-        self.begun = False
-        self.pages: Sequence[Page] = ()
-        self.tiers: tuple[str, ...] = ()
-        self.claim: Claim | None = None
-        self._beyond = 0
-        self.keep: set[bytes] = set()
-        self.at = self.good = 0  # pages before `at` have had their turn; all before `good` are present
-        self.counts: Counter[str] = Counter()
-        self.nbytes, self.seconds = 0, 0.0
-        self.over = Flag()
-        self._lacking: set[int] = set()
-
-    def begin(
-        self,
-        pages: Sequence[Page],
-        tiers: tuple[str, ...],
-        present: int,
-        keep: set[bytes],
-        claim: Claim | None = None,
-        beyond: int = 0,
-    ) -> None:
-        """The pages are on these tiers, the first `present` of them in the landing tier or faster.
-
-        `keep`: keys that its own slots may not evict. `claim`: its pins, if any; they had no room for `beyond` more
-        pages that were found.
-        """
-        self.pages, self.tiers, self.claim, self.keep = pages, tiers, claim, keep
-        self._beyond = beyond
-        self.at = self.good = present
-        if present:
-            self.counts["present"] = present
-        self.begun = True
-
-    @property
-    def left(self) -> int:
-        return len(self.pages) - self.at
-
-    def take(self, plan: PrefetchPlan) -> list[int]:
-        """Add the plan's pages, which are present or begin to move. Returns the numbers of the moving ones."""
-        moving = [self.at + i for i, moves in enumerate(plan.found) if moves]
-        if len(plan.found) > len(moving):
-            self.counts["present"] += len(plan.found) - len(moving)
-        self.at += len(plan.found)
-        self._lacking.update(moving)
-        self._advance()
-        return moving
-
-    def land(self, numbers: Sequence[int], statuses: Sequence[str], nbytes: int) -> None:
-        """Pages have ended, of which `nbytes` were read and found good."""
-        self.counts.update(statuses)
-        self.nbytes += nbytes
-        good = PageStatus.LOADED.value
-        self._lacking.difference_update(n for n, status in zip(numbers, statuses, strict=True) if status == good)
-        self._advance()
-
-    def _advance(self) -> None:
-        while self.good < self.at and self.good not in self._lacking:
-            self.good += 1
-
-    def finish(self, seconds: float) -> None:
-        self.seconds = seconds
-        self.keep = set()
-        try:
-            if self.left + self._beyond:
-                self.counts["left"] = self.left + self._beyond
-        finally:
-            self.over.set()

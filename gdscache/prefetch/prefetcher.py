@@ -21,7 +21,7 @@ from gdscache.load.plan import PrefetchPlan
 from gdscache.moves import PageStatus, PrefetchEnd, Priority, Steps, failure
 from gdscache.pages.keys import Page
 from gdscache.pages.layout import PageLayout
-from gdscache.prefetch.handle import Prefetch, PrefetchWork
+from gdscache.prefetch.handle import Prefetch
 from gdscache.prefetch.queue import MOST, SWEPT, PrefetchedPages, PrefetchQueue, PrefetchRequest
 from gdscache.runtime.threads import Flag, Workers, failure_of, log_failure
 
@@ -47,15 +47,13 @@ class Prefetcher:
         self._held = held
         pages, first = (max(1, n // layout.extent_bytes) for n in (limits.prefetch_bytes, limits.prefetch_first))
         self._queue = PrefetchQueue(pages, limits.prefetch_chunks, held, self._ended, first_pages=first)
-        self._live: dict[PrefetchRequest, PrefetchWork] = {}
+        self._live: set[PrefetchRequest] = set()
         self._requests = 0
         self._ends: Counter[str] = Counter()
         self._pages: Counter[str] = Counter()
         self._bytes = 0
         self._changed = loader.changed
         self._moving: dict[int, PrefetchRequest] = {}
-        # the tier that a request measures, and its bytes so far
-        self._timed: dict[PrefetchRequest, tuple[str, int]] = {}
         self._closed = False
         self._landing = landing = self._planner.landing
         # without both, prefetches have no work
@@ -86,11 +84,11 @@ class Prefetcher:
                 raise EngineClosedError(
                     "the engine was closed meanwhile", "open a new one with CacheEngine.from_config"
                 )
-            request, work = PrefetchRequest(0), PrefetchWork(pin, whole=whole)
-            request.begun = time.monotonic()
+            request = PrefetchRequest(0, pin, whole=whole)
+            request.since = time.monotonic()
             self._requests += 1
-            self._live[request] = work
-            undo.callback(self._live.pop, request, None)
+            self._live.add(request)
+            undo.callback(self._live.discard, request)
             undo.callback(self._queue.drop, request)
             asked = self._to_ask(pages)
             if asked:
@@ -99,7 +97,7 @@ class Prefetcher:
             else:
                 self._begin(request, pages)
             undo.pop_all()
-            return Prefetch(self, request, work, start)
+            return Prefetch(self, request, start)
 
     def _to_ask(self, pages: Sequence[Page]) -> list[tuple[DurableTier, Sequence[Page]]]:
         """The tiers that may have pages which no index knows of, with these pages. The lock is held."""
@@ -127,15 +125,15 @@ class Prefetcher:
     def _begin(self, request: PrefetchRequest, pages: Sequence[Page]) -> None:
         """Tiers are asked: queue the pages of slow ones. The lock is held."""
         manager, landing, keep = self._manager, self._landing, set[bytes]()
-        work, claim, beyond = self._live[request], None, 0
+        claim, beyond = None, 0
         manager.pins.end_due()
         with contextlib.ExitStack() as undo:
             found = manager.peek(pages, unserved=True)
-            if work.pin is not None:
-                claim = manager.pins.claim(pages[: len(found)], work.pin, self.layout.page_tokens, found)
+            if request.pin is not None:
+                claim = manager.pins.claim(pages[: len(found)], request.pin, self.layout.page_tokens, found)
                 undo.callback(manager.pins.end, claim)
                 held = len(claim.pages)
-                if work.whole and held < len(found):
+                if request.whole and held < len(found):
                     manager.pins.end(claim)
                     held = 0
                 beyond = len(found) - held
@@ -144,22 +142,20 @@ class Prefetcher:
             present = min((found.index(name) for name in slow if name in found), default=len(found))
             if landing is None:
                 del found[present:]
-            wanted = sum(map(found.count, slow))
-            if wanted and landing is not None:
+            if present < len(found) and landing is not None:
                 keep = {page.key for page in pages}.union(*(one.index.family(pages[:1]) for one in manager.landings))
             pages = pages[: len(found)]
-            request.of(wanted, None if claim is None else claim.until, short=beyond > 0)
-            work.begin(pages, tuple(found), present, keep, claim, beyond)
+            request.begin(pages, tuple(found), present, keep, claim, beyond)
             self._queue.add(request)
             if request.end is None:  # a thread that wakes up for nothing takes the interpreter from the caller
                 self._changed.notify_all()
             undo.pop_all()
 
-    def release(self, request: PrefetchRequest, work: PrefetchWork) -> None:
+    def release(self, request: PrefetchRequest) -> None:
         with self._manager.lock:
             self._queue.stop(request, PrefetchEnd.CANCELLED)
-            if work.claim is not None:
-                self._manager.pins.end(work.claim)
+            if request.claim is not None:
+                self._manager.pins.end(request.claim)
 
     def awaited(self, over: Flag, seconds: float) -> bool:
         start = time.monotonic()
@@ -239,47 +235,39 @@ class Prefetcher:
             if turn is None:
                 return
             request, most = turn
-            work = self._live.get(request)
-            if work is None:
+            if request not in self._live:
                 self._queue.drop(request)
                 continue
-            plan = self._planner.plan_prefetch(work.pages, work.at, most, work.keep)
+            plan = self._planner.plan_prefetch(request.pages, request.at, most, request.keep)
             with contextlib.ExitStack() as on_failure:
-                on_failure.callback(self._give_up, plan)
-                there = [work.at + i for i, moves in enumerate(plan.found) if not moves]
-                chunk, numbers = plan.chunk, work.take(plan)
-                if work.claim is not None:
-                    manager.pins.fill(work.claim, there)
+                on_failure.callback(self._planner.abandon, plan.chunk)
+                there = [request.at + i for i, moves in enumerate(plan.found) if not moves]
+                chunk, numbers = plan.chunk, request.take(plan.found)
+                if request.claim is not None:
+                    manager.pins.fill(request.claim, there)
                 elif chunk.pages:
                     self._held.begin(page.key for page in chunk.pages)
                 if chunk.pages:
-                    self._move(request, plan, numbers)
+                    again = functools.partial(self._land_again, request, plan, numbers)
+                    self._lane.start(self._bring(request, plan, numbers), again)
                 on_failure.pop_all()
             if chunk.pages:
                 self._moving[id(plan)] = request
                 tiers = [run.tier for run in chunk.runs if not run.tier.plain] or [run.tier for run in chunk.runs]
                 self._time(request, tiers[-1].name)
-                self._queue.begin(request, chunk=True, left=work.left)
+                self._queue.begin(request, chunk=True)
             elif plan.then == "busy":
                 self._queue.park(request)
             else:
-                self._queue.begin(request, chunk=False, left=work.left)
+                self._queue.begin(request, chunk=False)
             if plan.then in _ENDS:
                 self._queue.stop(request, _ENDS[plan.then])
 
     def _time(self, request: PrefetchRequest, tier: str) -> None:
         """Measure a tier from a prefetch's first chunk to its last: one chunk says little."""
-        if request not in self._timed:
-            self._timed[request] = tier, 0
+        if request.timed is None:
+            request.timed = tier, 0
             self._manager.busy.begin(tier, time.monotonic())
-
-    def _move(self, request: PrefetchRequest, plan: PrefetchPlan, numbers: Sequence[int]) -> None:
-        self._lane.start(
-            self._bring(request, plan, numbers), functools.partial(self._land_again, request, plan, numbers)
-        )
-
-    def _give_up(self, plan: PrefetchPlan) -> None:
-        self._planner.abandon(plan.chunk)
 
     def _bring(self, request: PrefetchRequest, plan: PrefetchPlan, numbers: Sequence[int]) -> Steps[None]:
         log_failure((yield from failure(self._loader.bring(plan.chunk))))
@@ -297,12 +285,12 @@ class Prefetcher:
                 self._changed.notify_all()
                 return
             on_failure.callback(self._recount, request)
-            on_failure.callback(self._give_up, plan)
-            statuses, claim = [], self._live[request].claim
+            on_failure.callback(self._planner.abandon, chunk)
+            statuses, claim = [], request.claim
             if claim is not None:
                 landed = [*map(bool, chunk.loaded())]
                 self._manager.pins.fill(claim, itertools.compress(numbers, landed))
-            self._give_up(plan)
+            self._planner.abandon(chunk)
             told = chunk.told(range(len(chunk)))
             for page, target, status in zip(chunk.pages, chunk.targets, told, strict=True):
                 assert target is not None, "a page that a prefetch brings nowhere"
@@ -315,8 +303,9 @@ class Prefetcher:
             read = chunk.by_tier(bytes(status == PageStatus.LOADED.value for status in statuses))
             nbytes = sum(pages * self.layout.bytes_in(name) for name, pages in read.items())
             self._bytes += nbytes
-            self._timed[request] = self._timed[request][0], self._timed[request][1] + nbytes
-            self._live[request].land(numbers, statuses, nbytes)
+            if request.timed is not None:
+                request.timed = request.timed[0], request.timed[1] + nbytes
+            request.land(numbers, statuses, nbytes)
             if "cleared" in statuses:
                 self._queue.stop(request, PrefetchEnd.MISSING)
             self._queue.land(request, good=_READ.issuperset(statuses), bad=PageStatus.CHECKSUM.value in statuses)
@@ -332,16 +321,17 @@ class Prefetcher:
 
     def _ended(self, request: PrefetchRequest) -> None:
         assert request.end is not None, "over without a cause"
-        work = self._live.pop(request, None)
-        timed = self._timed.pop(request, None)
+        live, timed = request in self._live, request.timed
+        self._live.discard(request)
+        request.timed = None
         if timed is not None:
             good = request.end in (PrefetchEnd.COMPLETE, PrefetchEnd.STOPPED, PrefetchEnd.CANCELLED)
             self._manager.busy.end(timed[0], timed[1] if good and timed[1] else None, time.monotonic())
-        if work is not None:
+        if live:
             self._ends[request.end.value] += 1
-            if work.claim is not None:
-                self._manager.pins.keep_run(work.claim)
-            work.finish(time.monotonic() - request.begun)
+            if request.claim is not None:
+                self._manager.pins.keep_run(request.claim)
+            request.finish(time.monotonic() - request.since)
             self.calls.ended()
 
 

@@ -7,10 +7,16 @@ so that endless loads cannot starve prefetches. The clock is the caller's.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
-from gdscache.moves import PrefetchEnd
+from gdscache.moves import PageStatus, PrefetchEnd
+from gdscache.pages.keys import Page
+from gdscache.runtime.threads import Flag
+
+if TYPE_CHECKING:
+    from gdscache.tiers.pins import Claim
 
 MOST = 1024  # prefetches that are under way or wait
 DEMAND_PAUSE_S = 0.1  # seconds from one chunk to the next while loads are under way
@@ -91,29 +97,94 @@ class PrefetchedPages:
 
 
 class PrefetchRequest:
-    """A prefetch as the queue sees it, with `pages` still to begin.
+    """A prefetch: its turns in the queue, its pages and their progress. The manager's lock guards it.
 
-    `end`: why it ends; it is over when no chunk of it is `flying` any more. `until`: when its pins end, by the queue's
-    clock; None: no pins. Requests with pins are bounded by these, not by the quota. `short`: the pins had no room for
-    all pages. `bad`: a page's bytes differed from the stored ones. `chunks`: begun so far.
+    `left`: pages that have not had their turn. `end`: why it ends; it is over when no chunk of it is `flying` any more.
+    `pin`: seconds that the pages are pinned; None: no pins. Requests with pins are bounded by these, not by the quota.
+    `whole`: all pages are pinned, or none. `bad`: a page's bytes differed from the stored ones. `chunks`: begun so far.
     """
 
-    __slots__ = ("bad", "begun", "chunks", "end", "flying", "pages", "parked", "short", "swept", "until")
-
-    def __init__(self, pages: int, until: float | None = None, *, short: bool = False) -> None:
-        self.of(pages, until, short=short)
+    def __init__(self, left: int = 0, pin: float | None = None, *, whole: bool = False) -> None:
+        self.left = left
+        self.pin, self.whole = pin, whole
         self.bad = False
-        self.begun = 0.0
+        self.since = 0.0  # when it was added
         self.parked: float | None = None  # skipped until this time
         self.swept = 0  # unused pages swept since it found the quota used up
         self.chunks = 0
         self.flying = 0
         self.end: PrefetchEnd | None = None
+        self.begun = False
+        self.pages: Sequence[Page] = ()
+        self.tiers: tuple[str, ...] = ()
+        self.claim: Claim | None = None
+        self.beyond = 0
+        self.keep: set[bytes] = set()
+        self.at = self.good = 0  # pages before `at` have had their turn; all before `good` are present
+        self.counts: Counter[str] = Counter()
+        self.nbytes, self.seconds = 0, 0.0
+        self.timed: tuple[str, int] | None = None  # the tier that it measures, and its bytes so far
+        self.over = Flag()
+        self._lacking: set[int] = set()
 
-    def of(self, pages: int, until: float | None, *, short: bool) -> None:
-        self.pages = pages
-        self.until = until
-        self.short = short
+    @property
+    def until(self) -> float | None:
+        """When its pins end, by the queue's clock; None: no pins."""
+        return None if self.claim is None else self.claim.until
+
+    def begin(
+        self,
+        pages: Sequence[Page],
+        tiers: tuple[str, ...],
+        present: int,
+        keep: set[bytes],
+        claim: Claim | None,
+        beyond: int,
+    ) -> None:
+        """The pages are on these tiers, the first `present` of them in the landing tier or faster.
+
+        `keep`: keys that its own slots may not evict. `claim`: its pins, if any; they had no room for `beyond` more
+        pages that were found.
+        """
+        self.pages, self.tiers, self.claim, self.keep = pages, tiers, claim, keep
+        self.beyond = beyond
+        self.at = self.good = present
+        self.left = len(pages) - present
+        if present:
+            self.counts["present"] = present
+        self.begun = True
+
+    def take(self, found: Sequence[bool]) -> list[int]:
+        """The next pages are present, or begin to move if `found` says so. Returns the numbers of the moving ones."""
+        moving = [self.at + i for i, moves in enumerate(found) if moves]
+        if len(found) > len(moving):
+            self.counts["present"] += len(found) - len(moving)
+        self.at += len(found)
+        self.left = len(self.pages) - self.at
+        self._lacking.update(moving)
+        self._advance()
+        return moving
+
+    def land(self, numbers: Sequence[int], statuses: Sequence[str], nbytes: int) -> None:
+        """Pages have ended, of which `nbytes` were read and found good."""
+        self.counts.update(statuses)
+        self.nbytes += nbytes
+        good = PageStatus.LOADED.value
+        self._lacking.difference_update(n for n, status in zip(numbers, statuses, strict=True) if status == good)
+        self._advance()
+
+    def _advance(self) -> None:
+        while self.good < self.at and self.good not in self._lacking:
+            self.good += 1
+
+    def finish(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.keep = set()
+        try:
+            if self.left + self.beyond:
+                self.counts["left"] = self.left + self.beyond
+        finally:
+            self.over.set()
 
 
 class PrefetchQueue:
@@ -153,10 +224,10 @@ class PrefetchQueue:
         return len(self._live)
 
     def add(self, request: PrefetchRequest) -> None:
-        """Add a request for `request.pages` pages; it may be over at once."""
-        request.begun = self._clock()
+        """Add a request whose pages are known; it may be over at once."""
+        request.since = self._clock()
         self._live.add(request)
-        if not request.pages:
+        if not request.left:
             self.stop(request, _through(request))
         elif len(self._live) > self._most:
             self.stop(request, PrefetchEnd.QUEUE_FULL)
@@ -177,7 +248,7 @@ class PrefetchQueue:
             if self._waits(now, demand=demand):
                 return None
             chunk = self._chunk_pages if measured else min(self._chunk_pages, self._first_pages << request.chunks)
-            most = min(chunk, request.pages, self._pages.room if request.until is None else request.pages)
+            most = min(chunk, request.left, self._pages.room if request.until is None else request.left)
             if most:
                 request.swept = 0
                 return request, most
@@ -191,9 +262,9 @@ class PrefetchQueue:
         self._held_back = None
         return None
 
-    def begin(self, request: PrefetchRequest, *, chunk: bool, left: int) -> None:
-        """The request has begun a chunk (or skipped pages that are present), and has up to `left` pages to go."""
-        request.pages = left
+    def begin(self, request: PrefetchRequest, *, chunk: bool) -> None:
+        """The request has begun a chunk, or skipped pages that are present, and has up to `request.left` pages to
+        go."""
         if chunk:
             request.chunks += 1
             request.flying += 1
@@ -201,9 +272,9 @@ class PrefetchQueue:
             if self._held_back is not None:
                 self._held_back = self._clock()
             self._turns.remove(request)
-            if left:
+            if request.left:
                 self._turns.append(request)
-        elif not left:
+        elif not request.left:
             self._turns.remove(request)
         self._complete(request)
 
@@ -286,11 +357,11 @@ class PrefetchQueue:
             self._ended(request)
 
     def _complete(self, request: PrefetchRequest) -> None:
-        if not request.pages and not request.flying:
+        if not request.left and not request.flying:
             self.stop(request, _through(request))
 
 
 def _through(request: PrefetchRequest) -> PrefetchEnd:
     if request.bad:
         return PrefetchEnd.ERROR
-    return PrefetchEnd.NO_ROOM if request.short else PrefetchEnd.COMPLETE
+    return PrefetchEnd.NO_ROOM if request.beyond else PrefetchEnd.COMPLETE

@@ -17,11 +17,6 @@ class RankAddress:
     shard: int
 
 
-def socket_of(address: RankAddress) -> str:
-    """The name to bind the socket to. Both ends check each other's user (`Channel`), since it has no file mode."""
-    return "\0" + address.name
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class StoreMark:
     """A store's place in the order of the ranks' streams: its moves come after it. `order`: for `Rank.store`.

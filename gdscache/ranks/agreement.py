@@ -9,9 +9,9 @@ import struct
 from collections.abc import Callable, Sequence
 
 from gdscache.errors import GdsCacheError, RankProtocolError
-from gdscache.ranks.address import RankAddress, socket_of
-from gdscache.ranks.channel import check_peer
-from gdscache.ranks.leader import connected
+from gdscache.ranks.address import RankAddress
+from gdscache.ranks.channel import check_peer, connected, listening
+from gdscache.ranks.leader import CONNECT_S
 from gdscache.runtime.threads import log_failure
 
 _NUMBER = struct.Struct("<Q")
@@ -29,15 +29,13 @@ class Agreement:
         self._ends: list[socket.socket] = []
         self._listening: socket.socket | None = None
         if rank:
-            self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-            self._listening.bind(socket_of(self.address))
-            self._listening.listen(4)
+            self._listening = listening(self.address.name)
 
     def connect(self, addresses: Sequence[RankAddress]) -> None:
         """On rank 0: connect to the other ranks, before any asks. Raises `RankError`, and `RankProtocolError` for
         another user's process."""
         for address in addresses:
-            self._ends.append(connected(address))
+            self._ends.append(connected(address.name, f"rank {address.rank}", CONNECT_S))
             check_peer(self._ends[-1])
 
     def of(self, find: Callable[[], int]) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import socket
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,43 +16,27 @@ import torch
 import gdscache
 from gdscache.arrays import Int64Array
 from gdscache.config import Config
-from gdscache.cuda.streams import Event
 from gdscache.disk.slab import Slab
 from gdscache.disk.slab_io import SlabIO
-from gdscache.errors import RankError, RankLostError, RankMismatchError
+from gdscache.errors import RankLostError, RankMismatchError
 from gdscache.extents.host import HostExtents
 from gdscache.kernels.copies import open_copies
-from gdscache.load.plan import CODES, STATUSES
+from gdscache.load.plan import STATUSES
 from gdscache.moves import PLANES, Move, PageStatus, Priority, Way
-from gdscache.moves.machine import Machine, Reserve
-from gdscache.moves.native import NativeExecutor
+from gdscache.moves.native import Machine, NativeExecutor, Reserve
 from gdscache.pages.planes import PagedPlanes
 from gdscache.ranks import wire
-from gdscache.ranks.channel import Channel
+from gdscache.ranks.channel import Channel, connected
+from gdscache.ranks.loads import Verdicts
 from gdscache.ranks.wire import Message
 from gdscache.runtime.threads import Flag, log_failure
 from gdscache.storage import open_transport
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from gdscache.moves import Moving
 
 CLOSE_S = 5.0  # seconds that `close` waits for late reads
 _log = logging.getLogger("gdscache.ranks")
-
-
-class _Judged:
-    """Collects the statuses of a load's pages."""
-
-    def __init__(self, pages: int) -> None:
-        self.statuses: npt.NDArray[np.uint8] = np.full(pages, CODES[PageStatus.ABORTED], np.uint8)
-        self.rows = np.arange(pages)
-
-    def judged(self, rows: Int64Array, status: PageStatus) -> None:
-        self.statuses[rows] = CODES[status]
-
-    def ready(self, layers: range, event: Event) -> None: ...
 
 
 class Borrower:
@@ -82,7 +65,8 @@ class Borrower:
         self._late = 0  # late rows
         self._closed = False
         with contextlib.ExitStack() as undo:
-            self._channel = Channel(_connected(address), f"borrower-{rank}", self._heard, self._lost)
+            connection = connected(address, "the rank that has the directory")
+            self._channel = Channel(connection, f"borrower-{rank}", self._heard, self._lost)
             undo.callback(self._channel.close)
             self._channel.begin()
             about = self._greet(namespace)
@@ -152,7 +136,7 @@ class Borrower:
         if not lent.fields["lease"]:
             return []
         slots, sums = lent.arrays
-        heard, late = _Judged(len(slots)), list[int]()
+        heard, late = Verdicts(len(slots), PageStatus.ABORTED), list[int]()
         moving: Moving | None = None
         try:
             if len(slots):
@@ -165,7 +149,7 @@ class Borrower:
             self._give_back(lent.fields["lease"], heard, moving, late)
         return [STATUSES[code] for code in heard.statuses.tolist()]
 
-    def _give_back(self, lease: int, heard: _Judged, moving: Moving | None, late: Sequence[int]) -> None:
+    def _give_back(self, lease: int, heard: Verdicts, moving: Moving | None, late: Sequence[int]) -> None:
         left = {*late}
         self._channel.send(wire.pack({"do": "took", "lease": lease, "free": not left}, [heard.statuses]))
         if moving is None or not left:
@@ -272,16 +256,3 @@ def _named(hashes: Sequence[bytes], parent: bytes | None, epoch: int) -> tuple[d
     rows = [*([] if parent is None else [parent]), *hashes]
     given = np.frombuffer(b"".join(rows), np.uint8).reshape(len(rows), -1)
     return {"parent": parent is not None, "epoch": epoch}, [given]
-
-
-def _connected(address: str) -> socket.socket:
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    try:
-        connection.connect("\0" + address)
-    except OSError as error:
-        connection.close()
-        raise RankError(
-            f"the rank that has the directory cannot be reached: {error.strerror}",
-            "start every rank on this host, as the same user",
-        ) from error
-    return connection

@@ -9,9 +9,10 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Sequence
 
-from gdscache.errors import RankProtocolError
+from gdscache.errors import RankError, RankProtocolError
 from gdscache.ranks import wire
 from gdscache.ranks.wire import Message
 from gdscache.runtime.threads import failure_of, log_failure, start
@@ -155,6 +156,69 @@ def _send(to: socket.socket, data: memoryview, descriptors: Sequence[int], flags
         raise
     except OSError:
         return None
+
+
+class Door:
+    """Gives each connection to an abstract socket to `serve`, in one thread, until it is closed."""
+
+    def __init__(self, name: str, thread: str, serve: Callable[[socket.socket], object]) -> None:
+        """Raises `RankError` without a socket, and `ThreadStartError`."""
+        self._serve = serve
+        self._listening = listening(name)
+        self._thread = threading.Thread(target=self._accept, name=thread, daemon=True)
+        start([self._thread], self.shut)
+
+    def shut(self) -> None:
+        """Accept no more connections; may be called again."""
+        with contextlib.suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+
+    def close(self) -> None:
+        """`shut`, and wait for the thread."""
+        self.shut()
+        self._thread.join()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listening.accept()
+            except OSError:
+                return
+            log_failure(failure_of(functools.partial(self._serve, connection)))
+
+
+def listening(name: str) -> socket.socket:
+    """A socket of this name that listens. The name is abstract: it goes with its process, in a network namespace. Both
+    ends check each other's user (`check_peer`), since it has no file mode. Raises `RankError`."""
+    with contextlib.ExitStack() as undo:
+        try:
+            found = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC))
+            found.bind("\0" + name)
+            found.listen(16)
+        except OSError as error:
+            raise RankError(f"no socket {name}: {error.strerror}", "allow more open files (ulimit -n)") from error
+        undo.pop_all()
+    return found
+
+
+def connected(name: str, who: str, patience: float = 0.0) -> socket.socket:
+    """A connection to the socket of this name, which may be made within `patience` seconds. Raises `RankError`, which
+    names `who` cannot be reached."""
+    until = time.monotonic() + patience
+    while True:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            connection.connect("\0" + name)
+            return connection
+        except OSError as error:
+            connection.close()
+            if time.monotonic() >= until or not isinstance(error, (ConnectionRefusedError, FileNotFoundError)):
+                raise RankError(
+                    f"{who} cannot be reached at {name}: {error.strerror}",
+                    "start every rank on this host before the leader, as the same user",
+                ) from error
+        time.sleep(0.05)
 
 
 def check_peer(connection: socket.socket) -> None:

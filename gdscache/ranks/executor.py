@@ -26,7 +26,6 @@ from gdscache.load.plan import CODES, STATUSES
 from gdscache.moves.base import PLANES, End, Listener, Move, Orders, PageStatus, Priority, Spent, Steps, Way
 from gdscache.moves.lanes import Blocking, ThreadDriver
 from gdscache.moves.moving import write_error
-from gdscache.native import put_rows, take_rows
 from gdscache.ranks import wire
 from gdscache.ranks.address import StoreMark
 from gdscache.ranks.leader import GRACE_S, Link, RankSet
@@ -36,7 +35,6 @@ from gdscache.runtime.threads import Flag
 
 if TYPE_CHECKING:
     from gdscache.extents.base import SlotMemory
-    from gdscache.pages.checksum import Checksums
 
 _SPENT = 64
 # Seconds to wait for a load without a deadline, or whose order the caller does not pass on. Its pages were promised,
@@ -278,9 +276,9 @@ class RanksExecutor(ThreadDriver):
         self, ranks: RankSet, memories: Mapping[str, SlotMemory], layers: int, stop: Callable[[str], object]
     ) -> None:
         """`stop(why)`: another process may use a slab."""
+        super().__init__(memories)
         self.ranks = ranks
         self.layers = layers
-        self._memories = memories
         self._numbers = itertools.count(1)
         self._marks = itertools.count(1)
         self._under_way: dict[int, RanksMoving] = {}
@@ -372,23 +370,12 @@ class RanksExecutor(ThreadDriver):
             arrays += [*some, moving.listener.rows]
         return wire.pack({**about, "leader": self.ranks.leader, "requests": [*requests], "moves": told}, arrays)
 
-    def expect(self, ways: Sequence[Way]) -> None:
-        for way in ways:
-            if way.sums is None or way.source in self._memories:
-                continue
-            space, places = (way.through, way.places) if way.target == PLANES else (way.target, way.targets)
-            if places is not None:
-                put_rows(self._memories[space].checksums, places, way.sums)
-
     def keep_sums(self, ways: Sequence[Way], rows: Int64Array, shard: int, sums: npt.NDArray[Any]) -> None:
         at, columns = 0, wire.columns(shard, self.layers)
         for way in ways:
             here = np.flatnonzero((rows >= at) & (rows < at + len(way)))
             self._memories[way.target].checksums[way.targets[rows[here] - at], columns] = sums[here]
             at += len(way)
-
-    def checksums(self, space: str, slots: Sequence[int] | Int64Array) -> Checksums:
-        return take_rows(self._memories[space].checksums, slots)
 
     def reads_queued(self) -> Event:
         """None: the moves of a store have ended when it asks."""

@@ -8,9 +8,7 @@ import itertools
 import logging
 import os
 import secrets
-import socket
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,8 +18,8 @@ import gdscache
 from gdscache import errors
 from gdscache.errors import GdsCacheError, IOFailedError, RankError, RankLostError, RankMismatchError
 from gdscache.ranks import wire
-from gdscache.ranks.address import RankAddress, socket_of
-from gdscache.ranks.channel import Channel
+from gdscache.ranks.address import RankAddress
+from gdscache.ranks.channel import Channel, connected
 from gdscache.ranks.wire import Message
 from gdscache.runtime.threads import Flag
 
@@ -82,7 +80,8 @@ class RankSet:
                 link = Link(address)
                 name = f"leader-{link.rank}"
                 heard = functools.partial(ranks._heard, link)
-                link.channel = Channel(connected(address), name, heard, functools.partial(ranks.lose, link))
+                connection = connected(address.name, f"rank {link.rank}", CONNECT_S)
+                link.channel = Channel(connection, name, heard, functools.partial(ranks.lose, link))
                 ranks.links.append(link)
                 link.channel.begin()
             ranks._greet(model, gpu)
@@ -283,23 +282,6 @@ def _check(addresses: Sequence[RankAddress]) -> None:
     counts = {shards.count(shard) for shard in range(max(shards) + 1)}
     if min(shards) < 0 or len(counts) > 1:
         raise RankError(f"the ranks' shards are {shards}", "give each shard, from 0 on, to as many ranks")
-
-
-def connected(address: RankAddress) -> socket.socket:
-    until = time.monotonic() + CONNECT_S
-    while True:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        try:
-            connection.connect(socket_of(address))
-            return connection
-        except OSError as error:
-            connection.close()
-            if time.monotonic() > until or not isinstance(error, (ConnectionRefusedError, FileNotFoundError)):
-                raise RankError(
-                    f"rank {address.rank} cannot be reached at {address.name}: {error.strerror}",
-                    "start every rank on this host before the leader, as the same user",
-                ) from error
-        time.sleep(0.05)
 
 
 def _error(fields: Mapping[str, Any]) -> GdsCacheError:

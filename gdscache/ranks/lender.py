@@ -21,9 +21,9 @@ from gdscache.load.plan import STATUSES, LoadPlan
 from gdscache.load.planner import LoadPlanner
 from gdscache.pages.keys import Page
 from gdscache.ranks import wire
-from gdscache.ranks.channel import Channel
+from gdscache.ranks.channel import Channel, Door
 from gdscache.ranks.wire import Message
-from gdscache.runtime.threads import Workers, failure_of, log_failure, start
+from gdscache.runtime.threads import Workers, failure_of, log_failure
 from gdscache.tiers.base import checked_sums
 
 if TYPE_CHECKING:
@@ -67,45 +67,21 @@ class Lender:
         self._lock = threading.Lock()
         self._closed = False
         with contextlib.ExitStack() as undo:
-            try:
-                self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-                undo.callback(self._listening.close)
-                self._listening.bind("\0" + self.address)
-                self._listening.listen(16)
-            except OSError as error:
-                raise RankError(
-                    f"no socket to lend pages by: {error.strerror}", "allow more open files (ulimit -n)"
-                ) from error
             self._workers = Workers(2, "gdscache-lender")
             undo.callback(self._workers.shutdown)
-            self._thread = threading.Thread(target=self._accept, name="gdscache-lender", daemon=True)
-            start([self._thread], self._stop)
+            self._door = Door(self.address, "gdscache-lender", self._serve)
             undo.pop_all()
 
     def close(self) -> None:
         """Lend nothing more, and take lent pages back. Call it before the engine is closed; may be called again."""
-        self._stop()
-        self._thread.join()
+        self._closed = True
+        self._door.close()
         with self._lock:
             served = [*self._served]
         for one in served:
             one.channel.send(wire.pack({"closed": True}))
             one.end()
         self._workers.shutdown()
-
-    def _stop(self) -> None:
-        self._closed = True
-        with contextlib.suppress(OSError):
-            self._listening.shutdown(socket.SHUT_RDWR)
-        self._listening.close()
-
-    def _accept(self) -> None:
-        while not self._closed:
-            try:
-                connection, _ = self._listening.accept()
-            except OSError:
-                return
-            log_failure(failure_of(functools.partial(self._serve, connection)))
 
     def _serve(self, connection: socket.socket) -> None:
         with contextlib.ExitStack() as undo:

@@ -19,6 +19,19 @@ from gdscache.pages.layout import PageLayout
 PENDING, LOADED = CODES[PageStatus.PENDING], CODES[PageStatus.LOADED]
 
 
+class Verdicts:
+    """Collects the statuses of a move's pages, which begin with `status`."""
+
+    def __init__(self, pages: int, status: PageStatus = PageStatus.PENDING) -> None:
+        self.statuses: npt.NDArray[np.uint8] = np.full(pages, CODES[status], np.uint8)
+        self.rows = np.arange(pages)
+
+    def judged(self, rows: Int64Array, status: PageStatus) -> None:
+        self.statuses[rows] = CODES[status]
+
+    def ready(self, layers: range, event: Event) -> None: ...
+
+
 class RankLoad:
     """Passes layers and verdicts to `handle`. Some moves bring its pages; the last of them brings the layers."""
 

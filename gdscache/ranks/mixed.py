@@ -80,7 +80,11 @@ class MixedMoving:
         self._moving.append((moving, self._rest))
         if self._cancelled.is_set():  # it still reads what is to stay in memory
             moving.cancel()
-        return _joined([(plain, self._moving[0][1]), ((yield from moving.end()), self._rest)])
+        packed = yield from moving.end()
+        ends = (plain, self._moving[0][1]), (packed, self._rest)
+        errors = {int(rows[row]): error for end, rows in ends for row, error in end.errors.items()}
+        late = sorted(int(rows[row]) for end, rows in ends for row in end.late)
+        return End(errors, late, plain.error or packed.error)
 
     def on_end(self, callback: Callable[[int], None]) -> None:
         """Behind `end`: have `callback(row)` called when nothing touches the row's slots any more."""
@@ -98,9 +102,3 @@ def _ways(move: Move, *, plain: bool) -> tuple[Way, ...]:
 
 def _is_plain(way: Way) -> bool:
     return is_plain(way.source) or is_plain(way.target)
-
-
-def _joined(ends: Sequence[tuple[End, Int64Array]]) -> End:
-    errors = {int(rows[row]): error for end, rows in ends for row, error in end.errors.items()}
-    late = sorted(int(rows[row]) for end, rows in ends for row in end.late)
-    return End(errors, late, next((end.error for end, _ in ends if end.error is not None), None))

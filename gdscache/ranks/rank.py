@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import logging
 import secrets
 import socket
-import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -21,10 +18,10 @@ from gdscache.load.report import LoadPart
 from gdscache.moves import PageStatus
 from gdscache.pages.layout import PageLayout
 from gdscache.ranks import wire
-from gdscache.ranks.address import RankAddress, socket_of
+from gdscache.ranks.address import RankAddress
+from gdscache.ranks.channel import Door
 from gdscache.ranks.loads import RankLoad
 from gdscache.ranks.service import Service
-from gdscache.runtime.threads import Flag, failure_of, log_failure, start
 
 _log = logging.getLogger("gdscache.ranks")
 
@@ -49,20 +46,7 @@ class Rank:
         self._service: Service | None = None
         self._layout: PageLayout | None = None
         self._closed = False
-        self._over = Flag()
-        with contextlib.ExitStack() as undo:
-            try:
-                self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-                undo.callback(self._listening.close)
-                self._listening.bind(socket_of(self.address))
-                self._listening.listen(4)
-            except OSError as error:
-                raise RankError(
-                    f"no socket for rank {rank}: {error.strerror}", "allow more open files (ulimit -n)"
-                ) from error
-            self._thread = threading.Thread(target=self._serve, name="gdscache-rank", daemon=True)
-            start([self._thread], self._stop)
-            undo.pop_all()
+        self._door = Door(name, "gdscache-rank", self._serve)
 
     def load(self, order: bytes, blocks: Sequence[int] | None = None) -> LayerwiseLoad:
         """Begin a load by a leader's `load.order`, after the current stream's work so far; returns this rank's handle.
@@ -81,9 +65,8 @@ class Rank:
         if layout is None:
             raise RankError("no leader has connected to this rank", "open the engine with this rank's address first")
         parts = [LoadPart(pages, first) for pages, first in fields["requests"]]
-        device = planes[0][0].device
-        handle = LayerwiseLoad(parts, layout, fields["deadline"], device=device, checked=fields["checked"])
-        load, event = RankLoad(handle, layout), record(device)
+        handle = LayerwiseLoad(parts, layout, fields["deadline"], checked=fields["checked"])
+        load, event = RankLoad(handle, layout), record(planes[0][0].device)
         moves = [(told["id"], wire.move_of(told, arrays), arrays.pop(0)) for told in fields["moves"]]
         load.expect(len(moves))
         for number, (move_id, move, rows) in enumerate(moves):
@@ -139,8 +122,11 @@ class Rank:
         again."""
         if not self._closed:
             self._closed = True
-            self._stop()
-            self._thread.join()
+            self._door.shut()
+            service = self._service
+            if service is not None:
+                service.leave("this rank is being closed")
+            self._door.close()
 
     def __enter__(self) -> Rank:
         if self._closed:
@@ -150,26 +136,7 @@ class Rank:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _stop(self) -> None:
-        self._closed = True
-        self._over.set()
-        with contextlib.suppress(OSError):
-            self._listening.shutdown(socket.SHUT_RDWR)
-        self._listening.close()
-        service = self._service
-        if service is not None:
-            service.leave("this rank is being closed")
-
-    def _serve(self) -> None:
-        while not self._closed:
-            try:
-                connection, _ = self._listening.accept()
-            except OSError:
-                return
-            error = failure_of(functools.partial(self._serve_one, connection))
-            log_failure(error)
-
-    def _serve_one(self, connection: socket.socket) -> None:
+    def _serve(self, connection: socket.socket) -> None:
         service = Service(connection, self._planes, self.address.rank, self.address.shard)
         self._service = service
         if self._closed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import functools
 import logging
@@ -31,15 +32,14 @@ from gdscache.extents.host import HostExtents
 from gdscache.kernels.copies import PageCopies, open_copies
 from gdscache.load.plan import CODES
 from gdscache.moves import PLANES, Move, Moving, PageStatus, Priority, Spent, Way
-from gdscache.moves.machine import Machine, Reserve
-from gdscache.moves.native import NativeExecutor
+from gdscache.moves.native import Machine, NativeExecutor, Reserve
 from gdscache.native import SHORT, take_rows
 from gdscache.pages.checksum import first_bad_layer
 from gdscache.pages.layout import PLAIN, PageLayout
 from gdscache.pages.planes import PagedPlanes
 from gdscache.ranks import wire
 from gdscache.ranks.channel import Channel
-from gdscache.ranks.loads import PENDING, RankLoad
+from gdscache.ranks.loads import RankLoad, Verdicts
 from gdscache.ranks.mixed import MixedMoving, plain_rows
 from gdscache.ranks.wire import Array, Message
 from gdscache.runtime.threads import Flag, Workers, failure_of, log_failure
@@ -50,12 +50,11 @@ CLOSE_S = 5.0  # seconds that the end waits for late I/O
 _log = logging.getLogger("gdscache.ranks")
 
 
-class _Verdicts:
-    """Collects the statuses of a move's pages; passes a load's layers on to its handle."""
+class _Verdicts(Verdicts):
+    """Passes a load's layers on to its handle."""
 
     def __init__(self, rows: int, load: RankLoad | None, *, last: bool, waited: bool) -> None:
-        self.statuses = np.full(rows, PENDING, np.uint8)
-        self.rows = np.arange(rows)
+        super().__init__(rows)
         self._load = load
         self._last = last
         self._begun, self._waited = time.monotonic(), waited
@@ -63,9 +62,6 @@ class _Verdicts:
     @property
     def spent(self) -> Spent:
         return Spent(time.monotonic() - self._begun, self._waited)
-
-    def judged(self, rows: Int64Array, status: PageStatus) -> None:
-        self.statuses[rows] = CODES[status]
 
     def ready(self, layers: range, event: Event) -> None:
         if self._load is not None and self._last:
@@ -83,21 +79,21 @@ _Call = Callable[[dict[str, Any], _Given], Mapping[str, Any]]
 Blocks = Callable[[], Sequence[int]]
 
 
+@dataclasses.dataclass(slots=True)
 class _Mark:
     """A place in the order of this rank's stream, once reached. `blocks`: see `Service.mark`."""
 
-    def __init__(self) -> None:
-        self.event: Event = None
-        self.blocks: Blocks | None = None
-        self.there = Flag()
+    event: Event = None
+    blocks: Blocks | None = None
+    there: Flag = dataclasses.field(default_factory=Flag)
 
 
+@dataclasses.dataclass(slots=True)
 class _Told:
     """The leader's bytes under a number, once they have come."""
 
-    def __init__(self) -> None:
-        self.what = b""
-        self.there = Flag()
+    what: bytes = b""
+    there: Flag = dataclasses.field(default_factory=Flag)
 
 
 class Service:

@@ -19,28 +19,22 @@ import threading
 import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
-from types import FrameType, TracebackType
-from typing import Any, Protocol, TypeVar
+from types import FrameType
+from typing import Any, TypeVar
 
 from gdscache.errors import CallInCallError, EngineClosedError, ForkedProcessError
-from gdscache.runtime.awaiting import EventDescriptor, LoopReaders
-from gdscache.runtime.threads import Flag, failure_of, log_failure, start
+from gdscache.runtime.awaiting import Awaits
+from gdscache.runtime.threads import Bell, Flag, failure_of, log_failure, start
 
 _UNDONE_S = 5.0  # seconds that an interrupted open waits until the engine is closed again
 _T = TypeVar("_T")
 
 
-class Caller(Protocol):
-    """The part of `Calls` that handles use. As a `with` block: around changes of the engine. `broken_by`: the exception
-    that interrupted such a call."""
+class Caller(contextlib.nullcontext[None]):
+    """The part of `Calls` that handles use; by itself, for managers without an engine. As a `with` block: around
+    changes of the engine. `broken_by`: the exception that interrupted such a call."""
 
-    broken_by: str
-
-    def __enter__(self) -> object: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    broken_by = ""
 
     def check(self) -> None:
         """Raises `ForkedProcessError` in a forked child."""
@@ -49,30 +43,15 @@ class Caller(Protocol):
         """A handle's work has ended."""
 
     def post(self, work: Callable[[], object]) -> None:
-        """Run `work` without waiting for it."""
-
-    async def until(self, flag: Flag, seconds: float | None) -> bool:
-        """Wait in an event loop until a handle's flag is set: see `LoopReaders.until`."""
-        ...
-
-
-class Direct(contextlib.nullcontext[None]):
-    """A `Caller` for managers without an engine."""
-
-    broken_by = ""
-
-    def check(self) -> None: ...
-
-    def ended(self) -> None: ...
-
-    def post(self, work: Callable[[], object]) -> None:
+        """Run `work` after the requests so far, without waiting for it."""
         work()
 
     async def until(self, flag: Flag, seconds: float | None) -> bool:
-        return await LoopReaders().until(flag, seconds)
+        """Wait in an event loop until a handle's flag is set: see `Awaits.until`."""
+        return await Awaits().until(flag, seconds)
 
 
-class Calls:
+class Calls(Caller):
     """The public calls of one engine, and the process that they belong to."""
 
     def __init__(self) -> None:
@@ -88,9 +67,8 @@ class Calls:
         )
         self._watched: dict[int, weakref.ref[Any]] = {}
         self._numbers = itertools.count()
-        self._bell: EventDescriptor | None = None  # made at the first call of `fileno`
-        self._bell_lock = threading.Lock()
-        self._readers = LoopReaders()
+        self._awaits = Awaits()
+        self.bell = Bell()  # rings when a load, a store or a prefetch has ended
 
     @property
     def forked(self) -> bool:
@@ -98,7 +76,6 @@ class Calls:
         return os.getpid() != self.pid
 
     def check(self) -> None:
-        """Raises `ForkedProcessError` in a forked child."""
         if os.getpid() != self.pid:
             raise ForkedProcessError(
                 f"this engine belongs to process {self.pid}, of which process {os.getpid()} is a fork",
@@ -124,10 +101,9 @@ class Calls:
                 self._refuse()
             self._inside = sys._getframe(1)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None and (signal := _by_signal(error, sys._getframe(1))) is not None:
+    def __exit__(self, *raised: object) -> None:
+        error = raised[1]
+        if isinstance(error, BaseException) and (signal := _by_signal(error, sys._getframe(1))) is not None:
             self._break(type(signal).__name__)
         if threading.get_ident() == self._main:
             self._inside = None  # last: the next call finds a second interrupt before this
@@ -186,7 +162,6 @@ class Calls:
             raise
 
     def post(self, work: Callable[[], object]) -> None:
-        """Run `work` after the requests so far, without waiting for it."""
         self._asked.put(work)
 
     def watch(self, handle: object, dead: Callable[[], object]) -> Callable[[], object]:
@@ -215,31 +190,16 @@ class Calls:
     def here(self) -> bool:
         return threading.current_thread() is self._thread
 
-    def fileno(self) -> int:
-        """A descriptor that is readable if a handle's work has ended since it was read. Raises `IOFailedError` if the
-        process may open no more."""
-        self.check()
-        with self._bell_lock:
-            if self._bell is None:
-                self._bell = EventDescriptor()
-            return self._bell.fileno()
-
     def ended(self) -> None:
-        bell = self._bell
-        if bell is not None:
-            bell.ring()
+        self.bell.ring()
 
     async def until(self, flag: Flag, seconds: float | None) -> bool:
-        """Wait in an event loop until a handle's flag is set: see `LoopReaders.until`."""
         self.check()
-        return await self._readers.until(flag, seconds)
+        return await self._awaits.until(flag, seconds)
 
-    def close_bells(self) -> None:
-        """No work ends any more: close the descriptors, and end all awaits."""
-        with self._bell_lock:
-            if self._bell is not None:
-                self._bell.close()
-        self._readers.close()
+    def end_awaits(self) -> None:
+        """No work ends any more."""
+        self._awaits.close()
 
 
 def _is_above(frame: FrameType | None, below: FrameType | None) -> bool:

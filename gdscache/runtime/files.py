@@ -25,10 +25,14 @@ def flush_directory(directory: Path) -> None:
         os.close(fd)
 
 
-def user_cache() -> str:
-    """$GDSCACHE_CACHE_DIR, or `gdscache` below $XDG_CACHE_HOME or ~/.cache. Without a home it begins with `~`."""
+def user_cache() -> Path:
+    """$GDSCACHE_CACHE_DIR, or `gdscache` below $XDG_CACHE_HOME or ~/.cache. Raises `FileNotFoundError` for a user
+    without a home."""
     given, base = os.environ.get("GDSCACHE_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return os.path.expanduser(given or f"{base}/gdscache")
+    found = os.path.expanduser(given or f"{base}/gdscache")
+    if found.startswith("~"):
+        raise FileNotFoundError("no place for caches: this user has no home")
+    return Path(found)
 
 
 def write_whole(path: Path, content: bytes, mode: int = 0o600) -> None:

@@ -4,33 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import sys
 import threading
 import time
 from collections.abc import Callable
-from types import CodeType
-from typing import NamedTuple
 
 PERIOD_S = 60.0  # between two lines of one cause
 
 
-class _Line(NamedTuple):
-    """The fields of a log record. `code` and `number`: of the caller."""
-
-    log: logging.Logger
-    level: int
-    text: str
-    args: tuple[object, ...]
-    code: CodeType
-    number: int
-
-    def write(self, others: int, seconds: float) -> None:
-        """Write it for itself and `others` more within `seconds`."""
-        text, args, code = self.text, self.args, self.code
-        if others:
-            text, args = text + " (%d more of this cause within %.0f s)", (*args, others, max(seconds, 1.0))
-        where = code.co_filename, self.number
-        self.log.handle(self.log.makeRecord(self.log.name, self.level, *where, text, args, None, code.co_name))
+_Line = tuple[logging.Logger, int, str, tuple[object, ...]]  # with the arguments of `Logger.log`
 
 
 @dataclasses.dataclass(slots=True)
@@ -76,9 +57,8 @@ class LimitedLog:
             if known is None:
                 known = self._causes[cause] = _Cause(now)
             if known.line is None:
-                frame = sys._getframe(1)
                 told = (text, args) if isinstance(text, str) else ("%s", (text(),))
-                known.line, known.since = _Line(log, level, *told, frame.f_code, frame.f_lineno), now
+                known.line, known.since = (log, level, *told), now
             known.count += times
 
     @property
@@ -98,5 +78,7 @@ class LimitedLog:
                 if known.line is not None and (last or known.due <= now):
                     ready.append((known.line, known.count - 1, now - known.since))
                     known.line, known.count, known.due = None, 0, now + PERIOD_S
-        for line, others, seconds in ready:
-            line.write(others, seconds)
+        for (log, level, text, args), others, seconds in ready:
+            if others:
+                text, args = text + " (%d more of this cause within %.0f s)", (*args, others, max(seconds, 1.0))
+            log.log(level, text, *args)

@@ -49,6 +49,8 @@ class Flag:
         for mine in waiting:
             mine.release()
 
+    release = set  # a flag may wait for others
+
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until it is set; False after `seconds`."""
         if self.is_set():

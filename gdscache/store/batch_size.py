@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from gdscache.limits import BATCH_BYTES, BATCH_PAGES, LEAST_BATCH, SMALL_BATCH_BYTES
 
 _QUICK_S, _SLOW_S = 0.25, 2.0  # seconds of a batch: below, the next has twice as many pages; above, half as many
@@ -12,6 +14,7 @@ def batch_pages(extent_bytes: int) -> int:
     return max(LEAST_BATCH, min(BATCH_BYTES // extent_bytes, most))
 
 
+@dataclasses.dataclass(slots=True)
 class BatchSize:
     """Begins with `pages`, and stays between `least` and `most`.
 
@@ -19,12 +22,9 @@ class BatchSize:
     too, so on a slow tier it must be small.
     """
 
-    __slots__ = ("_least", "_most", "pages")
-
-    def __init__(self, least: int, pages: int, most: int) -> None:
-        self._least = least
-        self._most = most
-        self.pages = pages
+    least: int
+    pages: int
+    most: int
 
     @classmethod
     def of(cls, extent_bytes: int) -> BatchSize:
@@ -33,6 +33,6 @@ class BatchSize:
 
     def learn(self, pages: int, seconds: float) -> None:
         if seconds > _SLOW_S:
-            self.pages = max(self._least, min(self.pages, pages // 2))
+            self.pages = max(self.least, min(self.pages, pages // 2))
         elif seconds < _QUICK_S and pages >= self.pages:
-            self.pages = min(self._most, 2 * self.pages)
+            self.pages = min(self.most, 2 * self.pages)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -14,37 +15,30 @@ from gdscache.store.plan import StorePlanner
 from gdscache.store.writer import Outgoing, TierWriter
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Forwarder:
     """Hands pages to the writers, and frees their slots afterwards. The manager's lock is held.
 
     `writers`: by tier name. `spare`: slots of the bounce reserve. `idle` rings when nothing is queued.
     """
 
-    def __init__(
-        self,
-        planner: StorePlanner,
-        writers: Mapping[str, TierWriter],
-        spare: SlotShare | None,
-        idle: Bell,
-        deadline: float,
-    ) -> None:
-        self._planner = planner
-        self._writers = writers
-        self._spare = spare
-        self._idle = idle
-        self._deadline = deadline
-        self._open = True
+    planner: StorePlanner
+    writers: Mapping[str, TierWriter]
+    spare: SlotShare | None
+    idle: Bell
+    deadline: float
+    _open: bool = True
 
     @contextlib.contextmanager
     def closing(self, *, drain: bool) -> Iterator[None]:
         """End the writers around the end of the storer's own thread. The manager's lock is not held here."""
-        for writer in self._writers.values():
+        for writer in self.writers.values():
             writer.begin_close(drain=drain)
         yield
-        with self._planner.lock:
+        with self.planner.lock:
             self._open = False
         with contextlib.ExitStack() as ends:
-            for writer in self._writers.values():
+            for writer in self.writers.values():
                 ends.callback(writer.close, drain=drain)
 
     def demote(self, parcels: Sequence[Parcel]) -> int:
@@ -61,9 +55,9 @@ class Forwarder:
     def send(self, parcels: Sequence[Parcel]) -> None:
         """Hand pages in slots to the writers. Raises only if no writer has taken any."""
         taken = False
-        for outlet in self._planner.outlets if parcels else ():
+        for outlet in self.planner.outlets if parcels else ():
             some = [parcel for parcel in parcels if outlet in parcel.to]
-            writer = self._writers.get(outlet.tier.name)
+            writer = self.writers.get(outlet.tier.name)
             if writer is None or not self._open:  # a load may offer pages while the engine closes
                 self._turn_away(some, outlet, "closed")
                 continue
@@ -77,18 +71,18 @@ class Forwarder:
 
     def abandon(self, parcels: Sequence[Parcel]) -> None:
         for parcel in parcels:
-            self._planner.abandon(parcel)
+            self.planner.abandon(parcel)
             self._give_bounce(parcel, parcel.rows)
         self.tell_idle()
 
     def without(self, parcel: Parcel, rows: Sequence[int]) -> Parcel:
         """A parcel that is not sent yet, without pages that do not fit into packed extents."""
         self._give_bounce(parcel, rows)
-        return self._planner.without(parcel, rows)
+        return self.planner.without(parcel, rows)
 
     def tell_idle(self) -> None:
-        if not self._planner.queued:
-            self._idle.ring()
+        if not self.planner.queued:
+            self.idle.ring()
 
     def _turn_away(self, parcels: Sequence[Parcel], outlet: Outlet, cause: str) -> None:
         for parcel in parcels:
@@ -103,17 +97,17 @@ class Forwarder:
             parcel.slots,
             functools.partial(self._written, parcel, outlet),
             functools.partial(self._released, parcel, outlet),
-            self._deadline,
+            self.deadline,
             parcel.job.retention,
         )
 
     def _written(self, parcel: Parcel, outlet: Outlet, rows: Sequence[int], cause: str) -> None:
-        self._planner.written(parcel, outlet, rows, cause)
+        self.planner.written(parcel, outlet, rows, cause)
         self.tell_idle()
 
     def _released(self, parcel: Parcel, outlet: Outlet, rows: Sequence[int]) -> None:
-        self._give_bounce(parcel, self._planner.released(parcel, outlet, rows))
+        self._give_bounce(parcel, self.planner.released(parcel, outlet, rows))
 
     def _give_bounce(self, parcel: Parcel, rows: Sequence[int]) -> None:
-        if parcel.entries is None and self._spare is not None and rows:
-            self._spare.give([parcel.slots[row] for row in rows])
+        if parcel.entries is None and self.spare is not None and rows:
+            self.spare.give([parcel.slots[row] for row in rows])

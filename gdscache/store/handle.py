@@ -9,8 +9,8 @@ from typing import Any
 from gdscache import arguments
 from gdscache.cuda.streams import Event, Fence, Landed
 from gdscache.errors import DeadlineError
-from gdscache.runtime.calls import Caller, Direct
-from gdscache.runtime.threads import Flag, failure_of, log_failure
+from gdscache.runtime.calls import Caller
+from gdscache.runtime.threads import Flag
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ class StoreHandle:
     """The handle of one store. Made by `CacheEngine.store` and `Sequence.commit`; thread-safe."""
 
     def __init__(self, pages: int, calls: Caller | None = None) -> None:
-        self._calls = Direct() if calls is None else calls
+        self._calls = Caller() if calls is None else calls
         self.release_event = Fence()
         self.order = b""  # the bytes for each rank (`Rank.store`), in the order of its own steps
         self._tiers: list[tuple[str, ...]] = [()] * pages
@@ -76,5 +76,4 @@ class StoreHandle:
         self._left -= len(pages)
         if not self._left:
             self._done.set()
-            # a failure here must not reach the storer, which still has work to do
-            log_failure(failure_of(self._calls.ended))
+            self._calls.ended()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -11,16 +12,14 @@ if TYPE_CHECKING:
     from gdscache.tiers.base import DurableTier
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Outlet:
     """The way to one tier. `keys`: the pages on it, at most `limit`. The manager's lock guards it."""
 
-    __slots__ = ("admission", "keys", "limit", "tier")
-
-    def __init__(self, tier: DurableTier, admission: Admission, limit: int) -> None:
-        self.tier = tier
-        self.admission = admission
-        self.limit = limit
-        self.keys: set[bytes] = set()
+    tier: DurableTier
+    admission: Admission
+    limit: int
+    keys: set[bytes] = dataclasses.field(default_factory=set)
 
     @property
     def room(self) -> int:

@@ -57,6 +57,7 @@ class StoreJob:
         return [numbers[i] for i in some]
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Parcel:
     """Pages of a job in slots of one memory, all with the same outlets. A *row* is a page's number in the parcel.
 
@@ -64,43 +65,24 @@ class Parcel:
     in the bounce reserve (`space`). `copied`: the bytes are in the slots already. `to`: the outlets.
     """
 
-    __slots__ = (
-        "_causes",
-        "_leases",
-        "_open",
-        "_reading",
-        "copied",
-        "entries",
-        "job",
-        "places",
-        "slots",
-        "space",
-        "to",
-    )
+    job: StoreJob
+    places: Sequence[int]
+    slots: Sequence[int]
+    space: str
+    entries: Sequence[Entry] | None
+    lease: dataclasses.InitVar[Lease | None]
+    to: tuple[Outlet, ...]
+    copied: bool = dataclasses.field(kw_only=True)
+    leases: list[Lease] = dataclasses.field(init=False)
+    _open: dict[Outlet, set[int]] = dataclasses.field(init=False)  # rows that the outlet has not ended
+    _reading: dict[Outlet, set[int]] = dataclasses.field(init=False)  # rows whose slots the outlet still reads
+    # the cause of the first outlet that did not take the page
+    _causes: dict[int, str] = dataclasses.field(init=False, default_factory=dict)
 
-    def __init__(
-        self,
-        job: StoreJob,
-        places: Sequence[int],
-        slots: Sequence[int],
-        space: str,
-        entries: Sequence[Entry] | None,
-        lease: Lease | None,
-        to: tuple[Outlet, ...],
-        *,
-        copied: bool,
-    ) -> None:
-        self.job = job
-        self.places = places
-        self.slots = slots
-        self.space = space
-        self.entries = entries
-        self.copied = copied
-        self.to = to
-        self._leases = [] if lease is None else [lease]
-        self._open = {outlet: set(self.rows) for outlet in to}  # rows that the outlet has not ended
-        self._reading = {outlet: set(self.rows) for outlet in to}  # rows whose slots the outlet still reads
-        self._causes: dict[int, str] = {}  # the cause of the first outlet that did not take the page
+    def __post_init__(self, lease: Lease | None) -> None:
+        self.leases = [] if lease is None else [lease]
+        self._open = {outlet: set(self.rows) for outlet in self.to}
+        self._reading = {outlet: set(self.rows) for outlet in self.to}
 
     def __len__(self) -> int:
         return len(self.places)
@@ -119,7 +101,7 @@ class Parcel:
         entries = None if self.entries is None else [self.entries[row] for row in rows]
         places, slots = self.places_of(rows), [self.slots[row] for row in rows]
         made = Parcel(self.job, places, slots, self.space, entries, None, self.to, copied=self.copied)
-        made._leases = self._leases
+        made.leases = self.leases
         return made
 
     def keys(self, rows: Iterable[int]) -> list[bytes]:
@@ -174,14 +156,10 @@ class Parcel:
         self._reading = {outlet: set() for outlet in self.to}
         return lacking
 
-    @property
-    def leases(self) -> Sequence[Lease]:
-        return self._leases
-
     def set_apart(self, rows: Sequence[int], lease: Lease) -> None:
         """Give the pins of these rows to another lease, which ends later than the others."""
         if self.entries is not None:
             entries = [self.entries[row] for row in rows]
-            for held in self._leases:
+            for held in self.leases:
                 held.hand_over(entries, lease)
-            self._leases.append(lease)
+            self.leases.append(lease)

@@ -46,7 +46,9 @@ if TYPE_CHECKING:
     from gdscache.tiers.manager import TierManager
 
 _FIRST_ROUND_BYTES = 32 << 20
-WATERMARKS = (0.25, 0.5)  # of `write_back`: shares of the landing tier's slots that are dirty
+# Of `write_back`, as shares of the landing tier's slots: above the second the coldest dirty pages are written, down to
+# the first.
+WATERMARKS = (0.25, 0.5)
 _UNWRITTEN = ("closed", "switched_off", "lock_lost")  # causes that come before any byte is written
 _NOBODY = Nobody()
 
@@ -79,15 +81,13 @@ class StorePlanner:
         extent_bytes: int,
         outlets: Sequence[Outlet],
         earned: EarnedOffers,
-        watermarks: tuple[float, float] | None = None,
         *,
         plain: bool = False,
         unfit: StorePlanner | None = None,
     ) -> None:
-        """`outlets`: one to each tier of files. `earned`: notes of the manager's lookups. `watermarks` of `write_back`,
-        as shares of the landing tier's slots: above the second the coldest dirty pages are written, down to the
-        first. `plain`: the planner is of plain tiers, and takes the pages that do not fit into packed extents. `unfit`:
-        that planner, where this one's pages are packed."""
+        """`outlets`: one to each tier of files. `earned`: notes of the manager's lookups. `plain`: the planner is of
+        plain tiers, and takes the pages that do not fit into packed extents. `unfit`: that planner, where this one's
+        pages are packed."""
         self.outlets = outlets
         self.queued = 0  # pages accepted and not finished
         self._cleaning = 0  # of these, pages that go from the CPU tier to the SSD without a store
@@ -100,8 +100,7 @@ class StorePlanner:
         self._extent_bytes = extent_bytes
         self._limit = config.queue // extent_bytes
         slots = 0 if self._landing is None else self._landing.index.slots
-        low, high = WATERMARKS if watermarks is None else watermarks
-        self._low, self._high = int(low * slots), int(high * slots)
+        self._low, self._high = (int(share * slots) for share in WATERMARKS)
         # Most CPU slots of pages that the SSD lacks: pages on their way, or dirty ones.
         self._most_held = (self._high + slots) // 2 if self._policy == "write_back" else slots // 2
         self.behind = False  # the SSD was behind when the current store began: do not wait for it

@@ -19,7 +19,7 @@ from gdscache.gate.costs import Costs
 from gdscache.index.retention import DEFAULT, Retention
 from gdscache.pages.keys import Page
 from gdscache.pages.reasons import CACHED, Reason, Told, joined
-from gdscache.runtime.calls import Caller, Direct
+from gdscache.runtime.calls import Caller
 from gdscache.runtime.latencies import Latencies
 from gdscache.runtime.limited_log import LimitedLog
 from gdscache.tiers.base import DurableTier, Lease, Tier
@@ -71,7 +71,7 @@ class TierManager:
         files; lookups see the `served` tiers. Each of `on_use` gets the keys of a prefix that a lookup found, tail
         first, under the lock: it only notes them. `measured`: learn times of loads."""
         self.lock = lock
-        self.calls: Caller = Direct() if calls is None else calls
+        self.calls = Caller() if calls is None else calls
         self.tiers: dict[str, Tier] = {tier.name: tier for tier in tiers}
         self.served = [(name, tier) for name, tier in self.tiers.items() if tier.served]
         memories = [tier for tier in tiers if tier.kind == "memory"]

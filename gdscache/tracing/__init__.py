@@ -2,7 +2,6 @@
 
 base.py      Timeline: the contract; by itself it keeps nothing
 trace.py     TraceTimeline: kept, and written as trace-event JSON, on named tracks
-streams.py   times on CUDA streams, on the host's clock
 nvtx.py      NvtxTimeline: passed on as NVTX ranges
 otel.py      OtelTimeline: loads as spans of OpenTelemetry
 """

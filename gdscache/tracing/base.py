@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Self
-
-if TYPE_CHECKING:
-    import torch
+from typing import Any, Self
 
 
 class Span:
@@ -49,11 +46,6 @@ class Timeline:
 
     def span(self, kind: str, /, **about: Any) -> Span:
         """A duration of the calling thread."""
-        return _NOTHING
-
-    def compute(self, kind: str, device: torch.device | None, /, **about: Any) -> Span:
-        """`span`, and the time of the work queued within it on the current stream of `device`, if that is a CUDA
-        device."""
         return _NOTHING
 
     def instant(self, kind: str, /, **about: Any) -> None:

@@ -6,12 +6,9 @@ import itertools
 import logging
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gdscache.tracing.base import OFF, Span, Timeline, title
-
-if TYPE_CHECKING:
-    import torch
 
 _log = logging.getLogger("gdscache")
 
@@ -56,9 +53,6 @@ class NvtxTimeline(Timeline):
     def span(self, kind: str, /, **about: Any) -> Span:
         return _Range(self._nvtx, _text(kind, about))
 
-    def compute(self, kind: str, device: torch.device | None, /, **about: Any) -> Span:
-        return _Range(self._nvtx, _text(kind, about))
-
     def instant(self, kind: str, /, **about: Any) -> None:
         self._nvtx.mark(_text(kind, about))
 
@@ -71,15 +65,15 @@ def _text(kind: str, about: Mapping[str, Any]) -> str:
     return f"gdscache: {title(kind, about)}" + (f" ({', '.join(plain)})" if plain else "")
 
 
-def timeline_from_environment(environ: Mapping[str, str] = os.environ) -> Timeline:
+def timeline_from_environment() -> Timeline:
     """An `NvtxTimeline` if a profiler runs this process, else one that keeps nothing.
 
     A process counts as profiled if its environment names Nsight Systems, Nsight Compute, or a library that gets NVTX
     calls. libcupti does not count: some images name it for every process, and the first range would load it, which
     takes CUPTI's only place from torch's own profiler.
     """
-    tool = os.path.basename(environ.get(_TOOL, ""))
-    if not any(name in environ for name in _PROFILERS) and (not tool or tool.startswith("libcupti")):
+    tool = os.path.basename(os.environ.get(_TOOL, ""))
+    if not any(name in os.environ for name in _PROFILERS) and (not tool or tool.startswith("libcupti")):
         return OFF
     try:
         return NvtxTimeline()

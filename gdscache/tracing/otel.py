@@ -97,6 +97,3 @@ class OtelTimeline(Timeline):
         span = _LoadSpan(self._tracer.start_span("gdscache.load", context, links=links, start_time=began), self._status)
         span.add(**about)
         return span
-
-    def compute(self, kind: str, device: Any, /, **about: Any) -> Span:
-        return super().span(kind)

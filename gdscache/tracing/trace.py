@@ -10,41 +10,16 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gdscache.errors import InvalidValueError
 from gdscache.tracing.base import Span, Timeline, title
-from gdscache.tracing.streams import StreamTimes
-
-if TYPE_CHECKING:
-    import torch
 
 LIMIT = 200_000  # events, some 300 bytes each
 FORMAT = 1
 _PID = 1
-_THREADS = {  # our threads by their names
-    "MainThread": "model thread",
-    "gdscache-calls": "calls",
-    "gdscache-load": "load thread",
-    "gdscache-prefetch": "prefetch thread",
-    "gdscache-gather": "storer",
-    "gdscache-write": "writer",
-}
-# Of tracks, from top to bottom.
-_ORDER = (
-    "model",
-    "calls",
-    "thread",
-    "loads",
-    "load",
-    "SSD reads",
-    "copies",
-    "prefetch",
-    "storer",
-    "stores",
-    "writer",
-    "SSD",
-)
+# The beginnings of tracks' names, from top to bottom.
+_ORDER = ("model", "calls", "load", "SSD reads", "copies", "prefetch", "gather", "stores", "write", "SSD")
 
 Track = tuple[str, int]  # a name, and the thread's identifier if it is a thread's
 
@@ -77,38 +52,6 @@ class _Recorded(Span):
         self._timeline.end(self)
 
 
-class _OnStream(Span):
-    """Work queued on the caller's stream, between two timing events, and `host`, the span of the calling thread."""
-
-    __slots__ = ("_about", "_host", "_kind", "_start", "_stream", "_timeline")
-
-    def __init__(
-        self,
-        timeline: TraceTimeline,
-        kind: str,
-        stream: torch.cuda.Stream,
-        about: dict[str, Any],
-        host: Span,
-    ) -> None:
-        self._timeline = timeline
-        self._kind = kind
-        self._stream = stream
-        self._about = about
-        self._host = host
-
-    def __enter__(self) -> _OnStream:
-        self._start = self._timeline.times.mark(self._stream)
-        self._host.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        try:
-            end = self._timeline.times.mark(self._stream)
-            self._timeline.add_on_stream(self._kind, self._stream, self._start, end, self._about)
-        finally:
-            self._host.__exit__(*error)
-
-
 class TraceTimeline(Timeline):
     """Keeps up to `limit` events, and the number of further ones. `write` may be called at any time.
 
@@ -116,7 +59,7 @@ class TraceTimeline(Timeline):
     """
 
     __slots__ = ("_begun", "_clock", "_events", "_left_out", "_limit", "_local", "_lock", "_next", "_open", "_path",
-                 "_zero", "times")  # fmt: skip
+                 "_zero")  # fmt: skip
 
     def __init__(
         self,
@@ -141,24 +84,12 @@ class TraceTimeline(Timeline):
         self._left_out = 0
         self._open: set[_Recorded] = set()
         self._events: list[tuple[str, Track, int, int | None, dict[str, Any]]] = []
-        self.times = StreamTimes(clock)
 
     def number(self) -> int:
         return next(self._next)
 
     def span(self, kind: str, /, **about: Any) -> Span:
         return _Recorded(self, kind, self._here(), self._inherit(about))
-
-    def compute(self, kind: str, device: torch.device | None, /, **about: Any) -> Span:
-        host = self.span(kind, **about)
-        if device is None or device.type != "cuda":
-            return host
-        import torch
-
-        if torch.cuda.is_current_stream_capturing():  # a graph's events have no times
-            return host
-        stream = torch.cuda.current_stream(device)
-        return _OnStream(self, kind, stream, self._inherit(dict(about)), host)
 
     def instant(self, kind: str, /, **about: Any) -> None:
         about = self._inherit(about)
@@ -194,18 +125,6 @@ class TraceTimeline(Timeline):
                 self._open.remove(span)
                 self._events.append((span.kind, span.track, span.start, now, span.about))
 
-    def add_on_stream(self, kind: str, stream: torch.cuda.Stream, start: Any, end: Any, about: dict[str, Any]) -> None:
-        """Keep a span of the caller's stream; its times come later."""
-        with self._lock:
-            if not self._take():
-                return
-
-        def resolved(first: int, last: int) -> None:
-            with self._lock:
-                self._events.append((kind, ("model stream", 0), first, last, about))
-
-        self.times.add(start, end, stream.device, resolved)
-
     def _take(self) -> bool:
         if self._begun >= self._limit:
             self._left_out += 1
@@ -225,7 +144,6 @@ class TraceTimeline(Timeline):
 
     def describe(self) -> dict[str, Any]:
         """The trace so far, as the JSON object to write."""
-        unresolved = self.times.resolve()
         with self._lock:
             now = self._clock()
             events = list(self._events)
@@ -239,7 +157,7 @@ class TraceTimeline(Timeline):
             rows.append({"ph": "M", "pid": _PID, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}})
         placed.sort(key=lambda event: (event[2], -(event[3] or event[2])))
         rows += [self._row(*event) for event in placed]
-        about = {"format": FORMAT, "events_left_out": left_out, "stream_spans_unresolved": unresolved}
+        about = {"format": FORMAT, "events_left_out": left_out}
         return {"traceEvents": rows, "displayTimeUnit": "ms", "otherData": about}
 
     def _row(self, kind: str, tid: int, start: int, end: int | None, about: dict[str, Any]) -> dict[str, Any]:
@@ -308,15 +226,8 @@ def lanes(events: Events) -> tuple[Placed, dict[str, int]]:
 
 
 def _name(track: Track) -> str:
-    name, thread = track
-    if not thread:
-        return name
-    own, _, number = name.rpartition("_")
-    if own in ("gdscache-gather", "gdscache-write"):
-        return _THREADS[own]
-    if own in _THREADS and number.isdigit():
-        return f"{_THREADS[own]} {number}"
-    return _THREADS.get(name, f"thread {name}")
+    name, _ = track
+    return "model thread" if name == "MainThread" else name.removeprefix("gdscache-").replace("_", " ")
 
 
 def _place(name: str) -> int:

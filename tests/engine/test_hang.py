@@ -220,7 +220,7 @@ def test_a_hung_write_is_dropped_and_keeps_its_slots_until_it_ends(open_host: Op
         if cpu:
             assert tokens_of(host.engine, tokens) == 8, "memory that a late write reads was evicted"
             assert host.load(tokens).tokens == 8
-        bounce = host.engine._parts.bounce
+        bounce = host.engine._parts.bounces[0]
         assert bounce.stores.free_slots == bounce.stores.slots - (0 if cpu else 2)
         last = [stored(host, seed, 3) for seed in (31, 32, 33)]
         assert late(host.engine) == 2
@@ -258,7 +258,7 @@ def test_one_hung_write_costs_its_own_page(open_host: OpenHost) -> None:
 
 def test_the_writer_goes_on_with_the_next_batch(open_host: OpenHost) -> None:
     host = open_host(cpu=64, ssd=64, **WRITES_SOON)
-    writer = host.engine._parts.storer._forwarder._writers["ssd"]
+    writer = host.engine._parts.storer._forwarder.writers["ssd"]
     writer.size = BatchSize(2, 2, 2)
     with PLAN.rule(Op.WRITE, Fault.HANG, times=1):
         begun = time.monotonic()
@@ -501,8 +501,8 @@ def test_close_with_a_hang_ends_in_time_and_keeps_what_the_io_may_touch(
         stored(host, 2, 2)
         drop_from(host.engine, *(["cpu"] if cpu else []))
     parts = host.engine._parts
-    extents = parts.manager.cpu.extents if parts.manager.cpu is not None else parts.bounce.extents  # type: ignore[union-attr]
-    buffer, bounce = extents.buffer, parts.bounce  # type: ignore[union-attr]
+    extents = parts.manager.cpu.extents if parts.manager.cpu is not None else parts.bounces[0].extents  # type: ignore[union-attr]
+    buffer, bounce = extents.buffer, parts.bounces[0]  # type: ignore[union-attr]
     assert bounce is not None
     address, ssd = buffer.address, parts.manager.ssd
     assert ssd is not None
@@ -559,7 +559,7 @@ def test_close_with_a_long_queue_to_a_hung_device_costs_about_one_deadline(
     open_impatient: OpenHost, cpu: int | None, drain: bool
 ) -> None:
     host = open_impatient(cpu=cpu, bounce=64, ssd=64, transport=FAULTY, deadline=0.5)
-    writer = host.engine._parts.storer._forwarder._writers["ssd"]
+    writer = host.engine._parts.storer._forwarder.writers["ssd"]
     writer.size = BatchSize(1, 1, 1)  # a batch a page: waiting for each would take a deadline a pair
     with PLAN.rule(Op.WRITE, Fault.HANG):
         handles = [host.store(prompt(seed, 5)) for seed in range(6)]

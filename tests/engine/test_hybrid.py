@@ -33,7 +33,7 @@ from gdscache.errors import (
 from gdscache.events.base import BlockStored, KVEventBatch
 from gdscache.events.view import CacheView
 from gdscache.gate.fit import ENOUGH
-from gdscache.gate.gate import EXPLORE_EVERY, Gate
+from gdscache.gate.gate import EXPLORE_EVERY
 from gdscache.metrics import EngineCollector
 from gdscache.storage.base import Op
 from tests.support.faulty import PLAN, Fault
@@ -860,7 +860,6 @@ def test_a_close_in_the_middle_ends_what_is_under_way(open_hybrid: OpenHybrid) -
         host.engine.check,
         host.engine.drain,
         host.engine.flush,
-        host.engine.filenos,
     ]
     for call in calls:
         with pytest.raises(EngineClosedError):
@@ -939,17 +938,6 @@ def test_the_gate_takes_or_leaves_a_hit_as_a_whole(open_hybrid: OpenHybrid, mode
     assert engine.lookup(PROMPT).tokens == 48
 
 
-def test_another_gate_may_judge(open_hybrid: OpenHybrid) -> None:
-    host = open_hybrid("apart", load={"gate": "enforcing"})
-    host.store(PROMPT)
-    engine, before = host.engine, host.engine.gate
-    first = engine.engines[0]
-    engine.judge_by(Gate("off", before.costs, first.layout.page_tokens, first.layout.bytes_in))
-    assert engine.lookup(PROMPT).recompute_seconds is None
-    assert engine.stats()["gate"]["mode"] == "off"
-    assert before.stats()["hits"] == dict.fromkeys(before.stats()["hits"], 0)
-
-
 # -- what it says of itself --------------------------------------------------------------------------------------------
 
 
@@ -968,16 +956,6 @@ def test_stats_and_checks_name_the_groups(open_hybrid: OpenHybrid) -> None:
     assert problem.startswith("full, window: cpu: ")
     assert host.engine.check(fix=True).ok
     assert host.engine.check().problems == ()
-
-
-def test_ends_can_be_waited_for_by_descriptors(open_hybrid: OpenHybrid) -> None:
-    import select
-
-    host = open_hybrid("apart")
-    descriptors = host.engine.filenos()
-    host.store(PROMPT)
-    assert set(select.select(descriptors, [], [], WAIT)[0]) <= set(descriptors)
-    assert len(set(descriptors)) == 2
 
 
 def test_metrics_of_each_pool(open_hybrid: OpenHybrid) -> None:

@@ -78,7 +78,7 @@ def watched(host: Host) -> None:
     manager.clearing.alone = Ranked("alone")  # type: ignore[assignment]
     manager.ssd._commit_lock = Ranked("commit")  # type: ignore[assignment]
     manager.busy._lock = Ranked("leaf")  # type: ignore[assignment]
-    parts.bounce.stores._changed = threading.Condition(Ranked("leaf"))  # type: ignore[arg-type]
+    parts.bounces[0].stores._changed = threading.Condition(Ranked("leaf"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("cpu", [8, None])

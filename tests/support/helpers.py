@@ -394,7 +394,7 @@ def close_kept(engine: CacheEngine) -> None:
 
 def reserve_used(engine: CacheEngine) -> int:
     """Slots of the bounce reserve that loads have."""
-    bounce = engine._parts.bounce
+    bounce = next(iter(engine._parts.bounces), None)
     assert bounce is not None, "no reserve"
     executor = engine._parts.executor
     return len(bounce.loads) - executor.moves.free_slots() if isinstance(executor, NativeExecutor) else 0  # the ranks'

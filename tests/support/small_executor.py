@@ -13,8 +13,7 @@ from gdscache.arrays import integers
 from gdscache.extents.host import HostExtents
 from gdscache.kernels.copies import PageCopies
 from gdscache.moves import PLANES, Move, Priority, Way
-from gdscache.moves.machine import Machine
-from gdscache.moves.native import NativeExecutor
+from gdscache.moves.native import Machine, NativeExecutor
 from gdscache.pages.checksum import layer_checksums
 from gdscache.pages.planes import PagedPlanes
 from gdscache.storage.base import Descriptors

@@ -170,7 +170,8 @@ def test_noise_and_strays_cost_little(seed: int) -> None:
             assert fit.seconds((pages * PAGE_BYTES, 1.0)) == pytest.approx(
                 machine.load(tier, pages * PAGE_BYTES), rel=0.3
             )
-        assert 0.02 < fit.error < 0.3
+        counts = fit.errors.describe()["counts"]  # up to 0.01, 0.03, 0.1, 0.3, ...
+        assert 2 * sum(counts[:1]) < sum(counts) < 2 * sum(counts[:4])
     for _ in range(20):
         tiers = ["cpu"] * rng.randrange(60) + ["ssd"] * rng.randrange(120)
         tokens = len(tiers) * PAGE_TOKENS + rng.randrange(1, 4000)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -385,6 +386,15 @@ def test_other_weights_find_nothing_in_any_pool(opened: Callable[..., Hybrid]) -
     hybrid.store(1, 24)
     hybrid.cache.renew_salt()
     assert hybrid.fetch(1, 24).wanted == 0
+
+
+def test_a_rest_ends_with_a_store_that_has_ended_since_the_last(opened: Callable[..., Hybrid]) -> None:
+    hybrid = opened(model=STATE)
+    hybrid.cache.rest(0.0)
+    hybrid.store(1, 24)
+    start = time.monotonic()
+    hybrid.cache.rest(WAIT)
+    assert time.monotonic() - start < WAIT / 2
     hybrid.cache.rest(0.01)
 
 

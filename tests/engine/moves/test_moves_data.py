@@ -13,8 +13,7 @@ import torch
 from gdscache.extents.host import HostExtents
 from gdscache.kernels.copies import PageCopies
 from gdscache.moves import PLANES, Move, PageStatus, Priority, Way
-from gdscache.moves.machine import Machine
-from gdscache.moves.native import NativeExecutor
+from gdscache.moves.native import Machine, NativeExecutor
 from gdscache.pages.planes import PagedPlanes
 from tests.support.helpers import MHA, Host, layout_of, prompt
 from tests.support.processes import CONTEXT

@@ -116,7 +116,7 @@ def test_a_close_waits_for_the_moves_that_are_under_way(path: Path, uring: bool)
 def test_an_engine_that_is_closed_has_given_its_memory_back(open_host: Callable[..., Host], slab: Path) -> None:
     """At once, while somebody still has the engine: the next one may need that memory."""
     host = open_host(cpu=16, bounce=16, ssd=24)
-    cpu, bounce = host.engine.manager.cpu, host.engine._parts.bounce
+    cpu, bounce = host.engine.manager.cpu, host.engine._parts.bounces[0]
     assert cpu is not None
     assert bounce is not None
     host.store(prompt(1, 3))
@@ -191,7 +191,7 @@ def test_an_engine_whose_own_disk_hangs_closes_in_time_and_keeps_what_is_touched
         host.finish(load, blocks, keys)
     else:
         assert set(host.store(tokens).result(WAIT).dropped.values()) == {"deadline"}
-    manager, bounce = host.engine.manager, host.engine._parts.bounce
+    manager, bounce = host.engine.manager, host.engine._parts.bounces[0]
     assert bounce is not None
     buffer = (manager.cpu.extents if manager.cpu is not None else bounce.extents).buffer  # type: ignore[attr-defined]
     begun = time.monotonic()

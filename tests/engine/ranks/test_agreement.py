@@ -10,7 +10,6 @@ import pytest
 
 from gdscache.errors import GdsCacheError, RankProtocolError
 from gdscache.ranks import agreement
-from gdscache.ranks.address import socket_of
 from gdscache.ranks.agreement import Agreement
 
 
@@ -70,7 +69,7 @@ def test_a_process_of_another_user_is_not_listened_to(monkeypatch: pytest.Monkey
         whole(connection)
 
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as foreign:
-        foreign.connect(socket_of(last.address))
+        foreign.connect("\0" + last.address.name)
         foreign.sendall(b"\1" * 8)
         first.connect([last.address])
         monkeypatch.setattr(agreement, "check_peer", check)

@@ -136,7 +136,6 @@ def test_nothing_is_measured_where_both_paths_are_forced() -> None:
 
     forced = Paths("staged", "zero_copy", never)
     assert forced.calibration is None
-    assert (forced.crossover("load"), forced.crossover("store")) == (None, None)
     assert forced.describe()["calibration"] is None
     assert [forced.choose(direction, 1, 1, sums=False) for direction in BOTH] == ["staged", "zero_copy"]
 
@@ -153,8 +152,9 @@ def test_each_direction_has_its_own_rates() -> None:
     assert both.choose("load", 65536, 512, sums=True) == "zero_copy"
     assert both.choose("store", 65536, 512, sums=True) == "staged"
     swapped = automatic(DOWN, UP)
-    assert swapped.crossover("load") == both.crossover("store")
-    assert swapped.crossover("store") == both.crossover("load")
+    for span in (1 << bits for bits in range(9, 26)):
+        for direction, other in itertools.permutations(BOTH):
+            assert swapped.choose(direction, span, 512, sums=True) == both.choose(other, span, 512, sums=True)
     fast, slow = engine({COPY_ENGINE_FROM: 50.0}), staging({4096: 50.0})
     for some, chosen in (
         (automatic(fast, slow), ["copy_engine", "staged"]),
@@ -248,18 +248,16 @@ def test_the_copy_engine_may_lose_with_large_pieces_of_loads_and_the_last_layers
         assert automatic(slow, slow).choose(direction, page, piece, sums=sums, last=last) != "copy_engine"
 
 
-@given(by_size, st.floats(0.001, 1000), st.integers(9, 25))
-def test_the_crossover_is_where_the_choice_changes(some: dict[int, float], zero_copy: float, bits: int) -> None:
+@given(by_size, st.floats(0.001, 1000))
+def test_from_one_size_on_pieces_are_staged(some: dict[int, float], zero_copy: float) -> None:
     both = automatic(staging(rising(some), zero_copy))
-    border = both.crossover("load")
-    path = both.choose("load", 1 << bits, 1, sums=True)
-    assert (path == "staged") == (border is not None and 1 << bits >= border)
+    staged = [both.choose("load", 1 << bits, 1, sums=True) == "staged" for bits in range(9, 26)]
+    assert staged == sorted(staged)
 
 
 def test_the_description_is_plain_data() -> None:
     described = json.loads(json.dumps(automatic().describe()))
     assert (described["load_path"], described["store_path"]) == ("auto", "auto")
-    assert described["staged_from_bytes"] == {"load": 131072, "store": 65536}
     assert described["calibration"]["load"]["zero_copy"] == 51.0
     assert described["calibration"]["load"]["copy_engine"][str(COPY_ENGINE_FROM)] == 44.0
     assert described["calibration"]["store"]["staged"]["4096"] == 2.0

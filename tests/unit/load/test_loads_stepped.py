@@ -25,6 +25,7 @@ from gdscache.config import LoadConfig
 from gdscache.errors import EngineClosedError
 from gdscache.extents.host import HostExtents
 from gdscache.index.table import Entry, PageState
+from gdscache.load import run as load_run
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.load.loader import Loader
 from gdscache.load.plan import LoadPlan
@@ -77,7 +78,8 @@ def pool() -> PagedPlanes:
 
 
 @pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
+def _quiet_and_in_small_groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(load_run, "GROUP_SIZES", SIZES)
     logging.disable(logging.ERROR)  # the quarantine says when it switches the tier off, thousands of times
     yield
     logging.disable(logging.NOTSET)
@@ -177,9 +179,9 @@ class Run(Order):
         self.files.begins = self._read_begins
         self.executor = SteppedExecutor(self.choose, self.machine)
         self.planner = Interrupted(self.manager, self)
-        how = LoadConfig(verify=small.verify), 100.0, CPU  # type: ignore[arg-type]
+        how = LoadConfig(verify=small.verify), 100.0
         parts = self.planner, self.executor, LAYOUT
-        self.loader = Parted(*parts, *how, threads=small.threads, keep=small.keep, sizes=SIZES)
+        self.loader = Parted(*parts, *how, threads=small.threads, keep=small.keep)
         self.loader.first = small.part
         self.lane = self.executor.lane(Priority.PREFETCH, lambda: None)
         self.loads: list[Begun] = []

@@ -44,6 +44,11 @@ def prompt(seed: int, pages: int) -> list[Page]:
     return [Page(key, parent, SPACE) for parent, key in itertools.pairwise(keys)]
 
 
+@pytest.fixture(autouse=True)
+def _few_dirty_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gdscache.store.plan.WATERMARKS", (0.3, 0.5))
+
+
 class Receipt:
     """What a store was told."""
 
@@ -105,7 +110,7 @@ class Run(Order):
         outlets = [Outlet(tier, open_admission("all", small.ssd, 4096), limit) for tier in files]
         earned = EarnedOffers(None if self.cpu is None else self.cpu.index, outlets, small.policy, hits=1)
         self.manager = TierManager(threading.RLock(), self.tiers, on_use=[earned.used])
-        self.planner = StorePlanner(self.manager, config.store, 4096, outlets, earned, watermarks=(0.3, 0.5))
+        self.planner = StorePlanner(self.manager, config.store, 4096, outlets, earned)
         self.spare = SlotShare(range(small.spare))
         writers = {tier.name: TierWriter(self.manager, tier, executor, 4096) for tier in self.manager.files}
         self.storer = Storer(

@@ -211,7 +211,8 @@ class Queue(RuleBasedStateMachine):
                 self.lead[other, request] = 0
             self.turn[request] = self.turns = self.turns + 1
             self.held_back = None if self.held_back is None else self.now
-            self.queue.begin(request, chunk=True, left=self.left[request])
+            request.left = self.left[request]
+            self.queue.begin(request, chunk=True)
         elif then == "busy":
             self.parked[request] = self.now + PARKED_S
             self.queue.park(request)
@@ -220,7 +221,8 @@ class Queue(RuleBasedStateMachine):
                 self.left[request] -= 1
             else:
                 self.decide(request, PrefetchEnd.NO_ROOM)
-            self.queue.begin(request, chunk=False, left=self.left[request])
+            request.left = self.left[request]
+            self.queue.begin(request, chunk=False)
             if not self.left[request] and not self.flying(request):
                 self.decide(request, PrefetchEnd.ERROR if request in self.bad else PrefetchEnd.COMPLETE)
         if then == "no_room":
@@ -320,7 +322,8 @@ def test_nobody_waits_while_another_gets_two_chunks_more(sizes: list[int], concu
             request, most = turn
             left[request] -= most
             chunks[request] += 1
-            queue.begin(request, chunk=True, left=left[request])
+            request.left = left[request]
+            queue.begin(request, chunk=True)
             flying.append(request)
             waiting = [r for r in requests if left[r]]
             assert chunks[request] <= min((chunks[r] for r in waiting), default=chunks[request]) + 1
@@ -340,7 +343,7 @@ def test_loads_without_end_leave_a_chunk_in_a_tenth_of_a_second() -> None:
     for step in range(1, 1001):
         now = step / 1000
         if queue.next(demand=True) is not None:
-            queue.begin(request, chunk=True, left=1000)
+            queue.begin(request, chunk=True)
             queue.land(request, good=True)
             begun.append(now)
             assert queue.wake() == pytest.approx(DEMAND_PAUSE_S)

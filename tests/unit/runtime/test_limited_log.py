@@ -52,15 +52,6 @@ def test_causes_do_not_hide_each_other_and_events_count(caplog: pytest.LogCaptur
     assert not limited.waiting
 
 
-def test_a_line_says_where_it_was_said(caplog: pytest.LogCaptureFixture) -> None:
-    limited = LimitedLog(Clock())
-    limited.say(log, logging.WARNING, "a", "here")
-    limited.flush()
-    (record,) = caplog.records
-    assert (record.filename, record.funcName) == ("test_limited_log.py", "test_a_line_says_where_it_was_said")
-    assert (record.name, record.levelname) == ("gdscache.test", "WARNING")
-
-
 def test_what_no_handler_wants_is_not_made(caplog: pytest.LogCaptureFixture) -> None:
     limited = LimitedLog(Clock())
     with caplog.at_level(logging.WARNING, "gdscache.test"):
