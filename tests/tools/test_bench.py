@@ -14,10 +14,8 @@ from typing import Any
 import pytest
 import typer
 
-from gdscache.commands.bench import bare, geometry, kit, machine, measure, rows
-from gdscache.commands.bench.measure import ChildDiedError
+from gdscache.commands.bench import bare, kit, machine, measure, rows
 from gdscache.commands.console import Table
-from gdscache.config import ModelConfig
 from gdscache.errors import CapacityError, InvalidValueError, IOFailedError
 from gdscache.storage.base import Op
 
@@ -219,9 +217,9 @@ def test_the_machine_is_in_the_report(tmp_path: Path) -> None:
         (("io", "--dir", "{}", "--report", "{}/none/r.json"), "--report"),
         (("io", "--dir", "{}", "--plot", "{}/r.doc"), "r.doc"),
         (("io", "--dir", "{}", "--plot", "{}/none/r.png"), "--plot"),
-        (("io", "--dir", "{}", "--way", "gds"), "unknown way 'gds'"),
+        (("io", "--dir", "{}", "--transport", "gds"), "unknown transport 'gds'"),
         (("io", "--dir", "{}", "--total", "1MiB"), "use at least 16MiB"),
-        (("io", "--dir", "{}", "--require-gds", "--way", "host"), "add --way cufile"),
+        (("io", "--dir", "{}", "--require-gds", "--transport", "posix"), "add --transport cufile"),
         (("copy", "--total", "much"), "--total 'much'"),
     ],
 )
@@ -242,26 +240,6 @@ def test_commands_import_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "['gdscache.commands.bench.commands']"
-
-
-@pytest.mark.parametrize(
-    ("call", "kind", "words"),
-    [
-        (("machine", "nothing_like_it"), ChildDiedError, "nothing_like_it"),
-        (("machine", "Path.unlink", "/no/such/file"), IOFailedError, "No such file"),
-        (("machine", "os._exit", 3), ChildDiedError, "status 3"),
-        (("measure", "time.sleep", 60), ChildDiedError, "no answer within 2 s"),
-    ],
-)
-def test_a_child_that_fails_is_an_error(call: tuple[Any, ...], kind: type[Exception], words: str) -> None:
-    """Crashes and hangs are told from errors that the child reports."""
-    with pytest.raises(kind, match=words) as caught:
-        measure.child(*call, deadline_s=2.0 if call[1] == "time.sleep" else 60.0)
-    assert isinstance(caught.value, ChildDiedError) == (kind is ChildDiedError)
-
-
-def test_children_get_their_arguments() -> None:
-    assert measure.child("machine", "os.path.join", "a", "b") == "a/b"
 
 
 # -- the parts ---------------------------------------------------------------------------------------------------------
@@ -292,18 +270,6 @@ def test_the_bare_loop_reports_short_reads(tmp_path: Path) -> None:
             loop.run(Op.READ, bare.Way(2, MIB))
     with pytest.raises(InvalidValueError, match="shorter"):
         bare.BareLoop(file, 4 * MIB)
-
-
-@pytest.mark.parametrize("size", [128 << 10, MIB, 4 * MIB, 64 * MIB])
-def test_the_measured_model_has_pages_of_that_size(size: int) -> None:
-    layout = ModelConfig(**geometry.model_of(size)).layout()
-    assert layout.page_bytes == layout.extent_bytes == size
-
-
-@pytest.mark.parametrize("size", [0, 1, 127 << 10, 129 << 10, 65 * MIB])
-def test_other_page_sizes_are_refused(size: int) -> None:
-    with pytest.raises(InvalidValueError):
-        geometry.model_of(size)
 
 
 def test_ways_take_turns() -> None:

@@ -85,21 +85,19 @@ def copy(
 @bench_app.command("io")
 def io(
     directory: Dir = Path(),
-    ways: Annotated[
+    transports: Annotated[
         list[str] | None,
         typer.Option(
-            "--way", help="A way between disk and memory. Repeat it for several. Default: none, with --all all."
+            "--transport",
+            help="Also measure this ssd.transport: posix, uring, cufile, kvikio or nixl. Repeat it for several. "
+            "Default: none, with --all all.",
         ),
     ] = None,
-    total: Annotated[
-        str | None, typer.Option(help="Size of the file that the ways read and write. Default: 1GiB.")
-    ] = None,
+    total: Annotated[str | None, typer.Option(help="Bytes that a round moves. Default: 512MiB.")] = None,
     repeat: Repeat = None,
     threads: Annotated[
         int | None,
-        typer.Option(
-            min=1, max=1024, help="ssd.threads in comparisons. Default: the engine's, and at least 12 on a RAM disk."
-        ),
+        typer.Option(min=1, max=1024, help="ssd.threads. Default: the engine's, and at least 12 on a RAM disk."),
     ] = None,
     require_gds: Annotated[
         bool, typer.Option("--require-gds", help="Fail unless the driver's counters prove GPUDirect Storage.")
@@ -112,11 +110,12 @@ def io(
 ) -> None:
     """Measure stores and loads of this cache against the disk's own speed.
 
-    Stores and loads are compared with a bare O_DIRECT loop. Ways between disk and memory that are asked for are
-    measured for several sizes of requests.
+    They are compared with a bare O_DIRECT loop on the same file: by the transport that an engine chooses without
+    GPUDirect Storage, and by the transports that are asked for.
 
-    The bench needs twice --total and 1 GiB of disk. It needs --total and 2 GiB of host memory, or --total and 4 GiB
-    with a GPU. For other depths, mixes and latencies of a disk use fio. For GPUDirect Storage use NVIDIA's gdsio.
+    The bench needs three times --total and 1 GiB of disk, and three times --total and 1 GiB of host memory; with --all
+    and a GPU twice as much. For other sizes, depths, mixes and latencies of a disk use fio. For GPUDirect Storage use
+    NVIDIA's gdsio.
     """
     from gdscache.commands.bench.io import BENCH, Settings
 
@@ -124,7 +123,7 @@ def io(
         "total": _size("--total", total),
         "repeat": repeat,
         "threads": threads,
-        "ways": tuple(ways) if ways else None,
+        "transports": tuple(transports) if transports else None,
         "require_gds": require_gds,
     }
     settings = _replaced(Settings.of(_profile(quick=quick), everything=everything), given)

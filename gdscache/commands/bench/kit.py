@@ -46,7 +46,7 @@ from gdscache.commands.console import (
     silent,
     write_json,
 )
-from gdscache.errors import GdsCacheError, InvalidValueError
+from gdscache.errors import GdsCacheError, InvalidValueError, TransportUnavailableError
 from gdscache.sizes import about
 
 Report = Mapping[str, Any]
@@ -55,7 +55,7 @@ Keep = Callable[[dict[str, Any]], None]
 
 _ERRORS = (GdsCacheError, RuntimeError, OSError, MemoryError)
 # Settings that may differ between a report and the run that continues it.
-_MAY_DIFFER = ("profile", "everything", "budget_seconds", "ways", "require_gds")
+_MAY_DIFFER = ("profile", "everything", "budget_seconds", "transports", "require_gds")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,13 +127,15 @@ class Run:
 
     @contextlib.contextmanager
     def guarded(self, *names: str) -> Iterator[None]:
-        """Measure these cases: an error fails the cases that were not added yet, and is not raised."""
+        """Measure these cases: an error fails the cases that were not added yet, and is not raised. A transport that
+        this machine lacks is no failure."""
         try:
             yield
         except _ERRORS as error:
+            note = self.cannot if isinstance(error, TransportUnavailableError) else self.fail
             for name in names:
                 if name not in self._over():
-                    self.fail(name, cause_of(error))
+                    note(name, cause_of(error))
         self.save()
 
     def add(self, name: str, rows: Report, *, wrong: str = "", lacks: str = "") -> None:

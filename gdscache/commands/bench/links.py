@@ -22,13 +22,14 @@ import torch
 
 from gdscache import CacheEngine, PageStatus, Rank
 from gdscache.commands.bench import kit
-from gdscache.commands.bench.geometry import HEAD_DIM, KV_HEADS, LAYERS
 from gdscache.commands.bench.measure import Series, rate, turns
 from gdscache.commands.bench.rows import Line, bars, compared, lines_table
+from gdscache.commands.bench.shapes import LLAMAS
 from gdscache.commands.console import Table, figure
 from gdscache.errors import InvalidValueError, IOFailedError
 
 PAGE_TOKENS, LATENT = 64, 576
+LAYERS, KV_HEADS, HEAD_DIM = (LLAMAS["8b"][key] for key in ("num_hidden_layers", "num_key_value_heads", "head_dim"))
 LEAST = 0.9
 LIMIT_S = 120.0  # for a rank's answer
 

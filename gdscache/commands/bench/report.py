@@ -21,13 +21,11 @@ from gdscache.commands.bench.ttft_cells import Settings as TtftSettings
 from gdscache.commands.console import Progress, Table, duration, require_matplotlib, write_json
 from gdscache.errors import GdsCacheError, InvalidValueError
 from gdscache.runtime.files import write_whole
-from gdscache.sizes import KIB, MIB
 
 SCHEMA = "gdscache.bench.report/1"
 JSON_NAME, HTML_NAME = "report.json", "report.html"
 PAGE_SHARE = 0.05  # of the time, for the plots
 PAIRS = 10  # of copies, for a figure
-ENGINES_CALLS = (256 * KIB, 1 * MIB, 4 * MIB)  # sizes of calls that an engine makes
 _STYLE = """
 :root { color-scheme: light dark }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 0 auto; padding: 1rem }
@@ -67,9 +65,7 @@ def parts(directory: Path, *, quick: bool) -> list[Part]:
         return ttft.BENCH, settings, ttft.place(None)
 
     def disk() -> tuple[kit.Bench, kit.Settings, Path]:
-        settings = bench_io.Settings.of(profile, everything=True)
-        sizes = tuple(size for size in settings.sweep_sizes if size in ENGINES_CALLS) or settings.sweep_sizes
-        return bench_io.BENCH, dataclasses.replace(settings, sweep_sizes=sizes), directory
+        return bench_io.BENCH, bench_io.Settings.of(profile, everything=True), directory
 
     def copies() -> tuple[kit.Bench, kit.Settings, Path]:
         from gdscache.commands.bench import copy
