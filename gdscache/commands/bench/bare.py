@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from gdscache.arrays import address
-from gdscache.commands.bench.measure import Closeable, interleave, rate
+from gdscache.commands.bench.measure import interleave, rate
 from gdscache.commands.console import Progress, silent
 from gdscache.cuda.driver import Driver
 from gdscache.cuda.host_memory import HostBuffer
@@ -41,7 +41,7 @@ class Way(NamedTuple):
         return f"{self.threads} threads, {self.io_bytes >> 10} KiB"
 
 
-class BareLoop(Closeable):
+class BareLoop:
     """Reads or writes the first `total` bytes of a file, each part once, from or to memory of its own.
 
     Its memory has the size and kind of a tier's: huge pages, page-locked with CUDA (on some devices both make direct

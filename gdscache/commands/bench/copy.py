@@ -75,7 +75,7 @@ def measure(run: kit.Run, settings: Settings, directory: Path, *, gpu: Gpu) -> N
         for (geometry, page_tokens), of_layout in itertools.groupby(every, lambda c: (c.geometry, c.page_tokens)):
             wanted = [cell for cell in of_layout if run.wants(label(cell))]
             if wanted:
-                with BenchPlanes(gpu, geometry.layout(page_tokens), settings.total) as pool:
+                with contextlib.closing(BenchPlanes(gpu, geometry.layout(page_tokens), settings.total)) as pool:
                     _with_pool(run, settings, gpu, pool, wanted)
 
 
@@ -172,16 +172,15 @@ def what(row: Row) -> str:
 
 def tables(report: kit.Report) -> list[Table]:
     """Copies of all layers of pages, alone and beside a model's work; also of a partial report."""
-    worked = lines_table("Beside a model's work", _beside_lines(report["beside"]), judged=not kit.quick(report))
-    return [lines_table("Copies against cudaMemcpyAsync", _lines(_whole(report)), judged=not kit.quick(report)), worked]
+    worked = lines_table("Beside a model's work", _beside_lines(report["beside"]))
+    return [lines_table("Copies against cudaMemcpyAsync", _lines(_whole(report))), worked]
 
 
 def details(report: kit.Report) -> list[Table]:
     """Every page and layer, and checksums."""
-    judged = not kit.quick(report)
     return [
-        lines_table("All copies against cudaMemcpyAsync", _lines(report["copies"]), judged=judged),
-        lines_table("Checksums on, against off", _lines(report["checksums"]), judged=judged),
+        lines_table("All copies against cudaMemcpyAsync", _lines(report["copies"])),
+        lines_table("Checksums on, against off", _lines(report["checksums"])),
     ]
 
 
@@ -224,10 +223,9 @@ def _beside_lines(rows: Sequence[Row]) -> list[Line]:
 
 def plot(report: kit.Report, drawn: Any) -> None:
     """A bar for each copy of all layers of pages, and for each pair of a copy and the work beside it."""
-    judged = not kit.quick(report)
     drawn.set_size_inches(13, 5)
     left, right = drawn.subplots(1, 2)
-    bars(left, _lines(_whole(report)), judged=judged)
+    bars(left, _lines(_whole(report)))
     left.set_title("Copies: GB/s / GB/s of cudaMemcpyAsync")
-    bars(right, _beside_lines(report["beside"]), judged=judged)
+    bars(right, _beside_lines(report["beside"]))
     right.set_title("Beside a model's work")

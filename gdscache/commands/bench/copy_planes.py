@@ -12,7 +12,6 @@ import torch
 from gdscache.arrays import Int64Array
 from gdscache.commands.bench.copy_cells import Cell, layers_of
 from gdscache.commands.bench.copy_gpu import Gpu, Mark, Moved, Queued, Way
-from gdscache.commands.bench.measure import Closeable
 from gdscache.cuda.host_memory import MAX_REGISTRATION
 from gdscache.cuda.streams import Event
 from gdscache.errors import CapacityError, IOFailedError
@@ -27,7 +26,7 @@ SAMPLE = 4  # pages for the comparison of bytes
 ASIDE = 1 * GIB  # of GPU memory, for the staging ring and a neighbour's work
 
 
-class BenchPlanes(Closeable):
+class BenchPlanes:
     """Page-locked extents and planes for the same pages, four times `total` bytes each, filled with noise. Packed pages
     have four times `total` bytes in the planes, of normal values, and extents once `pack` has been called.
 

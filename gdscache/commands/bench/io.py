@@ -15,7 +15,6 @@ import torch
 from gdscache.commands.bench import io_cache, io_rows, kit
 from gdscache.commands.bench.io_engine import Place
 from gdscache.commands.bench.io_rows import PACKED_PAGE, TARGETS, TRANSPORTS
-from gdscache.commands.bench.measure import judged
 from gdscache.commands.bench.rows import Line, bars, lines_table
 from gdscache.commands.console import Table, figure
 from gdscache.config import SsdConfig
@@ -59,7 +58,6 @@ class Settings(kit.Settings):
 def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
     """Measure all cases, the most important first. Files go into a temporary directory, which is deleted. Raises
     `CapacityError` if the disk has too little room."""
-    settings.check()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     needed, free = 3 * settings.total + GIB, shutil.disk_usage(directory).free
     if free < needed:
@@ -97,14 +95,7 @@ def _rows(action: Callable[[Place], list[io_rows.Row]], place: Place, *, require
 
 def tables(report: kit.Report) -> list[Table]:
     """This cache's speed on the disk; also of a partial report."""
-    return [lines_table("This cache", map(_line, _usual(report)), judged=not kit.quick(report))]
-
-
-def details(report: kit.Report) -> list[Table]:
-    """The other references of comparisons."""
-    usual = _usual(report)
-    others = [_line(row) for row in report["comparisons"] if row not in usual]
-    return [lines_table("Details", others, judged=not kit.quick(report))]
+    return [lines_table("This cache", map(_line, report["comparisons"]))]
 
 
 def bottom(report: kit.Report) -> list[str]:
@@ -118,18 +109,10 @@ def bottom(report: kit.Report) -> list[str]:
             rate, least = figure(r["figure"]["median"]), figure(r["against_figure"]["median"])
             found.append(f"{rate} GB/s of {words}, {figure(r['ratio'])} of the {least} GB/s that it can")
     found = [f"Your disk gives this cache {', and '.join(found)}."] if found else []
-    missed = sum(not part["met"] for part in judged(report))
-    if missed and not kit.quick(report):
+    missed = sum(not row.get("met", True) for row in report["comparisons"])
+    if missed:
         found.append(f"{missed} figures miss their target; docs/performance.md explains the targets.")
     return [" ".join(found)] if found else []
-
-
-def _usual(report: kit.Report) -> list[kit.Report]:
-    """Comparisons, each with its first reference."""
-    found: dict[str, kit.Report] = {}
-    for row in report["comparisons"]:
-        found.setdefault(row["what"], row)
-    return list(found.values())
 
 
 def _line(row: kit.Report) -> Line:
@@ -141,7 +124,7 @@ def plot(report: kit.Report, drawn: Any) -> None:
     """A bar for each comparison."""
     lines = [_line(row) for row in report["comparisons"]]
     drawn.set_size_inches(13, 1 + 0.22 * len(lines))
-    bars(drawn.subplots(1, 1), lines, judged=not kit.quick(report))
+    bars(drawn.subplots(), lines)
 
 
-BENCH = kit.Bench("io", "gdscache.bench.io/5", {"comparisons": []}, measure, tables, plot, details, bottom)
+BENCH = kit.Bench("io", "gdscache.bench.io/5", {"comparisons": []}, measure, tables, plot, bottom=bottom)

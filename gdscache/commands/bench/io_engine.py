@@ -15,7 +15,7 @@ import torch
 
 from gdscache import CacheEngine
 from gdscache.commands.bench import io_cache
-from gdscache.commands.bench.measure import Closeable, rate
+from gdscache.commands.bench.measure import rate
 from gdscache.commands.bench.shapes import LLAMAS, token_bytes
 from gdscache.commands.console import Progress, silent
 from gdscache.config import Config
@@ -45,7 +45,7 @@ class Place:
         return not io_cache.in_memory(self.directory)
 
 
-class ColdEngine(Closeable):
+class ColdEngine:
     """An engine with attached planes, a CPU tier and an SSD tier (`auto`, no GDS) in a temporary directory, and one
     prompt's pages, of Llama-3-8B's shape.
 

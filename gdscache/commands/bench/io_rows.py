@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 from gdscache.commands.bench import io_cache, machine
@@ -45,7 +46,7 @@ def stores_and_loads(place: Place, page_bytes: int, transport: str = "", *, requ
         ssd["gds"] = "on" if require_gds else "auto"
         ssd["route"] = "direct" if place.device.type == "cuda" else "auto"
     counted = gds_operations()
-    with ColdEngine(place, page_bytes, ssd) as engine, BareLoop(engine.slab, engine.nbytes) as bare:
+    with closing(ColdEngine(place, page_bytes, ssd)) as engine, closing(BareLoop(engine.slab, engine.nbytes)) as bare:
         found = []
         for what, op, ours, target in (
             ("cold load", Op.READ, engine.load, load_target),
@@ -65,7 +66,7 @@ def stores_and_loads(place: Place, page_bytes: int, transport: str = "", *, requ
 
 def packed_loads(place: Place, page_bytes: int = PACKED_PAGE) -> list[Row]:
     """Loads of packed pages against loads of unpacked ones, and against one page-locked copy. Bytes are logical."""
-    with ColdEngine(place, page_bytes) as plain, ColdEngine(place, page_bytes, pack=True) as packed:
+    with closing(ColdEngine(place, page_bytes)) as plain, closing(ColdEngine(place, page_bytes, pack=True)) as packed:
         ways: dict[str, Callable[[], float]] = {"copy": plain.copy}
         for kind, engine in {"unpacked": plain, "packed": packed}.items():
             ways |= {

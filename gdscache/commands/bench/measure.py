@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import dataclasses
 import gc
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from gdscache.commands.console import Progress, silent
 from gdscache.errors import GdsCacheError, InvalidValueError
@@ -60,19 +59,6 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interv
             break
         rank, coverage = further, reached
     return Interval(statistics.median(ordered), ordered[rank - 1], ordered[-rank], coverage)
-
-
-class Closeable(abc.ABC):
-    """Closed by the end of a `with` block."""
-
-    @abc.abstractmethod
-    def close(self) -> None: ...
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 @contextlib.contextmanager
@@ -139,16 +125,6 @@ def rate(nbytes: int, elapsed: float) -> float:
 def target(value: float, limit: float, *, at_least: bool) -> dict[str, Any]:
     """A figure's target as plain data, and whether it is met."""
     return {"target": limit, "met": value >= limit if at_least else value <= limit}
-
-
-def judged(report: Any) -> Sequence[Mapping[str, Any]]:
-    """Every part of a report with a target, in order."""
-    if isinstance(report, Mapping):
-        own = [report] if "met" in report else []
-        return [*own, *(found for value in report.values() for found in judged(value))]
-    if isinstance(report, (list, tuple)):
-        return [found for value in report for found in judged(value)]
-    return []
 
 
 def cause_of(error: BaseException) -> str:

@@ -23,7 +23,7 @@ class Settings(kit.Settings):
     packed pages.
 
     Without `everything` the longest of three prompts is left out, and so are unusual hits (`usual`) and places (those
-    that are not `USUAL`). A cell has `repeat` rounds, all cells have `budget_seconds`. `new_tokens` are compared with
+    that are not `USUAL`). A cell has `repeat` rounds. `new_tokens` are compared with
     those of a run without a cache. `ceiling_bytes`: the most bytes of a ceiling's figure.
     """
 
@@ -36,7 +36,6 @@ class Settings(kit.Settings):
     repeat: int = 5
     new_tokens: int = 2
     ceiling_bytes: int = 1 << 30
-    budget_seconds: float | None = 420.0
     seed: int = 0
 
     @classmethod
@@ -45,10 +44,9 @@ class Settings(kit.Settings):
         tiny: dict[str, Any] = {"preset": "tiny", "device": device, "dtype": _dtype(device)}
         if profile == "quick":
             return cls(profile, everything, **tiny, prompts=(256,), page_tokens=16, repeat=2, ceiling_bytes=8 << 20)
-        budget = None if everything else 420.0
         if device.startswith("cuda"):
-            return cls(profile, everything, device=device, budget_seconds=budget)
-        return cls(profile, everything, **tiny, prompts=(2048, 512, 8192), budget_seconds=budget)
+            return cls(profile, everything, device=device)
+        return cls(profile, everything, **tiny, prompts=(2048, 512, 8192))
 
     def check(self) -> None:
         """Raises `InvalidValueError` for settings without a measurement."""
