@@ -90,7 +90,7 @@ class Stand(Gpu):
         if not after and not copies.broken:
             copies.copy(extents, slots, blocks, layers, load=direction == "load")
         event: Any = self.take(direction, nbytes, RATE * (0.99 if sums else 1.0), after)
-        return Moved(event, lambda: np.zeros((len(slots), len(layers)), dtype=np.uint64))
+        return event, lambda: np.zeros((len(slots), len(layers)), dtype=np.uint64)
 
     def describe(self, copies: Any) -> dict[str, Any]:
         return {"driver": 13000, "copy_engine": "batch_13", "calibration": None}
@@ -210,6 +210,11 @@ def cell_of(part: str, direction: str, geometry: Any = GQA, page_tokens: int = 1
     return Cell(geometry, page_tokens, (part,), direction)
 
 
+def copies_of(pool: BenchPlanes, cell: Cell, *, broken: bool = False) -> Copies:
+    by: Any = StandCopies(pool.gpu, pool.planes, broken=broken)
+    return Copies(pool, by, cell)
+
+
 def test_a_run_is_timed_from_before_the_call_to_the_last_byte(gpu: Stand) -> None:
     def way(after: Sequence[Any]) -> Queued:
         assert after == (1.0,)
@@ -225,8 +230,8 @@ def test_a_run_is_timed_from_before_the_call_to_the_last_byte(gpu: Stand) -> Non
 @pytest.mark.parametrize("part", ["one", "all"])
 def test_ours_and_the_plain_copy_move_as_many_bytes(gpu: Stand, pool: BenchPlanes, part: str, direction: str) -> None:
     cell = cell_of(part, direction)
-    copies, by = Copies(pool, cell), StandCopies(gpu, pool.planes)
-    ours, plain = timed(gpu, copies.ours(by)), timed(gpu, copies.plain())
+    copies = copies_of(pool, cell)
+    ours, plain = timed(gpu, copies.ours()), timed(gpu, copies.plain())
     both = 2 if direction == "both" else 1
     assert copies.moved_bytes == both * copies.nbytes == both * 2 * MIB
     assert ours.seconds == pytest.approx(copies.nbytes / 49e9, rel=0.15)  # two directions at once take no longer
@@ -237,14 +242,13 @@ def test_ours_and_the_plain_copy_move_as_many_bytes(gpu: Stand, pool: BenchPlane
 
 
 def test_one_layer_at_a_time_takes_the_next_layer_with_each_call(gpu: Stand, pool: BenchPlanes) -> None:
-    copies = Copies(pool, cell_of("one", "load"))
-    copies.ours(StandCopies(gpu, pool.planes))(())
+    copies_of(pool, cell_of("one", "load")).ours()(())
     assert [layers for _, layers, _, _ in gpu.queued] == [range(i, i + 1) for i in (0, 1, 2, 3)]
     assert {len(slots) for _, _, slots, _ in gpu.queued} == {8}  # half of the pool's 16
 
 
 def test_pages_are_shuffled_and_loads_and_stores_share_none(gpu: Stand, pool: BenchPlanes) -> None:
-    Copies(pool, cell_of("one", "both")).ours(StandCopies(gpu, pool.planes))(())
+    copies_of(pool, cell_of("one", "both")).ours()(())
     (up, _, *load), (down, _, *store) = gpu.queued[0], gpu.queued[-1]
     assert (up, down) == ("load", "store")
     for taken, other in zip(load, store, strict=True):
@@ -266,10 +270,9 @@ def test_plain_copies_keep_to_halves_of_their_own(pool: BenchPlanes) -> None:
 @pytest.mark.parametrize("direction", ["load", "store", "both"])
 @pytest.mark.parametrize("part", ["one", "all"])
 def test_copies_that_bring_no_bytes_are_no_figure(gpu: Stand, pool: BenchPlanes, part: str, direction: str) -> None:
-    copies = Copies(pool, cell_of(part, direction))
-    copies.check(StandCopies(gpu, pool.planes))
+    copies_of(pool, cell_of(part, direction)).check()
     with pytest.raises(IOFailedError, match="other bytes"):
-        copies.check(StandCopies(gpu, pool.planes, broken=True))
+        copies_of(pool, cell_of(part, direction), broken=True).check()
 
 
 def test_packed_pages_move_the_bytes_of_the_planes(gpu: Stand) -> None:
@@ -280,14 +283,13 @@ def test_packed_pages_move_the_bytes_of_the_planes(gpu: Stand) -> None:
         assert pool.extents.nbytes < 0.8 * 8 * MIB
         pool.pack(by)
         for direction in ("load", "store"):
-            copies = Copies(pool, cell_of("all", direction, copy_cells.PACKED))
+            cell = cell_of("all", direction, copy_cells.PACKED)
+            copies = Copies(pool, by, cell)
             assert copies.moved_bytes == 2 * MIB
-            copies.check(by)
+            copies.check()
             with pytest.raises(IOFailedError, match="packed pages came back"):
-                Copies(pool, cell_of("all", direction, copy_cells.PACKED)).check(
-                    StandCopies(gpu, pool.planes, broken=True)
-                )
-            ours, plain = timed(gpu, copies.ours(by)), timed(gpu, copies.plain())
+                copies_of(pool, cell, broken=True).check()
+            ours, plain = timed(gpu, copies.ours()), timed(gpu, copies.plain())
             assert plain.seconds / ours.seconds == pytest.approx(
                 RATE / PLAIN * pool.layout.plane_bytes / pool.layout.page_bytes, rel=0.1
             )
@@ -300,7 +302,7 @@ def test_one_wrong_byte_is_found(gpu: Stand, pool: BenchPlanes) -> None:
             self.planes.tensors[3][1].view(torch.uint8)[blocks[-1], 15, 7, 255] ^= 1
 
     with pytest.raises(IOFailedError, match="load of layer 3"):
-        Copies(pool, cell_of("all", "load")).check(OffByOne(gpu, pool.planes))
+        Copies(pool, OffByOne(gpu, pool.planes), cell_of("all", "load")).check()
 
 
 def test_a_total_that_holds_no_page_is_refused(gpu: Stand) -> None:

@@ -15,8 +15,19 @@ import torch
 
 from gdscache.commands.bench import ttft, ttft_cells, ttft_report
 from gdscache.commands.bench.ttft import BENCH
-from gdscache.commands.bench.ttft_answers import Answer, compare, worst
-from gdscache.commands.bench.ttft_cells import CACHED, NOWHERE, Cell, Settings, cell_of, cells, chosen, transfer_seconds
+from gdscache.commands.bench.ttft_cells import (
+    CACHED,
+    NOWHERE,
+    Answer,
+    Cell,
+    Settings,
+    cell_of,
+    cells,
+    chosen,
+    compare,
+    transfer_seconds,
+    worst,
+)
 from gdscache.commands.bench.ttft_report import judge
 from gdscache.commands.bench.ttft_transformers import TransformersClient
 from gdscache.commands.console import duration

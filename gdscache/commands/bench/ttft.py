@@ -14,9 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 from gdscache.commands.bench import io_cache, kit, ttft_report
 from gdscache.commands.bench.measure import Series, cause_of, frozen_heap
-from gdscache.commands.bench.ttft_answers import Answer, compare, worst
 from gdscache.commands.bench.ttft_ceilings import Ceilings
-from gdscache.commands.bench.ttft_cells import NOWHERE, Cell, Settings, bytes_at, chosen, transfer_seconds
+from gdscache.commands.bench.ttft_cells import (
+    NOWHERE,
+    Answer,
+    Cell,
+    Settings,
+    bytes_at,
+    chosen,
+    compare,
+    transfer_seconds,
+    worst,
+)
 from gdscache.errors import CapacityError
 from gdscache.sizes import about
 

@@ -23,8 +23,7 @@ from gdscache import CacheEngine, Config, LayerwiseLoad
 from gdscache.commands.bench import io_cache
 from gdscache.commands.bench.io import RAM_THREADS
 from gdscache.commands.bench.shapes import LLAMAS
-from gdscache.commands.bench.ttft_answers import Answer
-from gdscache.commands.bench.ttft_cells import CACHED, SWITCHED, Cell, Settings, cached_tokens
+from gdscache.commands.bench.ttft_cells import CACHED, SWITCHED, Answer, Cell, Settings, cached_tokens
 from gdscache.errors import IOFailedError, MissingPackageError
 from gdscache.gate.costs import Costs
 from gdscache.gate.gate import Gate
