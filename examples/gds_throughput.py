@@ -4,7 +4,7 @@
 
 It moves a file once each way, by calls from threads, and compares every byte. With --require-gds it fails unless the
 nvidia-fs driver counted reads and writes of GPU memory meanwhile. `gdscache bench io` measures in turns, against the
-disk's own limit, and with more sizes and depths; this shows the calls.
+disk's own limit, what an engine makes of a transport; this shows the calls.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def toy(name: str, actions: dict[str, Callable[[], float]]) -> kit.Bench:
         return [table]
 
     def drawn(found: kit.Report, figure: Any) -> None:
-        rows.bars(figure.subplots(), [], judged=False)
+        rows.bars(figure.subplots(), [])
 
     bottom = lambda found: [f"{name} <moves> {len(found['r'])} & more."]  # noqa: E731
     return kit.Bench(name, f"gdscache.bench.{name}/1", {"r": []}, measured, shown, drawn, bottom=bottom)
@@ -91,8 +91,8 @@ def some(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]
     return put
 
 
-def made(tmp_path: Path, *, resume: bool = False, seconds: float = 60.0) -> tuple[kit.Report, str]:
-    found = report.measure(tmp_path, tmp_path, seconds, silent, quick=False, resume=resume)
+def made(tmp_path: Path, *, seconds: float = 60.0) -> tuple[kit.Report, str]:
+    found = report.measure(tmp_path, tmp_path, seconds, silent, quick=False)
     assert json.loads((tmp_path / report.JSON_NAME).read_text()) == found
     page = Checked((tmp_path / report.HTML_NAME).read_text())
     assert not page.open
@@ -108,24 +108,18 @@ def test_the_page_has_every_bench_and_says_what_is_missing(tmp_path: Path, some:
         assert words in text
 
 
-def test_a_report_goes_on_where_it_was_ended(tmp_path: Path, some: Callable[..., None]) -> None:
+def test_after_ctrl_c_the_page_has_what_was_measured(tmp_path: Path, some: Callable[..., None]) -> None:
     def stop() -> float:
         raise KeyboardInterrupt
 
     some(copies={"far": never}, disk={"cold": lambda: 1.0, "warm": stop})
     found, text = made(tmp_path)
     assert found["interrupted"]
+    assert [row["case"] for row in found["benches"]["disk"]["r"]] == ["cold"]
     assert "copies" not in found["benches"]
-    assert "--resume" in text
-    some(copies={"far": lambda: 3.0}, disk={"cold": never, "warm": lambda: 2.0})
-    found, _ = made(tmp_path, resume=True)
-    assert [row["case"] for row in found["benches"]["disk"]["r"]] == ["cold", "warm"]
-    assert not found["interrupted"]
-    assert found["benches"]["copies"]["complete"]
-    some(copies={"far": never}, disk={"cold": never, "warm": never, "new": stop})
-    found, _ = made(tmp_path, resume=True)
-    assert found["interrupted"]
-    assert found["benches"]["copies"]["done"] == ["far"], "an interrupted run lost the figures of a later bench"
+    assert found["cannot"]["copies"] == "interrupted"
+    assert "Interrupted: not all is measured." in text
+    assert "Not measured, interrupted: warm." in text
 
 
 def test_time_that_is_over_leaves_cases(tmp_path: Path, some: Callable[..., None]) -> None:
@@ -152,15 +146,6 @@ def test_what_a_bench_leaves_of_its_time_goes_to_the_next(
     assert found["benches"]["disk"]["left"] == ["d3"]
     assert "Not measured, no time left: d3." in text
     assert text.index("The disk") < text.index("The copies")
-
-
-@pytest.mark.parametrize("content", ["{", "[]", '{"schema": "gdscache.bench.report/0", "benches": {}}'])
-def test_another_file_is_not_gone_on_with(tmp_path: Path, some: Callable[..., None], content: str) -> None:
-    some(disk={"cold": never})
-    (tmp_path / report.JSON_NAME).write_text(content)
-    with pytest.raises(InvalidValueError, match="--resume"):
-        made(tmp_path, resume=True)
-    assert (tmp_path / report.JSON_NAME).read_text() == content
 
 
 def test_this_machine_has_parts() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import sys
 from collections.abc import Callable
@@ -122,20 +123,12 @@ def test_engines_are_spread_over_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [run.gpus(number) for number in range(2)] == ["5,7", "5,7"]
 
 
-def test_other_files_are_not_drawn(gdscache: Any, tmp_path: Path) -> None:
-    for content in ("nothing", "{}"):
-        (tmp_path / "r.json").write_text(content)
-        status, _, err = gdscache("bench", "ttft", "--from", tmp_path / "r.json", "--plot", tmp_path / "r.png")
-        assert (status, "--from cannot draw" in err) == (2, True), err
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (("--engine", "tgi"), "unknown engine 'tgi'"),
         (("--engine", "vllm", "--device", "cpu"), "--device is an option of --engine transformers"),
         (("--turns", "2"), "--turns is an option of --engine vllm and sglang"),
-        (("--from", "r.json"), "--from needs --plot"),
         (("--engine", "sglang", "--repeat", "2"), "use 3 at least"),
         (("--engine", "vllm", "--tp", "2"), "--tp 2 with 1 GPUs"),
         (("--engine", "vllm", "--way", "hicache"), "unknown way 'hicache'"),
@@ -186,7 +179,7 @@ def test_bytes_of_a_token() -> None:
 
 
 def report(*rows: dict[str, Any]) -> dict[str, Any]:
-    about = {"engine": "sglang", "versions": {"sglang": "0.5.23"}, "tokens": 1024}
+    about = {"engine": "sglang", "versions": {"sglang": "0.5.23"}, "tokens": 1024, "tp": 1}
     return {
         "settings": about,
         "machine": {"gpus": ["a GPU"]},
@@ -200,24 +193,16 @@ PANELS = ("time to first token", "half of each prompt shared", "nothing shared")
 LOADED = {"way": "storage", "restarted": True, "where": "disk", "first": {"loaded": {"ms": [9.0, 8.0, 33.0]}}}
 
 
-@pytest.fixture
-def drawn(gdscache: Any, tmp_path: Path) -> Callable[..., str]:
-    """What `--from` draws of reports, as an SVG in which text is text."""
-
-    def draw(*reports: dict[str, Any]) -> str:
-        options = []
-        for number, content in enumerate(reports):
-            (tmp_path / f"{number}.json").write_text(json.dumps(content))
-            options += ["--from", str(tmp_path / f"{number}.json")]
-        with matplotlib.rc_context({"svg.fonttype": "none"}):
-            status, _, err = gdscache("bench", "ttft", *options, "--plot", str(tmp_path / "plot.svg"))
-        assert status == 0, err
-        return (tmp_path / "plot.svg").read_text().replace("&#x27;", "'")
-
-    return draw
+def drawn(content: dict[str, Any]) -> str:
+    """A report's plot, as an SVG in which text is text."""
+    figure, file = matplotlib.figure.Figure(), io.StringIO()
+    serving_report.plot(content, figure)
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        figure.savefig(file, format="svg")
+    return file.getvalue().replace("&#x27;", "'")
 
 
-def test_a_plot_has_the_panels_that_there_are_values_for(drawn: Callable[..., str]) -> None:
+def test_a_plot_has_the_panels_that_there_are_values_for() -> None:
     first, lone = {"way": "none", "first": FIRST}, {"lone_requests_per_s": TRAFFIC["lone_requests_per_s"]}
     for rows, panels in (
         ([first | TRAFFIC, {"way": "linker", **TRAFFIC}], PANELS),
@@ -229,14 +214,6 @@ def test_a_plot_has_the_panels_that_there_are_values_for(drawn: Callable[..., st
         text = drawn(report(*rows))
         assert tuple(words for words in PANELS if words in text) == panels
         assert "sglang 0.5.23, a GPU" in text
-
-
-def test_a_plot_has_another_report_beside_and_reads_old_ones(drawn: Callable[..., str]) -> None:
-    old = {"engine": "vllm", "versions": {"vllm": "0.33.0"}, "tokens": 4096, "machine": {"gpus": ["a GPU"]}}
-    other = {**old, "rows": report({"way": "cpu", **TRAFFIC})["rows"]}
-    text = drawn(report({"way": "none", "first": FIRST}), other)
-    for words in ("sglang 0.5.23, a GPU", "time to first token", "vllm 0.33.0, a GPU", "vLLM's CPU offloading"):
-        assert words in text, words
 
 
 def test_bars_are_medians_of_prompts_and_turns() -> None:
@@ -252,7 +229,7 @@ def test_bars_are_medians_of_prompts_and_turns() -> None:
         ("resident on the GPU", [5.0]),
     ]
     assert serving_report.traffic_bars(found, "shared") == [("no cache", [4.0, 7.5], "0.6")]
-    one_turn = report({"way": "linker", "restarted": True, "shared_requests_per_s": 7.25})  # schema 1
+    one_turn = report({"way": "linker", "restarted": True, "shared_requests_per_s": [7.25]})
     assert serving_report.traffic_bars(one_turn, "shared") == [
         ("gdscache's linker, after a restart, RAM disk", [7.25], "tab:green")
     ]

@@ -10,14 +10,24 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from gdscache.commands.bench import ttft, ttft_cells, ttft_report
 from gdscache.commands.bench.ttft import BENCH
-from gdscache.commands.bench.ttft_answers import Answer, compare, worst
-from gdscache.commands.bench.ttft_cells import CACHED, NOWHERE, Cell, Settings, cell_of, cells, chosen, transfer_seconds
+from gdscache.commands.bench.ttft_cells import (
+    CACHED,
+    NOWHERE,
+    Answer,
+    Cell,
+    Settings,
+    cell_of,
+    cells,
+    chosen,
+    compare,
+    transfer_seconds,
+    worst,
+)
 from gdscache.commands.bench.ttft_report import judge
 from gdscache.commands.bench.ttft_transformers import TransformersClient
 from gdscache.commands.console import duration
@@ -73,7 +83,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 def test_every_cell_has_a_figure_or_a_cause(quick: tuple[Path, dict[str, Any], str]) -> None:
     path, report, printed = quick
     assert list(report) == KEYS
-    assert (report["schema"], report["complete"], report["left"]) == ("gdscache.bench.ttft/7", True, [])
+    assert (report["schema"], report["complete"], report["left"]) == ("gdscache.bench.ttft/8", True, [])
     wanted = [cell.label for cell in cells(Settings.of("quick", "cpu"))]
     listed = [row["what"] for name in ("cannot", "failed") for row in report[name]]
     assert sorted([*(cell_of(row).label for row in report["cells"]), *listed]) == sorted(wanted)
@@ -96,7 +106,7 @@ def test_the_figures_are_what_they_say(quick: tuple[Path, dict[str, Any], str]) 
         for name in ("ttft_seconds", "recompute_seconds"):
             series = row[name]
             assert len(series["values"]) == 1
-            assert 0 < series["min"] <= series["median"] <= series["p99"] <= series["max"] * 1.0001
+            assert 0 < series["min"] <= series["median"] <= series["max"]
         if row["where"] == NOWHERE:
             assert row["added"] == row["ttft_seconds"]["median"] / row["recompute_seconds"]["median"] - 1
             continue
@@ -114,8 +124,6 @@ def test_the_figures_are_what_they_say(quick: tuple[Path, dict[str, Any], str]) 
             assert sum(row["sources"].values()) == cached
             overlaps = row["overlap"] and row["where"] != "gpu"
             assert (row["wait_seconds"] is not None) == overlaps
-            if overlaps:
-                assert row["wait_seconds"]["count"] == 4  # one a layer
     assert not any("met" in row for row in report["cells"])  # the targets are those of a GPU
 
 
@@ -190,9 +198,9 @@ def test_it_goes_on_where_it_was_ended(
     assert (measured, over["complete"], over["cells"]) == ([], True, again["cells"])
 
 
-def test_a_budget_that_is_spent_leaves_cells(tmp_path: Path, some: Callable[..., None]) -> None:
+def test_time_that_is_spent_leaves_cells(tmp_path: Path, some: Callable[..., None]) -> None:
     some(a_cell(), a_cell("gpu", 99))
-    found = BENCH.run(dataclasses.replace(SMALL, budget_seconds=0.0), tmp_path)
+    found = BENCH.run(SMALL, tmp_path, seconds=0.0)
     assert (found["cells"], len(found["left"]), found["complete"], found["failed"]) == ([], 2, False, [])
 
 
@@ -270,7 +278,8 @@ def test_the_gates_learn_and_decide(client: TransformersClient) -> None:
         figures.observe_load("cpu", 1 << 20, 100.0)
     assert client.hit(a_cell(overlap=False, gate=True)).sources == {}
     assert client.hit(a_cell(overlap=False)).sources == {"cpu": 48}
-    assert client.hit(a_cell(overlap=True)).sources == {"cpu": 48}
+    hit = client.hit(a_cell(overlap=True))
+    assert (hit.sources, len(hit.waits)) == ({"cpu": 48}, 4), "a wait for each layer"
 
 
 def test_a_miss_finds_nothing_and_leaves_nothing(client: TransformersClient) -> None:
@@ -278,7 +287,7 @@ def test_a_miss_finds_nothing_and_leaves_nothing(client: TransformersClient) -> 
     for cached in (True, False):
         answer = client.miss(a_cell(NOWHERE, 0), cached=cached)
         assert (answer.sources, len(answer.tokens)) == ({}, 1)
-        assert 0 < answer.ttft <= answer.whole
+        assert answer.ttft > 0
     client.cache.drain(30)
     assert client.cache.manager.stats()["tiers"]["cpu"]["pages"] == before
     assert client.cache.stats()["gate"]["hits"]["unmeasured"] == 0
@@ -353,7 +362,6 @@ def test_what_is_measured_unasked() -> None:
         assert all(cell.overlap and not cell.gate for cell in wanted)
         assert len(wanted) == 2 * (1 + 3 * 3)
         assert chosen(everything) == cells(everything)
-        assert everything.budget_seconds is None
     assert {cell.prompt for cell in chosen(Settings.of("quick", "cpu"))} == {256}
     assert Settings.of("default", "cuda:0").preset == "8b"
     assert Settings.of("default", "cuda:0").prompts == (32768, 8192, 131072)
@@ -395,8 +403,7 @@ def made_up(cell: Cell, ttft_seconds: float, c: float = 1.0, t: float = 0.5, pla
 
 def judged(row: dict[str, Any], *, ram: bool = True) -> bool | None:
     """Whether the row's target is met; None without one."""
-    judge([row], ram=ram)
-    return row.get("met")
+    return judge(row, ram=ram).get("met")
 
 
 def test_the_verdict_on_hits_and_misses() -> None:
@@ -415,7 +422,7 @@ def test_the_verdict_on_hits_and_misses() -> None:
 
 def test_tokens_are_compared() -> None:
     def answer(*tokens: int, margin: float = 0.5) -> Answer:
-        return Answer(1.0, 1.0, tokens, (0.5, margin, 0.5), {}, (), 0)
+        return Answer(1.0, tokens, (0.5, margin, 0.5), {}, (), 0)
 
     plain = answer(1, 2, 3, margin=0.01)
     assert compare([plain, plain], [plain, plain], 0.0) == "same"
@@ -447,7 +454,6 @@ def test_settings_that_measure_nothing() -> None:
         dataclasses.replace(SMALL, preset="90b").check()
     with pytest.raises(InvalidValueError, match="a prompt of 63 tokens"):
         dataclasses.replace(SMALL, prompts=(63,), page_tokens=16).check()
-    assert np.isfinite(Settings().budget_seconds or 0.0)
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from gdscache.commands.bench import measure
 from gdscache.commands.doctor import disk, storage, trial
 from gdscache.commands.doctor.facts import Asked, Directory, Facts, FreeSpace, Place, Ssd, defaults
 from gdscache.commands.doctor.report import Found, Row
@@ -467,7 +466,7 @@ def alive(pid: int) -> bool:
 def test_a_transport_that_hangs_is_killed_with_what_it_started(
     module: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(measure, "run_child", lambda code, arguments, seconds: run_child(HANGS, arguments, seconds))
+    monkeypatch.setattr(trial, "run_child", lambda code, arguments, seconds: run_child(HANGS, arguments, seconds))
     place = tmp_path / "ssd"
     place.mkdir()
     began = time.monotonic()
@@ -489,6 +488,15 @@ def test_a_transport_that_dies_is_an_answer(module: Path, tmp_path: Path) -> Non
     found = trial.try_transport(a_trial(tmp_path, "broken_transports:Dies"))
     assert found.value is None
     assert "exit status -6" in found.cause
+
+
+def test_an_error_in_the_child_keeps_its_cause_and_its_hint(tmp_path: Path) -> None:
+    found = trial.try_transport(a_trial(tmp_path, "broken.module:Class"))
+    assert found.value is None
+    assert "broken.module:Class" in found.cause
+    assert found.hint.startswith("name a subclass")
+    found = trial.try_transport(a_trial(tmp_path / "none"))
+    assert "No such file" in found.cause
 
 
 # --- rows --------------------------------------------------------------------------------------------------------

@@ -7,14 +7,13 @@ import errno
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from gdscache.arrays import address
-from gdscache.commands.bench.measure import Closeable, Series, interleave, rate
+from gdscache.commands.bench.measure import interleave, rate
 from gdscache.commands.console import Progress, silent
 from gdscache.cuda.driver import Driver
 from gdscache.cuda.host_memory import HostBuffer
@@ -42,26 +41,19 @@ class Way(NamedTuple):
         return f"{self.threads} threads, {self.io_bytes >> 10} KiB"
 
 
-class Onward:
-    """The target of the loop's reads: `target`, uint8 (n,), on the host or a GPU. The copy engine copies to a GPU, from
-    the loop's page-locked memory."""
-
-    def __init__(self, target: torch.Tensor) -> None:
-        self.target = target
-        self.driver = Driver(target.device) if target.is_cuda else None
-
-
-class BareLoop(Closeable):
+class BareLoop:
     """Reads or writes the first `total` bytes of a file, each part once, from or to memory of its own.
 
     Its memory has the size and kind of a tier's: huge pages, page-locked with CUDA (on some devices both make direct
     I/O faster), touched, random bytes. A small reused buffer stays in the processor's cache; it made the loop twice as
     fast on a RAM disk, which no page cache can reach. If the file system refuses `O_DIRECT`, `direct` is False and the
-    loop uses the page cache, as the engine's transport does.
+    loop uses the page cache, as the engine's transport does. Reads may go onward to `target`, uint8 (n,), on the host
+    or a GPU; the copy engine copies to a GPU, from the loop's page-locked memory.
     """
 
-    def __init__(self, path: Path, total: int) -> None:
-        self.total = total
+    def __init__(self, path: Path, total: int, target: torch.Tensor | None = None) -> None:
+        self.total, self._target = total, target
+        self._driver = Driver(target.device) if target is not None and target.is_cuda else None
         self.direct = not probe_direct_io(path.parent)
         with contextlib.ExitStack() as undo:
             self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if self.direct else 0))
@@ -76,16 +68,14 @@ class BareLoop(Closeable):
             self._memory = np.frombuffer(self._buffer.view, np.uint8)
             undo.pop_all()
 
-    def run(self, op: Op, way: Way, onward: Onward | None = None) -> float:
-        """GB/s of one pass."""
+    def run(self, op: Op, way: Way, *, onward: bool = False) -> float:
+        """GB/s of one pass. `onward`: each part is also copied to the target."""
         nbytes = self.total // way.io_bytes * way.io_bytes
-        target, onto = 0 if onward is None else onward.target.data_ptr(), None if onward is None else onward.driver
-        driver = (None, 0) if onto is None else (onto.library, onto.context)
+        calls = self._file, op is Op.WRITE, nbytes, way.io_bytes, way.threads
+        target = self._target.data_ptr() if onward and self._target is not None else 0
+        driver = (None, 0) if not target or self._driver is None else (self._driver.library, self._driver.context)
         try:
-            elapsed = bare_loop(
-                *(self._file, op is Op.WRITE, nbytes, way.io_bytes, way.threads, address(self._memory), target),
-                *driver,
-            )
+            elapsed = bare_loop(*calls, address(self._memory), target, *driver)
         except (NativeCallError, DeviceError) as error:
             few = getattr(error, "errno", None) == errno.ENODATA
             cause = f"a call moved less than {way.io_bytes} bytes" if few else error.message
@@ -94,31 +84,20 @@ class BareLoop(Closeable):
             ) from None
         return rate(nbytes, elapsed)
 
-    def scout(self, op: Op, progress: Progress = silent, onward: Onward | None = None) -> list[Way]:
+    def scout(self, op: Op, progress: Progress = silent, *, onward: bool = False) -> list[Way]:
         """The `KEPT` best ways of two short rounds, best first."""
-        ways = [
+        some = [
             way for way in itertools.starmap(Way, itertools.product(THREADS, IO_BYTES)) if way.io_bytes <= self.total
         ]
+        ways = {way: functools.partial(self.run, op, way, onward=onward) for way in some}
         whole, self.total = self.total, max(self.total // 4, min(self.total, max(IO_BYTES)))
         try:
-            found = interleave(self.runs(op, ways, onward), 2, progress, f"bare {op.value} loop, all ways")
+            found = interleave(ways, 2, progress, f"bare {op.value} loop, all ways")
         finally:
             self.total = whole
-        return sorted(ways, key=lambda way: max(found[way.label].values), reverse=True)[:KEPT]
-
-    def runs(
-        self, op: Op, ways: Iterable[Way] | Mapping[str, Way], onward: Onward | None = None
-    ) -> dict[str, Callable[[], float]]:
-        """The ways by label or other name, for `interleave`."""
-        named = ways if isinstance(ways, Mapping) else {way.label: way for way in ways}
-        return {name: functools.partial(self.run, op, way, onward=onward) for name, way in named.items()}
+        return sorted(ways, key=lambda way: max(found[way].values), reverse=True)[:KEPT]
 
     def close(self) -> None:
         os.close(self._file)
         del self._memory
         self._buffer.close()
-
-
-def best(ways: list[Way], found: dict[str, Series]) -> Way:
-    """The way with the highest median."""
-    return max(ways, key=lambda way: found[way.label].median)

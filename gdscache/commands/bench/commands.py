@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 
 from gdscache.commands import EXIT_FAILED, EXIT_INTERRUPTED
-from gdscache.commands.console import App, require_matplotlib
+from gdscache.commands.console import App
 from gdscache.errors import InvalidValueError
 from gdscache.sizes import parse_size
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 bench_app = App()
 
@@ -42,7 +37,6 @@ _WAYS = (
     "Repeat it for several. Default: all."
 )
 _POLICY = "When HiCache stops to fetch a prompt's files. Default: wait_complete, best_effort from a disk."
-_Settings = TypeVar("_Settings", bound="DataclassInstance")
 
 
 def _of(engines: str, text: str, *names: str, **bounds: Any) -> Any:
@@ -78,28 +72,26 @@ def copy(
     from gdscache.commands.bench.copy_gpu import Gpu
 
     given = {"total": _size("--total", total), "pairs": pairs}
-    settings = _replaced(measured.Settings.of(_profile(quick=quick), everything=everything), given)
+    settings = measured.Settings.of(_profile(quick=quick), everything=everything).given(given)
     measured.bench(Gpu()).command(settings, Path(), json_file, plot, resume)
 
 
 @bench_app.command("io")
 def io(
     directory: Dir = Path(),
-    ways: Annotated[
+    transports: Annotated[
         list[str] | None,
         typer.Option(
-            "--way", help="A way between disk and memory. Repeat it for several. Default: none, with --all all."
+            "--transport",
+            help="Also measure this ssd.transport: posix, uring, cufile, kvikio or nixl. Repeat it for several. "
+            "Default: none, with --all all.",
         ),
     ] = None,
-    total: Annotated[
-        str | None, typer.Option(help="Size of the file that the ways read and write. Default: 1GiB.")
-    ] = None,
+    total: Annotated[str | None, typer.Option(help="Bytes that a round moves. Default: 512MiB.")] = None,
     repeat: Repeat = None,
     threads: Annotated[
         int | None,
-        typer.Option(
-            min=1, max=1024, help="ssd.threads in comparisons. Default: the engine's, and at least 12 on a RAM disk."
-        ),
+        typer.Option(min=1, max=1024, help="ssd.threads. Default: the engine's, and at least 12 on a RAM disk."),
     ] = None,
     require_gds: Annotated[
         bool, typer.Option("--require-gds", help="Fail unless the driver's counters prove GPUDirect Storage.")
@@ -112,11 +104,12 @@ def io(
 ) -> None:
     """Measure stores and loads of this cache against the disk's own speed.
 
-    Stores and loads are compared with a bare O_DIRECT loop. Ways between disk and memory that are asked for are
-    measured for several sizes of requests.
+    They are compared with a bare O_DIRECT loop on the same file: by the transport that an engine chooses without
+    GPUDirect Storage, and by the transports that are asked for.
 
-    The bench needs twice --total and 1 GiB of disk. It needs --total and 2 GiB of host memory, or --total and 4 GiB
-    with a GPU. For other depths, mixes and latencies of a disk use fio. For GPUDirect Storage use NVIDIA's gdsio.
+    The bench needs three times --total and 1 GiB of disk, and three times --total and 1 GiB of host memory; with --all
+    and a GPU twice as much. For other sizes, depths, mixes and latencies of a disk use fio. For GPUDirect Storage use
+    NVIDIA's gdsio.
     """
     from gdscache.commands.bench.io import BENCH, Settings
 
@@ -124,11 +117,10 @@ def io(
         "total": _size("--total", total),
         "repeat": repeat,
         "threads": threads,
-        "ways": tuple(ways) if ways else None,
+        "transports": tuple(transports) if transports else None,
         "require_gds": require_gds,
     }
-    settings = _replaced(Settings.of(_profile(quick=quick), everything=everything), given)
-    settings.check()
+    settings = Settings.of(_profile(quick=quick), everything=everything).given(given)
     BENCH.command(settings, directory, json_file, plot, resume)
 
 
@@ -169,9 +161,6 @@ def ttft(
     tp: Annotated[int | None, _of(_SERVERS, "GPUs of an engine: 1.", min=1)] = None,
     at_once: Annotated[int | None, _of(_SERVERS, "Engines that are open side by side: 4.", min=1)] = None,
     threads: Annotated[int | None, _of(_SERVERS, "ssd.threads for files on a RAM disk.", min=1)] = None,
-    drawn: Annotated[
-        list[Path] | None, _of(_SERVERS, "Draw these reports into --plot, and measure nothing.", "--from")
-    ] = None,
 ) -> None:
     """Measure the time to first token of hits against computing: in transformers, or inside vLLM or SGLang.
 
@@ -187,8 +176,7 @@ def ttft(
     """
     from gdscache.commands.bench.ttft import place
 
-    profile, where = _profile(quick=quick), place(directory)
-    common = {"preset": preset, "repeat": repeat, "everything": everything}
+    common: dict[str, Any] = {"preset": preset, "repeat": repeat, "everything": everything}
     servers: dict[str, Any] = {
         "python": python,
         "disk": disk and str(disk),
@@ -202,43 +190,21 @@ def ttft(
         "at_once": at_once,
         "threads": threads,
     }
-    if drawn:
-        _draw(drawn, plot)
-    elif engine == "transformers":
+    if engine == "transformers":
+        from gdscache.commands.bench.ttft import BENCH
+        from gdscache.commands.bench.ttft_cells import Settings
+        from gdscache.cuda.streams import resolve_device
+
         _refuse({f"--{name.replace('_', '-')}": value for name, value in servers.items()}, "vllm and sglang")
-        _ttft_of_transformers(profile, device, common | {"pack": pack}, where, json_file, plot, resume)
+        on = str(resolve_device(device or "auto"))
+        settings = Settings.of(_profile(quick=quick), on, everything=everything).given(common | {"pack": pack})
+        BENCH.command(settings, place(directory), json_file, plot, resume)
     else:
+        from gdscache.commands.bench import serving
+
         _refuse({"--device": device, "--pack": pack, "--resume": resume}, "transformers")
-        _ttft_of_server(profile, engine, common | servers, where, json_file, plot)
-
-
-def _ttft_of_transformers(
-    profile: str,
-    device: str | None,
-    given: Mapping[str, Any],
-    place: Path,
-    json_file: Path | None,
-    plot: Path | None,
-    resume: Path | None,
-) -> None:
-    from gdscache.commands.bench.ttft import BENCH
-    from gdscache.commands.bench.ttft_cells import Settings
-    from gdscache.cuda.streams import resolve_device
-
-    on = str(resolve_device(device or "auto"))
-    settings = _replaced(Settings.of(profile, on, everything=bool(given["everything"])), given)
-    settings.check()
-    BENCH.command(settings, place, json_file, plot, resume)
-
-
-def _ttft_of_server(
-    profile: str, engine: str, given: Mapping[str, Any], place: Path, json_file: Path | None, plot: Path | None
-) -> None:
-    from gdscache.commands.bench.serving import BENCH, Settings
-
-    settings = _replaced(Settings.of(profile, engine, given["python"]), given)
-    settings.check()
-    BENCH.command(settings, place, json_file, plot)
+        of_server = serving.Settings.of(_profile(quick=quick), engine, python).given(common | servers)
+        serving.BENCH.command(of_server, place(directory), json_file, plot)
 
 
 @bench_app.command("links")
@@ -261,8 +227,7 @@ def links(
     from gdscache.commands.bench.links import BENCH, Settings
 
     given = {"ranks": ranks, "total": _size("--total", total), "repeat": repeat}
-    settings = _replaced(Settings.of(_profile(quick=quick)), given)
-    settings.check()
+    settings = Settings.of(_profile(quick=quick)).given(given)
     BENCH.command(settings, Path(), json_file, plot)
 
 
@@ -278,7 +243,6 @@ def report(
             "Default: 9 with a GPU, 13 without.",
         ),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the report in --out.")] = False,
     quick: Quick = False,
 ) -> None:
     """Run every bench that this machine can, and write one page of it.
@@ -294,9 +258,8 @@ def report(
         raise InvalidValueError(f"--dir {directory} is not a directory", "name a directory that exists")
     out.mkdir(parents=True, exist_ok=True)
     seconds = 60.0 * (minutes or (9 if torch.cuda.is_available() else 13))
-    with progress_bar() as progress:
-        say = functools.partial(typer.echo, err=True)
-        found = measured.measure(directory, out, seconds, progress, quick=quick, resume=resume, say=say)
+    with progress_bar(lines=True) as progress:
+        found = measured.measure(directory, out, seconds, progress, quick=quick)
     typer.echo(f"{out / measured.HTML_NAME}: {', '.join(found['benches'])} in {found['seconds']:.0f} s")
     for name, cause in found["cannot"].items():
         typer.echo(f"not measured: {name}: {cause}")
@@ -343,28 +306,8 @@ def _refuse(given: Mapping[str, Any], engines: str) -> None:
         raise InvalidValueError(f"{wrong[0]} is an option of --engine {engines}", "leave it out, or choose that engine")
 
 
-def _draw(reports: Sequence[Path], plot: Path | None) -> None:
-    """Plot existing reports."""
-    from gdscache.commands.bench.serving_report import draw
-
-    if plot is None:
-        raise InvalidValueError("--from needs --plot", "name the file to draw into")
-    figure = require_matplotlib(plot).figure.Figure(layout="constrained")
-    try:
-        draw([json.loads(path.read_text()) for path in reports], figure)
-    except (ValueError, KeyError, TypeError) as error:
-        hint = "name reports of --engine vllm or sglang"
-        raise InvalidValueError(f"--from cannot draw these files: {error}", hint) from None
-    figure.savefig(plot, dpi=150)
-
-
 def _profile(*, quick: bool) -> str:
     return "quick" if quick else "default"
-
-
-def _replaced(settings: _Settings, given: Mapping[str, Any]) -> _Settings:
-    """The settings, with the given options."""
-    return dataclasses.replace(settings, **{key: value for key, value in given.items() if value is not None})
 
 
 def _size(option: str, text: str | None) -> int | None:

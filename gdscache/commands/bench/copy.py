@@ -7,19 +7,18 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gdscache.commands.bench import kit
-from gdscache.commands.bench.copy_beside import SUMS_TARGET, Beside, attention, matrix_product
+from gdscache.commands.bench.copy_beside import SUMS_TARGET, Beside, attention, compared_rates, matrix_product
 from gdscache.commands.bench.copy_cells import Cell, cells
-from gdscache.commands.bench.copy_gpu import Gpu, Timing, Way, timed
+from gdscache.commands.bench.copy_gpu import Gpu, Way, timed
 from gdscache.commands.bench.copy_planes import BenchPlanes, Copies
-from gdscache.commands.bench.measure import Series, frozen_heap, paired, rate, target, turns
+from gdscache.commands.bench.measure import frozen_heap, turns
 from gdscache.commands.bench.rows import Line, bars, lines_table
 from gdscache.commands.console import Table, figure
-from gdscache.kernels.copies import GpuCopies
 from gdscache.sizes import GIB, MIB
 
 MEMCPY = "cudaMemcpyAsync"
@@ -75,7 +74,7 @@ def measure(run: kit.Run, settings: Settings, directory: Path, *, gpu: Gpu) -> N
         for (geometry, page_tokens), of_layout in itertools.groupby(every, lambda c: (c.geometry, c.page_tokens)):
             wanted = [cell for cell in of_layout if run.wants(label(cell))]
             if wanted:
-                with BenchPlanes(gpu, geometry.layout(page_tokens), settings.total) as pool:
+                with contextlib.closing(BenchPlanes(gpu, geometry.layout(page_tokens), settings.total)) as pool:
                     _with_pool(run, settings, gpu, pool, wanted)
 
 
@@ -85,73 +84,50 @@ def _with_pool(run: kit.Run, settings: Settings, gpu: Gpu, pool: BenchPlanes, so
         if pool.layout.packed:
             pool.pack(by)
         for cell in some:
-            run.case(label(cell), functools.partial(measure_cell, settings, gpu, pool, by, cell))
+            run.case(label(cell), functools.partial(measure_cell, settings, Copies(pool, by, cell)))
 
 
-def measure_cell(
-    settings: Settings, gpu: Gpu, pool: BenchPlanes, by: GpuCopies, cell: Cell
-) -> dict[str, list[dict[str, Any]]]:
+def measure_cell(settings: Settings, copies: Copies) -> dict[str, list[dict[str, Any]]]:
     """A cell's rows: against a plain copy; with checksums against without; for one layout also beside a model's
     work."""
-    copies, limit = Copies(pool, cell), cell.target
+    cell, limit = copies.cell, copies.cell.target
     assert limit is not None, "a cell has a target"
-    copies.check(by)
-    compare = functools.partial(_row, settings, gpu, by, cell, copies)
-    ours, with_sums = copies.ours(by), copies.ours(by, sums=True)
+    copies.check()
     here = (cell.geometry.name, cell.page_tokens, cell.parts[-1], cell.direction) == BESIDE_CELL
     return {
-        "copies": [compare(ours, copies.plain(), MEMCPY, limit, sums=False)],
-        "checksums": [compare(with_sums, ours, NO_SUMS, SUMS_TARGET, sums=True)],
-        "beside": _beside(settings, gpu, by, cell, copies) if here else [],
+        "copies": [_row(settings, copies, copies.plain(), MEMCPY, limit, sums=False)],
+        "checksums": [_row(settings, copies, copies.ours(), NO_SUMS, SUMS_TARGET, sums=True)],
+        "beside": _beside(settings, copies) if here else [],
     }
 
 
-def _row(
-    settings: Settings,
-    gpu: Gpu,
-    by: GpuCopies,
-    cell: Cell,
-    copies: Copies,
-    ours: Way,
-    other: Way,
-    against: str,
-    limit: float,
-    *,
-    sums: bool,
-) -> dict[str, Any]:
-    """Two ways in turns, as plain data."""
+def _row(settings: Settings, copies: Copies, other: Way, against: str, limit: float, *, sums: bool) -> dict[str, Any]:
+    """Our copies, with `sums` or without, in turns with another way, as plain data."""
+    gpu, ours = copies.bench.gpu, copies.ours(sums=sums)
     for way in (ours, other):  # the first run warms up
         timed(gpu, way)
-    mine, others = turns(lambda: timed(gpu, ours), lambda: timed(gpu, other), settings.pairs)
-    nbytes = copies.moved_bytes
-    found = paired([run.seconds for run in others], [run.seconds for run in mine])
+    runs = turns(lambda: timed(gpu, ours), lambda: timed(gpu, other), settings.pairs)
+    mine, others = ([run.seconds for run in some] for some in runs)
     return {
-        **cell.describe(),
+        **copies.cell.describe(),
         "sums": sums,
-        "routes": copies.routes(by, sums=sums),
+        "routes": copies.routes(sums=sums),
         "pages": copies.pages,
         "calls": len(copies.calls),
-        "bytes": nbytes,
-        "gb_per_second": _rates(nbytes, mine),
+        "bytes": copies.moved_bytes,
         "against": against,
-        "against_gb_per_second": _rates(nbytes, others),
-        **found,
-        **target(found["ratio"], limit, at_least=True),
+        **compared_rates(copies.moved_bytes, mine, others, limit),
     }
 
 
-def _rates(nbytes: int, runs: Iterable[Timing]) -> dict[str, Any]:
-    return Series(tuple(rate(nbytes, run.seconds) for run in runs)).describe()
-
-
-def _beside(settings: Settings, gpu: Gpu, by: GpuCopies, cell: Cell, copies: Copies) -> list[dict[str, Any]]:
+def _beside(settings: Settings, copies: Copies) -> list[dict[str, Any]]:
     """A load beside matrix products and beside attention, against a plain copy there."""
-    rows, least = [], max(1, settings.beside_total // copies.nbytes)
+    gpu, rows, least = copies.bench.gpu, [], max(1, settings.beside_total // copies.nbytes)
     for make, size in ((matrix_product, settings.product), (attention, settings.attention)):
-        beside = Beside(gpu, make(gpu, size), lambda n: copies.ours(by, repeat=n), least)
+        beside = Beside(gpu, make(gpu, size), lambda n: copies.ours(repeat=n), least)
         n, nbytes = beside.repeat, beside.repeat * copies.moved_bytes
-        found = beside.compare(copies.ours(by, repeat=n), copies.plain(repeat=n), nbytes, settings.pairs)
-        rows.append({**cell.describe(), "routes": copies.routes(by), "against": MEMCPY, **found})
+        found = beside.compare(copies.ours(repeat=n), copies.plain(repeat=n), nbytes, settings.pairs)
+        rows.append({**copies.cell.describe(), "routes": copies.routes(), "against": MEMCPY, **found})
     return rows
 
 
@@ -172,16 +148,15 @@ def what(row: Row) -> str:
 
 def tables(report: kit.Report) -> list[Table]:
     """Copies of all layers of pages, alone and beside a model's work; also of a partial report."""
-    worked = lines_table("Beside a model's work", _beside_lines(report["beside"]), judged=not kit.quick(report))
-    return [lines_table("Copies against cudaMemcpyAsync", _lines(_whole(report)), judged=not kit.quick(report)), worked]
+    worked = lines_table("Beside a model's work", _beside_lines(report["beside"]))
+    return [lines_table("Copies against cudaMemcpyAsync", _lines(_whole(report))), worked]
 
 
 def details(report: kit.Report) -> list[Table]:
     """Every page and layer, and checksums."""
-    judged = not kit.quick(report)
     return [
-        lines_table("All copies against cudaMemcpyAsync", _lines(report["copies"]), judged=judged),
-        lines_table("Checksums on, against off", _lines(report["checksums"]), judged=judged),
+        lines_table("All copies against cudaMemcpyAsync", _lines(report["copies"])),
+        lines_table("Checksums on, against off", _lines(report["checksums"])),
     ]
 
 
@@ -224,10 +199,9 @@ def _beside_lines(rows: Sequence[Row]) -> list[Line]:
 
 def plot(report: kit.Report, drawn: Any) -> None:
     """A bar for each copy of all layers of pages, and for each pair of a copy and the work beside it."""
-    judged = not kit.quick(report)
     drawn.set_size_inches(13, 5)
     left, right = drawn.subplots(1, 2)
-    bars(left, _lines(_whole(report)), judged=judged)
+    bars(left, _lines(_whole(report)))
     left.set_title("Copies: GB/s / GB/s of cudaMemcpyAsync")
-    bars(right, _beside_lines(report["beside"]), judged=judged)
+    bars(right, _beside_lines(report["beside"]))
     right.set_title("Beside a model's work")

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,18 @@ SUMS_TARGET = 0.98
 LEAD = 3  # pieces of work before the copy begins
 LEAST = 8  # least pieces during a copy
 HEADS, HEAD_DIM = 32, 128
+
+
+def compared_rates(nbytes: int, ours: Sequence[float], other: Sequence[float], limit: float) -> dict[str, Any]:
+    """The rates of two ways by the seconds of their runs, as plain data. `limit`: the least ratio."""
+    mine, others = (Series(tuple(rate(nbytes, s) for s in seconds)) for seconds in (ours, other))
+    found = paired(other, ours)
+    return {
+        "gb_per_second": mine.describe(),
+        "against_gb_per_second": others.describe(),
+        **found,
+        **target(found["ratio"], limit, at_least=True),
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,19 +117,13 @@ class Beside:
         for way in (ours, other):
             self.run(way)
         mine, others = turns(lambda: self.run(ours), lambda: self.run(other), pairs)
-        seconds = [[run.copy.seconds for run in runs] for runs in (mine, others)]
-        copy = paired(seconds[1], seconds[0])
+        seconds, other_seconds = ([run.copy.seconds for run in runs] for runs in (mine, others))
         work = paired([run.work_seconds for run in mine], [run.work_seconds for run in others])
         return {
             "beside": self.neighbour.name,
             "size": self.neighbour.size,
             "bytes": nbytes,
-            "copy": {
-                "gb_per_second": Series(tuple(rate(nbytes, s) for s in seconds[0])).describe(),
-                "against_gb_per_second": Series(tuple(rate(nbytes, s) for s in seconds[1])).describe(),
-                **copy,
-                **target(copy["ratio"], COPY_TARGET, at_least=True),
-            },
+            "copy": compared_rates(nbytes, seconds, other_seconds, COPY_TARGET),
             "work": {
                 "seconds": Series(tuple(run.work_seconds for run in mine)).describe(),
                 "against_seconds": Series(tuple(run.work_seconds for run in others)).describe(),

@@ -39,12 +39,8 @@ def require_gpu() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Moved:
-    """Our queued copies. `event` follows them; `sums()` then returns their checksums."""
-
-    event: Event
-    sums: Callable[[], object]
+Moved = tuple[Event, Callable[[], object]]
+"""Our queued copies: the event after them, and a function that then returns their checksums."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +100,7 @@ class Gpu:
         """Queue copies of some layers of pages, in slots int64 (pages,) and blocks int64 (pages, 1)."""
         route, load = copies.route(direction, layers, sums=sums), direction == "load"
         point, ticket = copies.gpu.copy(extents, slots, blocks, layers, after, route, load=load, sums=sums)
-        return Moved(point, functools.partial(copies.gpu.finish, ticket))
+        return point, functools.partial(copies.gpu.finish, ticket)
 
     def describe(self, copies: GpuCopies) -> dict[str, Any]:
         """The driver, the copy engine's interface, the calibration."""

@@ -12,7 +12,6 @@ import torch
 from gdscache.arrays import Int64Array
 from gdscache.commands.bench.copy_cells import Cell, layers_of
 from gdscache.commands.bench.copy_gpu import Gpu, Mark, Moved, Queued, Way
-from gdscache.commands.bench.measure import Closeable
 from gdscache.cuda.host_memory import MAX_REGISTRATION
 from gdscache.cuda.streams import Event
 from gdscache.errors import CapacityError, IOFailedError
@@ -27,7 +26,7 @@ SAMPLE = 4  # pages for the comparison of bytes
 ASIDE = 1 * GIB  # of GPU memory, for the staging ring and a neighbour's work
 
 
-class BenchPlanes(Closeable):
+class BenchPlanes:
     """Page-locked extents and planes for the same pages, four times `total` bytes each, filled with noise. Packed pages
     have four times `total` bytes in the planes, of normal values, and extents once `pack` has been called.
 
@@ -107,8 +106,8 @@ class Copies:
     """The copies of a cell's run: `pages` pages, call after call, other layers in each call, about `total` bytes
     each way. `nbytes`: of one direction."""
 
-    def __init__(self, bench: BenchPlanes, cell: Cell) -> None:
-        self.bench = bench
+    def __init__(self, bench: BenchPlanes, by: GpuCopies, cell: Cell) -> None:
+        self.bench, self.by, self.cell = bench, by, cell
         self.directions = cell.directions
         self.pages = max(1, min(len(bench.slots["load"]), bench.total // cell.span_bytes))
         layers = layers_of(bench.layout, cell.parts[0])
@@ -124,11 +123,11 @@ class Copies:
         """Bytes of all directions together."""
         return self.nbytes * len(self.directions)
 
-    def routes(self, by: GpuCopies, *, sums: bool = False) -> dict[str, str]:
+    def routes(self, *, sums: bool = False) -> dict[str, str]:
         """The routes by direction."""
-        return {d: by.route(d, self.calls[0], sums=sums) for d in self.directions}
+        return {d: self.by.route(d, self.calls[0], sums=sums) for d in self.directions}
 
-    def ours(self, by: GpuCopies, *, sums: bool = False, repeat: int = 1) -> Way:
+    def ours(self, *, sums: bool = False, repeat: int = 1) -> Way:
         """All calls, `repeat` times; with `sums` including the checksums of all pages. A thread queues loads and
         another one stores, as in an engine."""
 
@@ -139,15 +138,15 @@ class Copies:
                 gpu, pages = self.bench.gpu, (self.bench.extents, self._slots[direction], self._blocks[direction])
                 moved = []
                 for layers in self.calls * repeat:
-                    moved.append(gpu.move(by, direction, *pages, layers, after, sums=sums))
+                    moved.append(gpu.move(self.by, direction, *pages, layers, after, sums=sums))
                     if not marks:
                         marks.append(gpu.mark())
                 return moved
 
             ways = [functools.partial(one_way, direction) for direction in self.directions]
             moved = list(itertools.chain(*self.bench.gpu.together(ways)))
-            finish = (lambda: [m.sums() for m in moved]) if sums else (lambda: None)
-            return Queued([m.event for m in moved], marks[0], finish)
+            finish = (lambda: [take() for _, take in moved]) if sums else (lambda: None)
+            return Queued([event for event, _ in moved], marks[0], finish)
 
         return queue
 
@@ -168,10 +167,10 @@ class Copies:
 
         return queue
 
-    def check(self, by: GpuCopies) -> None:
+    def check(self) -> None:
         """Run once and compare the bytes of a few pages. Raises `IOFailedError` if they differ."""
         if self.bench.layout.packed:
-            self._check_packed(by)
+            self._check_packed()
             return
         ends = {d: (self._slots[d][-SAMPLE:], torch.from_numpy(self._blocks[d][-SAMPLE:, 0])) for d in self.directions}
         bench, moved = self.bench, {layer for layers in self.calls for layer in layers}
@@ -182,7 +181,7 @@ class Copies:
             for _, _, tensor in tensors if direction == "load" else ():
                 tensor.view(torch.uint8)[blocks.to(tensor.device)] = 0
         bench.gpu.idle()
-        self.ours(by)(())
+        self.ours()(())
         bench.gpu.idle()
         for direction, (slots, blocks) in ends.items():
             for layer, i, tensor in tensors:
@@ -192,7 +191,7 @@ class Copies:
                 if not np.array_equal(in_planes, in_extents) or not in_planes.any():
                     raise IOFailedError(f"a {direction} of layer {layer} gave other bytes", "please report it")
 
-    def _check_packed(self, by: GpuCopies) -> None:
+    def _check_packed(self) -> None:
         """Pack a few pages, and unpack them into other blocks."""
         bench, every = self.bench, range(self.bench.layout.n_layers)
         slots, stored, loaded = bench.slots["store"][:SAMPLE], bench.blocks["store"], bench.blocks["load"]
@@ -201,7 +200,7 @@ class Copies:
             tensor[torch.from_numpy(ends["load"][:, 0]).to(tensor.device)] = 0
         bench.gpu.idle()
         for direction, blocks in ends.items():
-            bench.gpu.move(by, direction, bench.extents, slots, blocks, every, (), sums=False)
+            bench.gpu.move(self.by, direction, bench.extents, slots, blocks, every, (), sums=False)
             bench.gpu.idle()
         for layer, tensors in enumerate(bench.planes.tensors):
             for tensor in tensors:

@@ -46,19 +46,15 @@ def resident_bytes(path: Path) -> int | None:
     return None if refused else min(int((flags & 1).sum()) * mmap.PAGESIZE, size)
 
 
-def state(paths: Iterable[Path], *, direct: bool) -> dict[str, Any]:
-    """The page cache's part in reads of files that were just dropped, as plain data.
+def state(path: Path, *, direct: bool) -> dict[str, Any]:
+    """The page cache's part in reads of a file that was just dropped, as plain data.
 
-    `bypassed`: direct I/O does not fill it. `dropped`: it held no page of the files. `kept`: it held some, so not all
+    `bypassed`: direct I/O does not fill it. `dropped`: it held no page of the file. `kept`: it held some, so not all
     reads were cold. `memory`: the file system is all page cache. `unknown`: the system does not report it.
     """
-    some = list(paths)
-    if some and in_memory(some[0].parent):
-        return {"state": "memory", "resident_bytes": sum(path.stat().st_size for path in some)}
+    if in_memory(path.parent):
+        return {"state": "memory", "resident_bytes": path.stat().st_size}
     if direct:
         return {"state": "bypassed", "resident_bytes": 0}
-    left = [resident_bytes(path) for path in some]
-    if None in left:
-        return {"state": "unknown", "resident_bytes": None}
-    found = sum(count or 0 for count in left)
-    return {"state": "kept" if found else "dropped", "resident_bytes": found}
+    found = resident_bytes(path)
+    return {"state": "unknown" if found is None else "kept" if found else "dropped", "resident_bytes": found}

@@ -11,8 +11,8 @@
   the others continue; a case that cannot run here is listed too. After Ctrl-C the report has the cases so far, and
   `--resume` continues it: finished cases are kept, failed ones are measured again.
 * **Tables and bars.** `tables(report)`, `details(report)` (with `--all`), `bottom(report)` (the results in sentences)
-  and `plot(report, figure)` show a report, also a partial one. With `--quick` no figure is compared with its target: it
-  only shows that everything runs.
+  and `plot(report, figure)` show a report, also a partial one. With `--quick` rows lose their targets: it only shows
+  that everything runs.
 * **The exit status** is 0, 1 if a case failed, 130 after Ctrl-C, 2 if no case was measured.
 
 Keys of each report: `schema`, `machine`, `settings`, `complete`, `interrupted`, `left` (names of planned cases without
@@ -29,7 +29,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import typer
 
@@ -46,16 +46,16 @@ from gdscache.commands.console import (
     silent,
     write_json,
 )
-from gdscache.errors import GdsCacheError, InvalidValueError
+from gdscache.errors import GdsCacheError, InvalidValueError, TransportUnavailableError
 from gdscache.sizes import about
 
 Report = Mapping[str, Any]
 Keep = Callable[[dict[str, Any]], None]
 """Called with the report so far, after every case."""
 
-_ERRORS = (GdsCacheError, RuntimeError, OSError, MemoryError)
+ERRORS = (GdsCacheError, RuntimeError, OSError, MemoryError)
 # Settings that may differ between a report and the run that continues it.
-_MAY_DIFFER = ("profile", "everything", "budget_seconds", "ways", "require_gds")
+_MAY_DIFFER = ("profile", "everything", "transports", "require_gds")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +70,13 @@ class Settings:
         """Plain data; sizes in bytes."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items()}
 
+    def given(self, options: Report) -> Self:
+        """The settings with the options that were given: those that are not None."""
+        return dataclasses.replace(self, **{key: value for key, value in options.items() if value is not None})
+
+    def check(self) -> None:
+        """Raises `InvalidValueError` for settings without a measurement."""
+
 
 class Run:
     """The cases of a run. `found`: the growing report. `sections`: its own keys with their initial values."""
@@ -80,9 +87,11 @@ class Run:
         done: Report | None = None,
         progress: Progress = silent,
         keep: Keep = lambda found: None,
-        seconds: float | None = None,
+        seconds: float = math.inf,
+        *,
+        judged: bool = True,
     ) -> None:
-        """`seconds`: the time of all cases, also within the bench's own budget."""
+        """`seconds`: the time of all cases. `judged`: rows keep their targets."""
         before = done or {}
         known = set(before.get("done", ()))
         self.found: dict[str, Any] = {
@@ -101,22 +110,18 @@ class Run:
         self._planned: list[str] = []
         self._began = time.monotonic()  # of the present case
         self._took = 0.0  # seconds of the case before
-        self._until = math.inf if seconds is None else self._began + seconds
+        self._until = self._began + seconds
+        self._judged = judged
 
-    def plan(self, names: Sequence[str], budget_seconds: float | None = None) -> None:
-        """The names of all cases. `budget_seconds`: their time from now on."""
+    def plan(self, names: Sequence[str]) -> None:
+        """The names of all cases."""
         self._planned = list(names)
-        if budget_seconds is not None:
-            self._until = min(self._until, time.monotonic() + budget_seconds)
         self._count()
 
     def wants(self, name: str) -> bool:
         """Whether a case is planned, not measured yet, and has time left."""
-        return name in self._planned and name not in self._over() and self._took < self.seconds_left
-
-    @property
-    def seconds_left(self) -> float:
-        return self._until - time.monotonic()
+        left = self._until - time.monotonic()
+        return name in self._planned and name not in self._over() and self._took < left
 
     def case(self, name: str, action: Callable[[], Report]) -> None:
         """Measure a case. `action` returns rows, or a single value, by the key of the report."""
@@ -127,27 +132,26 @@ class Run:
 
     @contextlib.contextmanager
     def guarded(self, *names: str) -> Iterator[None]:
-        """Measure these cases: an error fails the cases that were not added yet, and is not raised."""
+        """Measure these cases: an error fails the cases that were not added yet, and is not raised. A transport that
+        this machine lacks is no failure."""
         try:
             yield
-        except _ERRORS as error:
+        except ERRORS as error:
+            note = self.cannot if isinstance(error, TransportUnavailableError) else self.fail
             for name in names:
                 if name not in self._over():
-                    self.fail(name, cause_of(error))
+                    note(name, cause_of(error))
         self.save()
 
-    def add(self, name: str, rows: Report, *, wrong: str = "", lacks: str = "") -> None:
-        """A case's result. `wrong`: the reason why its figures do not count: it has failed. `lacks`: the reason why it
-        cannot be measured here."""
-        for key, value in rows.items():
+    def add(self, name: str, rows: Report, *, wrong: str = "") -> None:
+        """A case's result. `wrong`: the reason why its figures do not count: it has failed."""
+        for key, value in (rows if self._judged else _unjudged(rows)).items():
             if isinstance(value, list):
                 self.found[key] += [{"case": name, **row} for row in value]
             else:
                 self.found[key] = value
         if wrong:
             self.fail(name, wrong)
-        elif lacks:
-            self.cannot(name, lacks)
         else:
             self.found["done"].append(name)
 
@@ -199,11 +203,11 @@ class Bench:
         progress: Progress = silent,
         keep: Keep = lambda found: None,
         done: Report | None = None,
-        seconds: float | None = None,
+        seconds: float = math.inf,
     ) -> dict[str, Any]:
         """Measure, as plain data. `done`: a report with finished cases. Raises errors that precede the first case."""
-        begun = {k: [] if isinstance(v, list) else v for k, v in self.sections.items()}
-        run = Run(begun, done, progress, keep, seconds)
+        settings.check()
+        run = Run(self.sections, done, progress, keep, seconds, judged=settings.profile != "quick")
         try:
             self.measure(run, settings, directory)
         except KeyboardInterrupt:
@@ -220,6 +224,7 @@ class Bench:
         resume: Path | None = None,
     ) -> None:
         """The command: a progress bar, tables, the JSON file, the plot, the exit status."""
+        settings.check()
         matplotlib = None if plot is None else require_matplotlib(plot)
         check_writable(plot, "--plot")
         if not directory.is_dir():
@@ -256,21 +261,14 @@ class Bench:
         return {"schema": self.schema, "machine": machine.describe(directory), "settings": settings.describe()}
 
     def resumed(self, path: Path, settings: Settings, directory: Path) -> dict[str, Any]:
-        """The report that a run continues. Raises `InvalidValueError` if it cannot; see `check_same`."""
+        """The report that a run continues. Raises `InvalidValueError` for another file, and for a report of another
+        bench, of other settings, or of another machine or disk."""
         try:
             found = json.loads(path.read_text())
         except (OSError, ValueError) as error:
             hint = f"name a report of bench {self.name}"
             raise InvalidValueError(f"--resume {path} cannot be read: {error}", hint) from None
-        if not isinstance(found, dict):
-            raise InvalidValueError(f"--resume {path} is no report of bench {self.name}", f"its schema: {self.schema}")
-        self.check_same(found, settings, directory, str(path))
-        return found
-
-    def check_same(self, found: Report, settings: Settings, directory: Path, path: str) -> None:
-        """Raises `InvalidValueError` for a report of another bench, of other settings, or of another machine or disk.
-        `path` names it."""
-        if found.get("schema") != self.schema:
+        if not isinstance(found, dict) or found.get("schema") != self.schema:
             raise InvalidValueError(f"--resume {path} is no report of bench {self.name}", f"its schema: {self.schema}")
         here = {"settings": settings.describe(), "machine": machine.describe(directory)}
         keys = [("settings", key) for key in here["settings"] if key not in _MAY_DIFFER]
@@ -280,6 +278,14 @@ class Bench:
                     f"--resume {path} was measured with {key} {found[part].get(key)}, now it is {here[part][key]}",
                     "give the options of the first run, on the same machine; or begin a new report",
                 )
+        return found
+
+
+def _unjudged(part: Any) -> Any:
+    """Plain data without targets."""
+    if isinstance(part, Mapping):
+        return {key: _unjudged(value) for key, value in part.items() if key not in ("target", "met")}
+    return [_unjudged(value) for value in part] if isinstance(part, list) else part
 
 
 def quick(report: Report) -> bool:
@@ -316,5 +322,5 @@ def below(report: Report) -> list[Table | str]:
         found.append(table)
     if left := report["left"]:
         why = "interrupted" if report["interrupted"] else "no time left"
-        found.append(f"Not measured, {why}: {'; '.join(left)}. --resume goes on with {'these' if left[1:] else 'it'}.")
+        found.append(f"Not measured, {why}: {'; '.join(left)}.")
     return found

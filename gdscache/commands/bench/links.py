@@ -22,13 +22,14 @@ import torch
 
 from gdscache import CacheEngine, PageStatus, Rank
 from gdscache.commands.bench import kit
-from gdscache.commands.bench.geometry import HEAD_DIM, KV_HEADS, LAYERS
 from gdscache.commands.bench.measure import Series, rate, turns
 from gdscache.commands.bench.rows import Line, bars, compared, lines_table
+from gdscache.commands.bench.shapes import LLAMAS
 from gdscache.commands.console import Table, figure
 from gdscache.errors import InvalidValueError, IOFailedError
 
 PAGE_TOKENS, LATENT = 64, 576
+LAYERS, KV_HEADS, HEAD_DIM = (LLAMAS["8b"][key] for key in ("num_hidden_layers", "num_key_value_heads", "head_dim"))
 LEAST = 0.9
 LIMIT_S = 120.0  # for a rank's answer
 
@@ -195,21 +196,21 @@ def _measured(settings: Settings, name: str, model: dict[str, Any]) -> dict[str,
         Series(tuple(rate(moved, s) for s in spent)) for spent in (*zip(*loads, strict=True), copies)
     )
     more: dict[str, Any] = {"ranks": settings.ranks, "bytes_of_a_rank": links.nbytes, "pages": links.pages}
-    of = f"of {name}, {settings.ranks} ranks"
+    of, least = f"of {name}, {settings.ranks} ranks", LEAST if torch.cuda.is_available() else None
     return {
         "links": [
-            compared(f"load {of}", alone, "copies", copied, LEAST, **more),
+            compared(f"load {of}", alone, "copies", copied, least, **more),
             compared(f"lookup and load {of}", whole, "copies", copied, **more),
         ]
     }
 
 
 def tables(report: kit.Report) -> list[Table]:
-    return [lines_table("Links, all at once", _lines(report), judged=_judged(report))]
+    return [lines_table("Links, all at once", _lines(report))]
 
 
 def plot(report: kit.Report, drawn: Any) -> None:
-    bars(drawn.subplots(), _lines(report), judged=_judged(report))
+    bars(drawn.subplots(), _lines(report))
 
 
 def bottom(report: kit.Report) -> list[str]:
@@ -227,10 +228,6 @@ def bottom(report: kit.Report) -> list[str]:
 
 def _lines(report: kit.Report) -> list[Line]:
     return [Line.of(row["what"], row) for row in report["links"]]
-
-
-def _judged(report: kit.Report) -> bool:
-    return not kit.quick(report) and bool(report["machine"]["gpus"])
 
 
 BENCH = kit.Bench("links", "gdscache.bench.links/1", {"links": []}, measure, tables, plot, bottom=bottom)

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import dataclasses
 import gc
-import json
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from gdscache.commands.console import Progress, silent
-from gdscache.errors import GdsCacheError, InvalidValueError, IOFailedError
-from gdscache.storage.trial import run_child
+from gdscache.errors import GdsCacheError, InvalidValueError
 
+K = TypeVar("K")
 T = TypeVar("T")
-
-_ANSWER = "answer: "
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,19 +61,6 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interv
     return Interval(statistics.median(ordered), ordered[rank - 1], ordered[-rank], coverage)
 
 
-class Closeable(abc.ABC):
-    """Closed by the end of a `with` block."""
-
-    @abc.abstractmethod
-    def close(self) -> None: ...
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
 @contextlib.contextmanager
 def frozen_heap() -> Iterator[None]:
     """Exempt existing objects from garbage collection, as servers do after their start.
@@ -95,10 +77,10 @@ def frozen_heap() -> Iterator[None]:
 
 
 def interleave(
-    ways: Mapping[str, Callable[[], float]], rounds: int, progress: Progress = silent, text: str = ""
-) -> dict[str, Series]:
+    ways: Mapping[K, Callable[[], float]], rounds: int, progress: Progress = silent, text: str = ""
+) -> dict[K, Series]:
     """Run every way once a round, in order, so that the machine's drift meets all ways alike."""
-    values: dict[str, list[float]] = {name: [] for name in ways}
+    values: dict[K, list[float]] = {name: [] for name in ways}
     with frozen_heap():
         for done in range(rounds):
             progress(done, rounds, text)
@@ -135,13 +117,6 @@ def ratio(ours: Series, other: Series) -> dict[str, float]:
     return {"ratio": ours.median / other.median, "ratio_min": min(by_round), "ratio_max": max(by_round)}
 
 
-def seconds(action: Callable[[], object]) -> float:
-    """Seconds of one call."""
-    start = time.perf_counter()
-    action()
-    return time.perf_counter() - start
-
-
 def rate(nbytes: int, elapsed: float) -> float:
     """GB/s (10^9 bytes)."""
     return nbytes / elapsed / 1e9
@@ -152,59 +127,7 @@ def target(value: float, limit: float, *, at_least: bool) -> dict[str, Any]:
     return {"target": limit, "met": value >= limit if at_least else value <= limit}
 
 
-def judged(report: Any) -> Sequence[Mapping[str, Any]]:
-    """Every part of a report with a target, in order."""
-    if isinstance(report, Mapping):
-        own = [report] if "met" in report else []
-        return [*own, *(found for value in report.values() for found in judged(value))]
-    if isinstance(report, (list, tuple)):
-        return [found for value in report for found in judged(value)]
-    return []
-
-
 def cause_of(error: BaseException) -> str:
     """An error in one line."""
     message = error.message if isinstance(error, GdsCacheError) else str(error)
     return " ".join(message.split()) or type(error).__name__
-
-
-class ChildDiedError(IOFailedError):
-    """A child process crashed, or exceeded its time and was killed."""
-
-
-def child(
-    module: str,
-    function: str,
-    *arguments: object,
-    deadline_s: float = 600.0,
-    package: str = "bench",
-) -> dict[str, Any]:
-    """Call a function of a module of this package, or of another package of `gdscache.commands`, with plain arguments,
-    in a fresh interpreter. Returns its plain data.
-
-    Raises `IOFailedError` with the cause of an error in the child, and `ChildDiedError` without an answer.
-    """
-    code = (
-        f"import json; "
-        f"from gdscache.commands.bench import measure; from gdscache.commands.{package} import {module} as module; "
-        f"measure.answer(lambda: module.{function}(*json.loads({json.dumps(arguments)!r})))"
-    )
-    ended = run_child(code, [], deadline_s)
-    answers = [line.removeprefix(_ANSWER) for line in ended.lines if line.startswith(_ANSWER)]
-    if ended.cause or len(answers) != 1:
-        raise ChildDiedError(ended.cause or "a child process gave no answer", "see gdscache doctor")
-    found: dict[str, Any] = json.loads(answers[0])
-    if "cause" in found:
-        raise IOFailedError(found["cause"], found["hint"])
-    answer: dict[str, Any] = found["answer"]
-    return answer
-
-
-def answer(action: Callable[[], object]) -> None:
-    """In the child: print an action's result or error, in one line."""
-    try:
-        said = {"answer": action()}
-    except (GdsCacheError, RuntimeError, OSError, MemoryError) as error:
-        hint = error.hint if isinstance(error, GdsCacheError) else "run it alone to see"
-        said = {"cause": cause_of(error), "hint": hint}
-    print(f"\n{_ANSWER}{json.dumps(said)}", flush=True)  # libraries print too

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import html
 import io
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,15 +18,13 @@ from gdscache.commands.bench import kit, machine, ttft
 from gdscache.commands.bench.measure import cause_of
 from gdscache.commands.bench.ttft_cells import Settings as TtftSettings
 from gdscache.commands.console import Progress, Table, duration, require_matplotlib, write_json
-from gdscache.errors import GdsCacheError, InvalidValueError
+from gdscache.errors import GdsCacheError
 from gdscache.runtime.files import write_whole
-from gdscache.sizes import KIB, MIB
 
 SCHEMA = "gdscache.bench.report/1"
 JSON_NAME, HTML_NAME = "report.json", "report.html"
 PAGE_SHARE = 0.05  # of the time, for the plots
 PAIRS = 10  # of copies, for a figure
-ENGINES_CALLS = (256 * KIB, 1 * MIB, 4 * MIB)  # sizes of calls that an engine makes
 _STYLE = """
 :root { color-scheme: light dark }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 0 auto; padding: 1rem }
@@ -63,13 +60,10 @@ def parts(directory: Path, *, quick: bool) -> list[Part]:
 
     def first_token() -> tuple[kit.Bench, kit.Settings, Path]:
         settings = TtftSettings.of(profile, "cuda:0" if gpus else "cpu")
-        settings.check()
         return ttft.BENCH, settings, ttft.place(None)
 
     def disk() -> tuple[kit.Bench, kit.Settings, Path]:
-        settings = bench_io.Settings.of(profile, everything=True)
-        sizes = tuple(size for size in settings.sweep_sizes if size in ENGINES_CALLS) or settings.sweep_sizes
-        return bench_io.BENCH, dataclasses.replace(settings, sweep_sizes=sizes), directory
+        return bench_io.BENCH, bench_io.Settings.of(profile, everything=True), directory
 
     def copies() -> tuple[kit.Bench, kit.Settings, Path]:
         from gdscache.commands.bench import copy
@@ -91,27 +85,16 @@ def parts(directory: Path, *, quick: bool) -> list[Part]:
     ]
 
 
-def measure(
-    directory: Path,
-    out: Path,
-    seconds: float,
-    progress: Progress,
-    *,
-    quick: bool,
-    resume: bool,
-    say: Callable[[str], None] = lambda line: None,
-) -> kit.Report:
+def measure(directory: Path, out: Path, seconds: float, progress: Progress, *, quick: bool) -> kit.Report:
     """Run all parts within `seconds`: each has its share of the time that the parts before it have left. The JSON is
-    written after each case, the page at the end. `say` gets a line a part. `resume` continues the JSON of `out`. Raises
-    `InvalidValueError` if that JSON is of another machine or disk."""
+    written after each case, the page at the end."""
     matplotlib = require_matplotlib(Path("plot.svg"))
-    before = _before(out / JSON_NAME) if resume else {}
     found: dict[str, Any] = {
         "schema": SCHEMA,
         "machine": machine.describe(directory),
         "profile": "quick" if quick else "default",
         "began": time.time(),
-        "benches": dict(before),  # a part that is not reached keeps its figures
+        "benches": {},
         "cannot": {},
         "interrupted": False,
     }
@@ -122,27 +105,20 @@ def measure(
             found["cannot"][part.name] = part.lacks
             continue
         began = time.monotonic()
+        if found["interrupted"] or began >= until:
+            found["cannot"][part.name] = "interrupted" if found["interrupted"] else "no time left"
+            continue
         share, shares = part.share / shares, shares - part.share
         try:
             bench, settings, place = part.make()
-            done, head = before.get(part.name), bench.head(settings, place)
-            if done is not None:
-                bench.check_same(done, settings, place, str(out / JSON_NAME))
             benches[part.name] = bench
-            if found["interrupted"] or began >= until:
-                if done is None:
-                    found["cannot"][part.name] = "interrupted" if found["interrupted"] else "no time left"
-                continue
-            keep = functools.partial(_keep, out, found, part.name, head)
+            keep = functools.partial(_keep, out, found, part.name, bench.head(settings, place))
             named = functools.partial(_named, progress, part.title)
-            rows = bench.run(settings, place, named, keep, done, (until - began) * share)
-        except InvalidValueError:
-            raise
+            rows = bench.run(settings, place, named, keep, seconds=(until - began) * share)
         except GdsCacheError as error:
             found["cannot"][part.name] = cause_of(error)
             continue
         found["interrupted"] = rows["interrupted"]
-        say(f"{part.title}: {time.monotonic() - began:.0f} s, {len(rows['done'])} cases, {len(rows['left'])} left")
     found["seconds"] = time.time() - found["began"]
     write_json(out / JSON_NAME, found)
     titles = {part.name: part.title for part in some}
@@ -157,18 +133,6 @@ def _named(progress: Progress, title: str, done: int, total: int, text: str) -> 
 def _keep(out: Path, found: dict[str, Any], name: str, head: kit.Report, rows: kit.Report) -> None:
     found["benches"][name] = {**head, **rows}
     write_json(out / JSON_NAME, found)
-
-
-def _before(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text())
-        if found["schema"] == SCHEMA:
-            return dict(found["benches"])
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InvalidValueError(f"--resume: {path} cannot be read: {error}", "begin anew without --resume") from None
-    raise InvalidValueError(f"--resume: {path} is no report of this version", "begin anew without --resume")
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------
@@ -187,7 +151,7 @@ def page(found: kit.Report, benches: Mapping[str, kit.Bench], titles: Mapping[st
     if found["profile"] == "quick":
         body.append('<p class="note">--quick: these figures show that everything runs, and mean nothing.</p>')
     if found["interrupted"]:
-        body.append('<p class="note">Interrupted: --resume measures the rest.</p>')
+        body.append('<p class="note">Interrupted: not all is measured.</p>')
     for name, title in titles.items():
         bench, report = benches.get(name), found["benches"].get(name)
         if bench is None or report is None:

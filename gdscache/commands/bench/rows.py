@@ -8,7 +8,6 @@ from typing import Any, Self
 
 from gdscache.commands.bench.measure import Series, ratio, target
 from gdscache.commands.console import Table, duration, figure, verdict
-from gdscache.sizes import about
 
 Row = Mapping[str, Any]
 RATE = "GB/s"  # the unit of which more is better
@@ -34,7 +33,7 @@ def compared(
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """A row for display. `low` and `high`: the ratio's spread; `limit`: its target."""
+    """A row for display. `low` and `high`: the ratio's spread; `limit`: its target, `relation` its direction."""
 
     what: str
     ours: str
@@ -44,58 +43,36 @@ class Line:
     high: float
     limit: float | None
     met: bool | None
-    at_least: bool
+    relation: str
 
     @classmethod
-    def of(
-        cls,
-        what: str,
-        row: Row,
-        against: str = "",
-        unit: str = "GB/s",
-        ours: str = "figure",
-        other: str = "against_figure",
-    ) -> Self:
+    def of(cls, what: str, row: Row, unit: str = RATE, ours: str = "figure", other: str = "against_figure") -> Self:
         """The line of a row with series at the keys `ours` and `other`."""
-        low, high = (
-            row.get(f"ratio_{a}", row.get(f"ratio_{b}", row["ratio"])) for a, b in (("low", "min"), ("high", "max"))
+        low, high = (row.get(f"ratio_{a}", row.get(f"ratio_{b}")) for a, b in (("low", "min"), ("high", "max")))
+        mine, others = (
+            duration(row[key]["median"]) if unit == "s" else figure(row[key]["median"], unit) for key in (ours, other)
         )
-        shown = [amount(_median(row[key]), unit) for key in (ours, other)]
-        held = f"{against or row['against']}: {shown[1]}"
-        return cls(what, shown[0], held, row["ratio"], low, high, row.get("target"), row.get("met"), unit == RATE)
-
-    @property
-    def relation(self) -> str:
-        return "at least" if self.at_least else "at most"
+        held, relation = f"{row['against']}: {others}", "at least" if unit == RATE else "at most"
+        return cls(what, mine, held, row["ratio"], low, high, row.get("target"), row.get("met"), relation)
 
 
-def _median(series: Any) -> float:
-    return float(series["median"] if isinstance(series, Mapping) else series)
-
-
-def amount(value: float, unit: str) -> str:
-    """A figure with three digits; seconds and bytes in a unit that suits them."""
-    if unit == "s":
-        return duration(value)
-    return about(int(value)) if unit == "bytes" else figure(value, unit)
-
-
-def lines_table(title: str, lines: Iterable[Line], *, judged: bool) -> Table:
-    """A table of figures, references, and ratios with their spread; with targets if `judged`."""
+def lines_table(title: str, lines: Iterable[Line]) -> Table:
+    """A table of figures, references, ratios with their spread, and targets if there are some."""
+    some = list(lines)
+    judged = any(line.limit is not None for line in some)
     table = Table(title, "what", "figure", "against", "ratio", *(["target"] if judged else []))
-    for line in lines:
+    for line in some:
         spread = f"{figure(line.ratio)} ({figure(line.low)} to {figure(line.high)})"
         said = "" if line.limit is None else verdict({"met": line.met, "target": line.limit}, line.relation)
         table.add_row(line.what, line.ours, line.against, spread, *([said] if judged else []))
     return table
 
 
-def bars(axes: Any, lines: Sequence[Line], *, judged: bool) -> None:
+def bars(axes: Any, lines: Sequence[Line]) -> None:
     """One horizontal bar a line, the first on top: its ratio with the spread, and a mark at its target."""
     for place, line in enumerate(lines):
         spread = [[max(line.ratio - line.low, 0.0)], [max(line.high - line.ratio, 0.0)]]
-        color = COLORS[line.met if judged else None]
-        axes.barh(place, line.ratio, 0.7, xerr=spread, color=color, capsize=2, ecolor="black")
+        axes.barh(place, line.ratio, 0.7, xerr=spread, color=COLORS[line.met], capsize=2, ecolor="black")
         if line.limit is not None:
             axes.plot([line.limit] * 2, [place - 0.45, place + 0.45], color="black", linewidth=2)
     axes.set_yticks(range(len(lines)), [line.what for line in lines], fontsize=7)
@@ -104,5 +81,6 @@ def bars(axes: Any, lines: Sequence[Line], *, judged: bool) -> None:
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter("{x:g}")
         axes.minorticks_off()
-    axes.set_xlabel("ratio with its spread; line: target" + ("; red: missed" if judged else ""))
+    judged = any(line.limit is not None for line in lines)
+    axes.set_xlabel("ratio with its spread" + ("; line: target; red: missed" if judged else ""))
     axes.grid(axis="x", alpha=0.3)

@@ -174,7 +174,6 @@ def chosen(settings: Settings) -> list[list[tuple[Way, bool]]]:
 
 def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
     """Measure all runs. Files go into temporary directories, which are deleted. Raises `InvalidValueError`."""
-    settings.check()
     stages, serving = chosen(settings), Serving(run, settings)
     run.plan([serving.label(at, way, directory) for at, stage in enumerate(stages) for way, _ in stage])
     with contextlib.ExitStack() as undo:

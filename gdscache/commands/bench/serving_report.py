@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gdscache.commands.console import Table, figure, percent
@@ -45,7 +45,7 @@ def traffic_bars(report: Row, kind: str) -> list[Bar]:
         if found := row.get(f"{kind}_requests_per_s"):
             name = NAMES[row["way"]] + (", after a restart" if row["restarted"] else "")
             name += f", {DISKS[row['where']]}" if row["restarted"] or row["where"] == "disk" else ""
-            bars.append((name, found if isinstance(found, list) else [found], _colour(row)))  # schema 1: one turn
+            bars.append((name, found, _colour(row)))
     return bars
 
 
@@ -73,12 +73,7 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def _first_title(report: Row) -> str:
-    return f"Time to first token; {_settings(report)['tokens']:,} tokens, 90 % cached"
-
-
-def _settings(report: Row) -> Row:
-    settings: Row = report.get("settings", report)  # schema 2: beside the rows
-    return settings
+    return f"Time to first token; {report['settings']['tokens']:,} tokens, 90 % cached"
 
 
 def details(report: Row) -> list[Table]:
@@ -102,8 +97,8 @@ def bottom(report: Row) -> list[str]:
             if name not in ("recomputed", "resident on the GPU")
         ]
         said.append(
-            f"A prompt of {_settings(report)['tokens']:,} tokens has its first token after {figure(computed)} ms where "
-            f"all of it is computed. With 90 % of it cached: {'; '.join(loaded)}."
+            f"A prompt of {report['settings']['tokens']:,} tokens has its first token after {figure(computed)} ms "
+            f"where all of it is computed. With 90 % of it cached: {'; '.join(loaded)}."
         )
     for kind, words in KINDS.items():
         rates = [f"{figure(statistics.median(values))} with {name}" for name, values, _ in traffic_bars(report, kind)]
@@ -113,40 +108,27 @@ def bottom(report: Row) -> list[str]:
 
 
 def plot(report: Row, drawn: Any) -> None:
-    draw([report], drawn)
-
-
-def draw(reports: Sequence[Row], drawn: Any) -> None:
-    """A column for each report: first tokens, and requests a second below them. Missing figures have no panel."""
-    columns = []
-    for report in reports:
-        bars = {"first": first_bars(report)} | {kind: traffic_bars(report, kind) for kind in KINDS}
-        kinds = [kind for kind in KINDS if bars[kind]]
-        columns.append((report, bars, [["first"] * 2] * bool(bars["first"]) + [(kinds * 2)[:2]] * bool(kinds)))
-    lines = max(sum(len(bars[row[0]]) + 3 for row in rows) for _, bars, rows in columns)
-    drawn.set_size_inches(8 * len(reports), 0.7 + 0.33 * lines)
-    for part, (report, bars, rows) in zip(drawn.subfigures(1, len(reports), squeeze=False)[0], columns, strict=True):
-        gpus, settings = report["machine"]["gpus"] or ["no GPU"], _settings(report)
-        tp = settings.get("tp", 1)  # missing in the first reports
-        where = f"{tp} of {len(gpus)} {gpus[0]} an engine" if tp > 1 else gpus[0]
-        part.suptitle(f"{settings['engine']} {settings['versions'][settings['engine']]}, {where}", fontsize=10)
-        part.supxlabel("bars: medians; dots: single prompts and turns", fontsize=8)
-        panels = part.subplot_mosaic(rows, height_ratios=[len(bars[r[0]]) + 1 for r in rows]) if rows else {}
-        for name, longest in _longest(rows, bars):
-            if name == "first":
-                _panel(panels[name], bars[name], longest, f"ms; {_first_title(report).lower()}", "%.0f")
-            else:
-                _panel(panels[name], bars[name], longest, "requests a second", "%.1f")
-                panels[name].set_title(KINDS[name], fontsize=9)
-        if "lone" in panels and [bar[0] for bar in bars["shared"]] == [bar[0] for bar in bars["lone"]]:
-            panels["lone"].tick_params(labelleft=False)
-
-
-def _longest(rows: Sequence[Sequence[str]], bars: Mapping[str, Sequence[Bar]]) -> Iterator[tuple[str, float]]:
-    """The panels of all rows, with the largest value of their row: one scale for a row."""
-    for row in rows:
-        longest = max(max(values) for name in row for _, values, _ in bars[name])
-        yield from ((name, longest) for name in dict.fromkeys(row))
+    """First tokens, and requests a second below them. Missing figures have no panel."""
+    bars = {"first": first_bars(report)} | {kind: traffic_bars(report, kind) for kind in KINDS}
+    kinds = [kind for kind in KINDS if bars[kind]]
+    rows = [["first"] * 2] * bool(bars["first"]) + [(kinds * 2)[:2]] * bool(kinds)
+    drawn.set_size_inches(8, 1 + 0.33 * sum(len(bars[row[0]]) + 3 for row in rows))
+    settings, gpus = report["settings"], report["machine"]["gpus"] or ["no GPU"]
+    tp, engine = settings["tp"], settings["engine"]
+    where = f"{tp} of {len(gpus)} {gpus[0]} an engine" if tp > 1 else gpus[0]
+    said = f"{engine} {settings['versions'][engine]}, {where}; bars: medians; dots: single prompts and turns"
+    drawn.supxlabel(said, fontsize=8)
+    panels = drawn.subplot_mosaic(rows, height_ratios=[len(bars[row[0]]) + 1 for row in rows]) if rows else {}
+    for name, axes in panels.items():
+        row = next(row for row in rows if name in row)
+        longest = max(max(values) for beside in row for _, values, _ in bars[beside])  # one scale for a row
+        if name == "first":
+            _panel(axes, bars[name], longest, f"ms; {_first_title(report).lower()}", "%.0f")
+        else:
+            _panel(axes, bars[name], longest, "requests a second", "%.1f")
+            axes.set_title(KINDS[name], fontsize=9)
+    if "lone" in panels and [bar[0] for bar in bars["shared"]] == [bar[0] for bar in bars["lone"]]:
+        panels["lone"].tick_params(labelleft=False)
 
 
 def _panel(axes: Any, bars: Sequence[Bar], longest: float, label: str, form: str) -> None:

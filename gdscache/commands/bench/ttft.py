@@ -14,10 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 from gdscache.commands.bench import io_cache, kit, ttft_report
 from gdscache.commands.bench.measure import Series, cause_of, frozen_heap
-from gdscache.commands.bench.ttft_answers import Answer, compare, percentiles, series_of, worst
 from gdscache.commands.bench.ttft_ceilings import Ceilings
-from gdscache.commands.bench.ttft_cells import NOWHERE, Cell, Settings, bytes_at, chosen, transfer_seconds
-from gdscache.errors import CapacityError, GdsCacheError
+from gdscache.commands.bench.ttft_cells import (
+    NOWHERE,
+    Answer,
+    Cell,
+    Settings,
+    bytes_at,
+    chosen,
+    compare,
+    transfer_seconds,
+    worst,
+)
+from gdscache.errors import CapacityError
 from gdscache.sizes import about
 
 if TYPE_CHECKING:
@@ -25,7 +34,6 @@ if TYPE_CHECKING:
 
 RAM_DISK = Path("/dev/shm")
 NEAR_TIE = 0.05  # in 16 bits, closer logits may swap places between batches
-_ERRORS = (GdsCacheError, RuntimeError, OSError, MemoryError)
 
 
 def place(directory: Path | None) -> Path:
@@ -39,19 +47,14 @@ def place(directory: Path | None) -> Path:
 def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
     """Measure the chosen cells. Files go into a temporary directory, which is deleted. Raises `InvalidValueError` and
     `CapacityError`."""
-    settings.check()
     cells = chosen(settings)
-    run.plan([cell.label for cell in cells], settings.budget_seconds)
+    run.plan([cell.label for cell in cells])
     todo = [cell for cell in cells if run.wants(cell.label)]
-    try:
-        if todo:
-            with frozen_heap(), _client(settings, directory, max(cell.prompt for cell in todo)) as client:
-                run.found["model"] = client.describe()
-                for route, some in itertools.groupby(todo, lambda cell: cell.route):
-                    _route(run, client, route, list(some))
-    finally:  # targets are for a GPU and a model worth caching
-        if settings.device.startswith("cuda") and settings.profile != "quick":
-            ttft_report.judge(run.found["cells"], ram=io_cache.in_memory(directory))
+    if todo:
+        with frozen_heap(), _client(settings, directory, max(cell.prompt for cell in todo)) as client:
+            run.found["model"] = client.describe()
+            for route, some in itertools.groupby(todo, lambda cell: cell.route):
+                _route(run, client, route, list(some))
 
 
 @contextlib.contextmanager
@@ -73,7 +76,7 @@ def _route(run: kit.Run, client: TransformersClient, route: str, cells: Sequence
     """The cells of one cache, one prompt length after another."""
     try:
         client.open_cache(route)
-    except _ERRORS as error:
+    except kit.ERRORS as error:
         for cell in cells:
             run.cannot(cell.label, cause_of(error))
         return
@@ -84,7 +87,8 @@ def _route(run: kit.Run, client: TransformersClient, route: str, cells: Sequence
         with run.guarded(*(cell.label for cell in some)):
             run.say(f"{length:,} tokens: the document is computed and stored")
             stored = client.prime(length)
-            with Ceilings(client.device, client.slabs()[0], min(stored, client.settings.ceiling_bytes)) as ceilings:
+            nbytes = min(stored, client.settings.ceiling_bytes)
+            with contextlib.closing(Ceilings(client.device, client.slabs()[0], nbytes)) as ceilings:
                 if any(cell.gate for cell in some):
                     run.say(f"{length:,} tokens: the gate learns")
                     client.learn(length)
@@ -112,17 +116,17 @@ def _miss(run: kit.Run, client: TransformersClient, cells: Sequence[Cell], _: Ce
         run.say(f"{cell.label}: round {number} of {rounds}")
         for cached in (False, True) if number % 2 else (True, False):
             (ours if cached else plain).append(client.miss(cell, cached=cached))
-    with_, without = (Series(tuple(a.whole for a in some[1:])) for some in (ours, plain))
+    with_, without = (Series(tuple(a.ttft for a in some[1:])) for some in (ours, plain))
     row = {
         **cell.describe(),
         "cached_tokens": 0,
         "bytes": {},
-        "ttft_seconds": series_of(with_),
-        "recompute_seconds": series_of(without),
+        "ttft_seconds": with_.describe(),
+        "recompute_seconds": without.describe(),
         "added": with_.median / without.median - 1,
         "tokens": compare(ours, plain, near_tie(settings)),
     }
-    run.add(cell.label, {"cells": [row]})
+    run.add(cell.label, {"cells": [_judged(client, row)]})
 
 
 def _hits(run: kit.Run, client: TransformersClient, cells: Sequence[Cell], ceilings: Ceilings) -> None:
@@ -141,14 +145,14 @@ def _hits(run: kit.Run, client: TransformersClient, cells: Sequence[Cell], ceili
             elif key not in broken:
                 try:
                     answers[key].append(client.hit(key))
-                except _ERRORS as error:
+                except kit.ERRORS as error:
                     broken[key] = cause_of(error)
     counted = {name: Series(tuple(values[1:])) for name, values in rates.items()}
     for cell in cells:
         if cell in broken:
             run.fail(cell.label, broken[cell])
         else:
-            row = _row(client, cell, answers, counted, ceilings.loops)
+            row = _judged(client, _row(client, cell, answers, counted, ceilings.loops))
             run.add(cell.label, {"cells": [row]}, wrong=_wrong(cell, row, answers[cell]))
 
 
@@ -164,24 +168,29 @@ def _row(
     nbytes = bytes_at(cell.where, cached // client.settings.page_tokens, client.cache.layout.page_bytes)
     transfer = transfer_seconds(cell.where, nbytes, {name: series.median for name, series in rates.items()})
     ideal = None if transfer is None else max(resident.median, transfer)
-    tie = near_tie(client.settings)
+    tie, waits = near_tie(client.settings), [wait for answer in answers[cell][1:] for wait in answer.waits]
     return {
         **cell.describe(),
         "cached_tokens": cached,
         "bytes": nbytes,
-        "ttft_seconds": series_of(mine),
-        "recompute_seconds": series_of(plain),
-        "resident_seconds": series_of(resident),
+        "ttft_seconds": mine.describe(),
+        "recompute_seconds": plain.describe(),
+        "resident_seconds": resident.describe(),
         "transfer_seconds": transfer,
         "ideal_seconds": ideal,
         "ideal_ratio": None if ideal is None else ideal / mine.median,
         "speed_up": plain.median / mine.median,
-        "wait_seconds": percentiles([seconds for answer in answers[cell][1:] for seconds in answer.waits]),
+        "wait_seconds": statistics.median(waits) if waits else None,
         "sources": answers[cell][-1].sources,
         "tokens": worst(answers[cell], answers["plain"], answers["resident"], tie, gated=cell.gate),
         "gb_per_second": {name: series.describe() for name, series in rates.items()},
         "loops": dict(loops),
     }
+
+
+def _judged(client: TransformersClient, row: dict[str, Any]) -> dict[str, Any]:
+    """The row, with its target where the model is worth caching: on a GPU."""
+    return ttft_report.judge(row, ram=client.in_memory) if client.device.type == "cuda" else row
 
 
 def _wrong(cell: Cell, row: Mapping[str, Any], answers: Sequence[Answer]) -> str:
@@ -203,4 +212,4 @@ def near_tie(settings: Settings) -> float:
 
 SECTIONS: dict[str, Any] = {"model": None, "cells": []}
 _SHOWN = ttft_report.tables, ttft_report.plot, ttft_report.details, ttft_report.bottom
-BENCH = kit.Bench("ttft", "gdscache.bench.ttft/7", SECTIONS, measure, *_SHOWN)
+BENCH = kit.Bench("ttft", "gdscache.bench.ttft/8", SECTIONS, measure, *_SHOWN)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from gdscache.commands.bench.bare import IO_BYTES, BareLoop, Onward
-from gdscache.commands.bench.measure import Closeable, rate
+from gdscache.commands.bench.bare import IO_BYTES, BareLoop
+from gdscache.commands.bench.measure import rate
 from gdscache.cuda.host_memory import HostBuffer
 from gdscache.storage.base import Op
 
 
-class Ceilings(Closeable):
+class Ceilings:
     """Measures the ceilings on one slab, each once a round: GB/s by name (`copy`, `read`, `onward`).
 
     `copy`: one copy of `nbytes` of page-locked host memory to the device; on a CPU-only machine from one part of memory
@@ -34,11 +35,11 @@ class Ceilings(Closeable):
             self.ways: dict[str, Callable[[], float]] = {"copy": self._copy}
             self.loops: dict[str, str] = {}
             if nbytes >= min(IO_BYTES):
-                loop = undo.enter_context(BareLoop(slab, nbytes))
-                for name, onward in (("read", None), ("onward", Onward(self._target))):
+                loop = undo.enter_context(contextlib.closing(BareLoop(slab, nbytes, self._target)))
+                for name, onward in (("read", False), ("onward", True)):
                     best = loop.scout(Op.READ, onward=onward)[0]
                     self.loops[name] = f"{best.label}, {'O_DIRECT' if loop.direct else 'through the page cache'}"
-                    self.ways |= loop.runs(Op.READ, {name: best}, onward)
+                    self.ways[name] = functools.partial(loop.run, Op.READ, best, onward=onward)
             undo.callback(self._forget)
             self._undo = undo.pop_all()
 

@@ -1,10 +1,11 @@
-"""The cells of `gdscache bench ttft`: prompts, cached shares, places, overlap and gate. Arithmetic only."""
+"""The cells of `gdscache bench ttft`: prompts, cached shares, places, overlap and gate; and their answers, compared.
+Arithmetic only."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gdscache.commands.bench import kit
@@ -16,6 +17,8 @@ CACHED = (90, 99, 0, 50)  # percent of a prompt, down to a page; in the order of
 PLACES = ("gpu", "cpu", "ssd_via_cpu", "ssd_direct")
 NOWHERE = "none"
 SWITCHED = ("cpu", "ssd_via_cpu", "ssd_direct")  # places with a load
+_OTHER_PRODUCTS = 4  # factor on near ties for equal sums computed in another order
+_BY_WORTH = ("same", "near tie", "other")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,8 +27,8 @@ class Settings(kit.Settings):
     packed pages.
 
     Without `everything` the longest of three prompts is left out, and so are unusual hits (`usual`) and places (those
-    that are not `USUAL`). A cell has `repeat` rounds, all cells have `budget_seconds`. `new_tokens` are compared with
-    those of a run without a cache. `ceiling_bytes`: the most bytes of a ceiling's figure.
+    that are not `USUAL`). A cell has `repeat` rounds. `new_tokens` are compared with those of a run without a cache.
+    `ceiling_bytes`: the most bytes of a ceiling's figure.
     """
 
     preset: str = "8b"
@@ -37,7 +40,6 @@ class Settings(kit.Settings):
     repeat: int = 5
     new_tokens: int = 2
     ceiling_bytes: int = 1 << 30
-    budget_seconds: float | None = 420.0
     seed: int = 0
 
     @classmethod
@@ -46,10 +48,9 @@ class Settings(kit.Settings):
         tiny: dict[str, Any] = {"preset": "tiny", "device": device, "dtype": _dtype(device)}
         if profile == "quick":
             return cls(profile, everything, **tiny, prompts=(256,), page_tokens=16, repeat=2, ceiling_bytes=8 << 20)
-        budget = None if everything else 420.0
         if device.startswith("cuda"):
-            return cls(profile, everything, device=device, budget_seconds=budget)
-        return cls(profile, everything, **tiny, prompts=(2048, 512, 8192), budget_seconds=budget)
+            return cls(profile, everything, device=device)
+        return cls(profile, everything, **tiny, prompts=(2048, 512, 8192))
 
     def check(self) -> None:
         """Raises `InvalidValueError` for settings without a measurement."""
@@ -161,3 +162,40 @@ def transfer_seconds(where: str, bytes_by_tier: Mapping[str, int], rates: Mappin
 def bytes_at(where: str, pages: int, page_bytes: int) -> dict[str, int]:
     """The bytes to move for `pages` pages, by tier."""
     return {} if where == "gpu" else {"cpu" if where == "cpu" else "ssd": pages * page_bytes}
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """A request's answer. `ttft`: seconds to the first token. `sources`: tokens that were not computed, by source.
+    `waits`: the host's seconds in `wait`, a layer each."""
+
+    ttft: float
+    tokens: tuple[int, ...]
+    margins: tuple[float, ...]
+    sources: dict[str, int]
+    waits: tuple[float, ...]
+    recomputed: int
+
+
+def compare(ours: Sequence[Answer], plain: Sequence[Answer], near_tie: float) -> str:
+    """`same` tokens, `near tie` (16-bit results that depend on the batch size), or `other` ones."""
+    found = "same"
+    for mine, other in zip(ours, plain, strict=False):
+        pairs = zip(mine.tokens, other.tokens, strict=True)
+        where = next((number for number, (one, another) in enumerate(pairs) if one != another), None)
+        if where is not None and other.margins[where] > near_tie:
+            return "other"
+        found = "near tie" if where is not None else found
+    return found
+
+
+def worst(
+    mine: Sequence[Answer], plain: Sequence[Answer], resident: Sequence[Answer], near_tie: float, *, gated: bool
+) -> str:
+    """The tokens of hits against tokens without a cache, and against tokens of the same forward pass with a resident
+    prefix. Only the second comparison has the same products, so in 16 bits the first may differ more. Hits that the
+    gate cuts differ from both."""
+    found = [compare(mine, plain, _OTHER_PRODUCTS * near_tie)]
+    if not gated:
+        found.append(compare(mine, resident, near_tie))
+    return max(found, key=_BY_WORTH.index)

@@ -17,20 +17,16 @@ IDEAL_TARGETS = {"cpu": 0.90, "ssd_via_cpu": 0.85}  # max(c, t) / measured
 MISS_TARGET = 0.02  # of the time without a cache
 
 
-def judge(cells: Sequence[dict[str, Any]], *, ram: bool) -> None:
-    """Add `target` and `met` to the rows of long hits, and of prompts that hit nothing. `ram`: the SSD tier lies on a
-    RAM disk."""
-    for row in cells:
-        if row["where"] == NOWHERE:
-            row |= target(row["added"], MISS_TARGET, at_least=False)
-        limit = IDEAL_TARGETS.get(row["where"]) if ram or row["where"] != "ssd_via_cpu" else None
-        long = row["prompt_tokens"] >= LONG and row["cached_percent"] >= LEAST_CACHED
-        if limit is not None and long and usual(cell_of(row)) and row["ideal_ratio"] is not None:
-            row |= target(row["ideal_ratio"], limit, at_least=True)
-
-
-def _label(row: Row) -> str:
-    return cell_of(row).label
+def judge(row: dict[str, Any], *, ram: bool) -> dict[str, Any]:
+    """The row, with `target` and `met` if it is of a long hit, or of a prompt that hit nothing. `ram`: the SSD tier
+    lies on a RAM disk."""
+    if row["where"] == NOWHERE:
+        return row | target(row["added"], MISS_TARGET, at_least=False)
+    limit = IDEAL_TARGETS.get(row["where"]) if ram or row["where"] != "ssd_via_cpu" else None
+    long = row["prompt_tokens"] >= LONG and row["cached_percent"] >= LEAST_CACHED
+    if limit is None or not long or not usual(cell_of(row)) or row["ideal_ratio"] is None:
+        return row
+    return row | target(row["ideal_ratio"], limit, at_least=True)
 
 
 # -- tables and the plot -----------------------------------------------------------------------------------------------
@@ -60,9 +56,9 @@ def details(report: Row) -> list[Table]:
         ideal = "" if r["ideal_ratio"] is None else figure(r["ideal_ratio"])
         ideal += f" ({verdict(r, 'at least')})" if "met" in r else ""
         transfer = "" if r["transfer_seconds"] is None else duration(r["transfer_seconds"])
-        waited = "" if r["wait_seconds"] is None else duration(r["wait_seconds"]["median"])
+        waited = "" if r["wait_seconds"] is None else duration(r["wait_seconds"])
         takes, resident = (duration(r[key]["median"]) for key in ("ttft_seconds", "resident_seconds"))
-        hits.add_row(_label(r), takes, resident, transfer, ideal, waited, r["tokens"])
+        hits.add_row(cell_of(r).label, takes, resident, transfer, ideal, waited, r["tokens"])
     return [hits]
 
 
@@ -134,7 +130,7 @@ def _panel(axes: Any, cells: Sequence[Mapping[str, Any]]) -> None:
             colour, name = _LOOKS[switches] if r["where"] in SWITCHED else ("tab:grey", "in the pool")
             at = place + (0.2 * (list(_LOOKS).index(switches) - 1.5) if r["where"] in SWITCHED else 0.0)
             ttft = r["ttft_seconds"]
-            spread = [[max(ttft["median"] - ttft["min"], 0)], [max(ttft["p99"] - ttft["median"], 0)]]
+            spread = [[max(ttft["median"] - ttft["min"], 0)], [max(ttft["max"] - ttft["median"], 0)]]
             axes.bar(at, ttft["median"], 0.18, yerr=spread, color=colour, ecolor="black", capsize=2, label=label(name))
         recomputed, ideal = some[0]["recompute_seconds"]["median"], some[0]["ideal_seconds"]
         for value, style, name in ((recomputed, "--", "recomputing"), (ideal, "-", "ideal, max(c, t)")):

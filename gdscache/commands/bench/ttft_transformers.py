@@ -23,8 +23,7 @@ from gdscache import CacheEngine, Config, LayerwiseLoad
 from gdscache.commands.bench import io_cache
 from gdscache.commands.bench.io import RAM_THREADS
 from gdscache.commands.bench.shapes import LLAMAS
-from gdscache.commands.bench.ttft_answers import Answer, stored_bytes
-from gdscache.commands.bench.ttft_cells import CACHED, SWITCHED, Cell, Settings, cached_tokens
+from gdscache.commands.bench.ttft_cells import CACHED, SWITCHED, Answer, Cell, Settings, cached_tokens
 from gdscache.errors import IOFailedError, MissingPackageError
 from gdscache.gate.costs import Costs
 from gdscache.gate.gate import Gate
@@ -78,6 +77,11 @@ class TransformersClient:
         assert self._cache is not None, "no cache is open"
         return self._cache
 
+    @property
+    def in_memory(self) -> bool:
+        """Whether the SSD tier lies on a RAM disk."""
+        return io_cache.in_memory(self._directory)
+
     def describe(self) -> dict[str, Any]:
         """The model, as plain data."""
         return {"engine": "transformers", "name": self.settings.preset, **LLAMAS[self.settings.preset]}
@@ -90,7 +94,7 @@ class TransformersClient:
         pages = self._longest // self.settings.page_tokens
         room, ring = (2 * pages + pages // 8 + 16) * extent, max(256 * MIB, 8 * extent)
         ssd = {"path": str(self._directory / route), "capacity": room + room // 4, "route": route}
-        if io_cache.in_memory(self._directory):
+        if self.in_memory:
             ssd["threads"] = RAM_THREADS
         if route == "via_cpu":
             ssd["gds"] = "off"
@@ -165,7 +169,12 @@ class TransformersClient:
         layers.write_pages(0, self._document[: cached // self.settings.page_tokens])
         self.cache.store(tokens, self._document[: cached // self.settings.page_tokens]).result(_DEADLINE_S)
         self.cache.drain(_DEADLINE_S)
-        return stored_bytes(self.cache, tokens)
+        pages = self.cache.pages(tokens)
+        for name, tier in self.cache.manager.tiers.items():
+            missing = 0 if tier.plain else sum(page.key not in tier.index for page in pages)  # plain: cannot be packed
+            if missing:
+                raise IOFailedError(f"{missing} of {len(pages)} pages did not reach the {name} tier", "see the log")
+        return len(pages) * self.cache.layout.page_bytes
 
     # -- runs ------------------------------------------------------------------------------------------------------
 
@@ -215,7 +224,7 @@ class TransformersClient:
                 handle.result(_DEADLINE_S)
             self.cache.drain(_DEADLINE_S)
             self.cache.invalidate(self.cache.namespace(salt))
-        return Answer(ended, ended, (token,), (margin,), {}, (), 0)
+        return Answer(ended, (token,), (margin,), {}, (), 0)
 
     def learn(self, length: int) -> None:
         """Train the gates on times of prefills and loads: misses and hits of several lengths, with overlap and
@@ -318,8 +327,7 @@ class TransformersClient:
         while len(found) < self.settings.new_tokens:
             found.append(_best(self._forward(self._ids([found[-1][0]]), layers)))
         answered, margins = zip(*found, strict=True)
-        whole = time.perf_counter() - begun
-        return Answer(first, whole, answered, margins, sources or {}, tuple(waits), recomputed)
+        return Answer(first, answered, margins, sources or {}, tuple(waits), recomputed)
 
     def _layers(self, blocks: Sequence[int], cached: int, ready: Callable[[int], None] | None = None) -> _Layers:
         """A transformers cache whose first `cached` tokens are in these blocks of the planes. `ready(layer)` returns

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import json
 from pathlib import Path
 from typing import Any, Literal
 
-from gdscache.commands.bench import measure
 from gdscache.commands.doctor.report import Found
-from gdscache.errors import IOFailedError
+from gdscache.errors import GdsCacheError
 from gdscache.sizes import MIB, about
 from gdscache.storage import choose_and_open
 from gdscache.storage.base import Switch
 from gdscache.storage.probe import gds_operations
-from gdscache.storage.trial import write_and_read
+from gdscache.storage.trial import run_child, write_and_read
 
 TRIAL_BYTES = 32 * MIB
 DEADLINE_S = 60.0  # opening may wait for two probes of 20 s
 FILE_NAME = "trial.bin"
+_ANSWER = "answer: "
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,25 +53,31 @@ class Moved:
 
 def try_transport(trial: Trial, deadline_s: float = DEADLINE_S) -> Found[Moved]:
     """Run a trial in a child. After `deadline_s` seconds the child and its descendants are killed."""
-    try:
-        answer = measure.child("trial", "tried", dataclasses.asdict(trial), deadline_s=deadline_s, package="doctor")
-    except measure.ChildDiedError as error:
+    fields = json.dumps(dataclasses.asdict(trial))
+    code = f"import json; from gdscache.commands.doctor import trial; trial.answer(**json.loads({fields!r}))"
+    ended = run_child(code, [], deadline_s)
+    answers = [line.removeprefix(_ANSWER) for line in ended.lines if line.startswith(_ANSWER)]
+    if ended.cause or len(answers) != 1:
         hint = "cuFile may hang or crash where the kernel or the container lacks something: set ssd.transport to posix"
-        return Found(None, error.message, hint)
-    except IOFailedError as error:
-        return Found(None, error.message, error.hint)
-    return Found(Moved(**answer | {"kinds": tuple(answer["kinds"])}))
+        return Found(None, ended.cause or "a child process gave no answer", hint)
+    moved, cause, hint = json.loads(answers[0])
+    return Found(None, cause, hint) if cause else Found(Moved(**moved | {"kinds": tuple(moved["kinds"])}))
 
 
-def tried(fields: dict[str, Any]) -> dict[str, Any]:
-    """In the child: a trial's result. Raises as `carry_out` does; `IOFailedError` for `OSError`."""
-    trial = Trial(**fields)
+def answer(**fields: Any) -> None:
+    """In the child: print a trial's result, or the cause and the hint of its error, in one line."""
+    moved, cause, hint = None, "", ""
     try:
-        return dataclasses.asdict(carry_out(trial))
+        moved = dataclasses.asdict(carry_out(Trial(**fields)))
+    except GdsCacheError as error:
+        cause, hint = error.message, error.hint
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        hint = f"free {about(trial.nbytes)} there, or set another ssd.path" if full else ""
-        raise IOFailedError(str(error), hint) from error
+        cause, hint = str(error), f"free {about(fields['nbytes'])} there, or set another ssd.path" if full else ""
+    except (RuntimeError, MemoryError) as error:
+        cause, hint = str(error) or type(error).__name__, "run it alone to see"
+    said = moved, " ".join(cause.split()), hint
+    print(f"\n{_ANSWER}{json.dumps(said)}", flush=True)  # libraries print too
 
 
 def carry_out(trial: Trial) -> Moved:
