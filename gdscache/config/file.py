@@ -10,6 +10,8 @@ import yaml
 
 from gdscache.errors import ConfigFileError
 
+MAX_BYTES = 1 << 20  # of a configuration; devices and pipes may be endless
+MAX_KEYS = 10_000  # with keys merged in by `<<`, which may double with each line
 _BOOL = "tag:yaml.org,2002:bool"
 
 
@@ -20,6 +22,15 @@ class YamlLoader(yaml.SafeLoader):
         first: [(tag, pattern) for tag, pattern in resolvers if tag != _BOOL]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+
+    keys = 0  # keys so far
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        super().flatten_mapping(node)
+        self.keys += len(node.value)
+        if self.keys > MAX_KEYS:
+            problem = f"there are more than {MAX_KEYS:,} keys, including keys merged by `<<`"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         # Checked here, before `<<` is merged in: a key may override a merged one.
@@ -38,6 +49,15 @@ class YamlLoader(yaml.SafeLoader):
 YamlLoader.add_implicit_resolver(_BOOL, re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
 
 
+def _read(path: Path) -> bytes:
+    """The file's bytes, also of a device or a pipe; refuses more than a configuration has."""
+    with path.open("rb") as file:
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise ConfigFileError(f"{path}: has more than {MAX_BYTES:,} bytes", "a configuration is a few KiB of YAML")
+    return content
+
+
 def read_mapping(path: Path) -> dict[Any, Any]:
     """The one mapping of a YAML file. `~` is expanded. Raises `ConfigFileError`, with the line if known."""
     return read_places(path)[0]
@@ -46,7 +66,7 @@ def read_mapping(path: Path) -> dict[Any, Any]:
 def read_places(path: Path) -> tuple[dict[Any, Any], dict[tuple[int | str, ...], int]]:
     """`read_mapping`, and the lines of its keys, counted from 1: `("cpu", "capacity")`, `("model", "planes", 0)`."""
     try:
-        content = path.expanduser().read_bytes()
+        content = _read(path.expanduser())
     except OSError as error:
         raise ConfigFileError(f"{path}: cannot be read: {error.strerror}", "name a YAML file") from None
     except (ValueError, RuntimeError) as error:  # an invalid file name; `~` of an unknown user

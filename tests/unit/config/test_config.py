@@ -776,6 +776,14 @@ def test_aliases_of_aliases_take_no_time(tmp_path: Path) -> None:
         load_config(file, model=MHA)
 
 
+def test_merged_keys_that_double_with_each_line_take_no_time(tmp_path: Path) -> None:
+    file = tmp_path / "cache.yaml"
+    lines = ["a0: &a0 {k: 1}", *(f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}]}}" for n in range(1, 41))]
+    file.write_text("\n".join(lines))
+    with pytest.raises(errors.ConfigFileError, match="more than 10,000 keys"):
+        load_config(file, model=MHA)
+
+
 @pytest.mark.parametrize("name", ["x" * 1_000_000, "a\x1b[31mb\x07", "\u202e" * 10])
 def test_messages_are_short_and_printable(name: str) -> None:
     with pytest.raises(errors.ConfigError) as raised:
