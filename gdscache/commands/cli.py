@@ -16,8 +16,7 @@ from gdscache.commands import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED
 from gdscache.commands.bench.commands import bench_app
 from gdscache.commands.config_init import init, print_shipped
 from gdscache.commands.console import App, Table, progress_bar, show
-from gdscache.commands.replay.commands import replay
-from gdscache.commands.replay.plan_commands import plan_tiers
+from gdscache.commands.replay.commands import plan_tiers, replay
 from gdscache.commands.top import top
 from gdscache.config import Config, config_schema, load_config
 from gdscache.config.pools import plain_parts, pool_parts

@@ -12,13 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gdscache.commands.replay.bounds import Counts, infinite, optimum, plain_lru
-from gdscache.commands.replay.options import listed
 from gdscache.commands.replay.trace import Request, TraceError, read_trace
 from gdscache.commands.replay.workload import Workload, expand
 from gdscache.errors import InvalidValueError
 from gdscache.policies import POLICIES
 from gdscache.policies.base import LRU
+from tests.support.bounds import Counts, infinite, optimum, plain_lru
 from tests.support.one_tier import simulate
 from tests.support.traces import line, request, workload, workloads, write
 
@@ -220,12 +219,6 @@ def test_an_infinite_tier_misses_only_what_is_new() -> None:
     assert infinite(workload([1, 2], [1, 3], [1, 2])) == Counts(3, 3, 0, 3, 0)
 
 
-def test_a_capacity_below_a_page_is_refused() -> None:
-    for bound in (optimum, plain_lru):
-        with pytest.raises(InvalidValueError, match="0 pages"):
-            bound(workload([1]), 0)
-
-
 # -- against slow models ------------------------------------------------------------------------------------------
 
 
@@ -301,11 +294,6 @@ def test_counts_add_up_and_nothing_beats_the_optimum(work: Workload, capacity: i
 @given(workloads(requests=10), st.integers(1, 12))
 def test_more_room_never_costs_the_optimum_a_hit(work: Workload, capacity: int) -> None:
     assert optimum(work, capacity).hits <= optimum(work, capacity + 1).hits
-
-
-def test_options_are_lists_by_commas_or_given_twice() -> None:
-    assert listed(["1%,5%", "5%", "7"]) == ("1%", "5%", "7")
-    assert listed(None) == ()
 
 
 # -- the conversation trace ---------------------------------------------------------------------------------------

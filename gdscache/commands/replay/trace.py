@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gdscache.commands.replay.garbage import uncollected
+from gdscache.arguments import shown
 from gdscache.errors import GdsCacheError
 
 BLOCK_TOKENS = 512
@@ -36,7 +36,6 @@ class Request(NamedTuple):
     blocks: tuple[int, ...]
 
 
-@uncollected()
 def read_trace(paths: Sequence[Path]) -> list[Request]:
     """The requests of all files by timestamp; equal timestamps in file order.
 
@@ -99,14 +98,14 @@ def _request(where: str, line: bytes) -> Request:
         raise TraceError(f"{where}: {type(fields).__name__} instead of an object", "one JSON object a line")
     timestamp = _field(where, fields, "timestamp")
     if not _is_count(timestamp) and not (isinstance(timestamp, float) and 0 <= timestamp < float("inf")):
-        raise TraceError(f"{where}: timestamp is {_shown(timestamp)}", "it is milliseconds, not negative")
+        raise TraceError(f"{where}: timestamp is {shown(timestamp)}", "it is milliseconds, not negative")
     lengths = [_field(where, fields, name) for name in ("input_length", "output_length")]
     for name, length in zip(("input_length", "output_length"), lengths, strict=True):
         if not _is_count(length):
-            raise TraceError(f"{where}: {name} is {_shown(length)}", "it is a number of tokens, not negative")
+            raise TraceError(f"{where}: {name} is {shown(length)}", "it is a number of tokens, not negative")
     blocks = _field(where, fields, "hash_ids")
     if not isinstance(blocks, list) or not all(map(_is_count, blocks)):
-        raise TraceError(f"{where}: hash_ids is {_shown(blocks)}", "it is a list of integers, not negative")
+        raise TraceError(f"{where}: hash_ids is {shown(blocks)}", "it is a list of integers, not negative")
     if len(blocks) != -(-lengths[0] // BLOCK_TOKENS):
         raise TraceError(
             f"{where}: {len(blocks)} hash_ids for {lengths[0]} tokens of input",
@@ -123,11 +122,6 @@ def _field(where: str, fields: dict[str, Any], name: str) -> Any:
 
 def _is_count(value: object) -> bool:
     return type(value) is int and value >= 0
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _name(block: int | None) -> str:
