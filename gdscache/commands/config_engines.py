@@ -43,18 +43,12 @@ class WrittenFor:
 
     def text(self, sizes: Sizes, directory: str) -> str:
         """The file: the keys that a user may change, each with its purpose."""
-        parts = [_HEAD]
-        if self.cpu:
-            parts += [_GPU, _CPU]
-        parts += [
-            _SSD if self.cpu else _SSD.replace(_OPTIONAL, ""),
-            _BUFFER if self.cpu else _HICACHE_BUFFER,
-            _STORE if self.cpu else _HICACHE_STORE,
-            _LOAD if self.gate else _LOAD.replace(_GATE, ""),
-        ]
-        return "\n".join(parts).format(
+        own = [_GPU, _CPU, _SSD, _BUFFER, _STORE] if self.cpu else [_SSD, _HICACHE_BUFFER, _HICACHE_STORE]
+        return "\n".join([_HEAD, *own, _LOAD]).format(
             name=self.name,
             room=self.room,
+            optional=_OPTIONAL if self.cpu else "",
+            gate=_GATE if self.gate else "",
             cpu=f"capacity: {format_size(sizes.cpu)}",
             cpu_reason=sizes.cpu_reason,
             ssd=f"capacity: {format_size(sizes.ssd)}",
@@ -130,16 +124,14 @@ cpu:
 
 _OPTIONAL = "                          # take the section out to have no SSD tier: then nothing outlives a restart"
 
-_SSD = (
-    f"ssd:{_OPTIONAL}\n"
-    + """\
+_SSD = """\
+ssd:{optional}
   # On a fast local disk, a directory for each server. ~ and $VARS are replaced.
   path: {directory}
   {ssd:<27} # reserved when {name} starts, and never exceeded: {ssd_reason}
   durability: process         # a stored page survives: process (any kill) | power (a power cut; slower stores)
   endurance: null             # bytes that may be written in any 24 hours, e.g. 2TiB; null is no limit
 """
-)
 
 _BUFFER = """\
 host_buffer: 256MiB           # host memory for pages that find no room in the CPU tier
@@ -167,9 +159,9 @@ _GATE = (
     "  gate: enforcing             # compute hits that would load more slowly: enforcing | advisory (loaded) | off\n"
 )
 
-_LOAD = f"""\
+_LOAD = """\
 load:
   verify: once                # checksums are compared when bytes come from the SSD, and not again for each load
-{_GATE}
+{gate}
 deadline: 30                  # seconds until a read or a write of the SSD that hangs is given up
 """

@@ -84,9 +84,7 @@ def init(
                 f"{' and '.join(given)}: {name.value} has sizes and a path of its own",
                 "leave the option out and edit the file, or name an inference engine",
             )
-        target = file.expanduser()
-        _write(target, shipped_text(name.value), force=force, model=None)
-        absolute = str(target.resolve())
+        absolute = _write(file, shipped_text(name.value), force=force, model=None)
         if as_json:
             typer.echo(json.dumps({"name": name.value, "file": absolute}, indent=2))
         else:
@@ -94,19 +92,7 @@ def init(
                 f"{absolute}: written. Its first lines name its requirements. To check it: gdscache config check {file}"
             )
         return
-    _init_for(SupportedEngine(name.value), file, cpu, ssd, directory, force=force, as_json=as_json)
-
-
-def _init_for(
-    engine: SupportedEngine,
-    file: Path,
-    cpu: str | None,
-    ssd: str | None,
-    directory: str | None,
-    *,
-    force: bool,
-    as_json: bool,
-) -> None:
+    engine = SupportedEngine(name.value)
     if directory is None:
         directory = _DIRECTORY.format(engine=engine.value)
     if not directory.startswith(("/", "~", "$")):
@@ -115,10 +101,7 @@ def _init_for(
     if cpu is not None and not written_for.cpu:
         raise InvalidValueError("--cpu is given, but HiCache keeps pages in host memory itself", "leave --cpu out")
     sizes = choose(cpu, ssd, directory)
-    text = written_for.text(sizes, directory)
-    target = file.expanduser()
-    _write(target, text, force=force, model=_SAMPLE)
-    absolute = str(target.resolve())
+    absolute = _write(file, written_for.text(sizes, directory), force=force, model=_SAMPLE)
     command = written_for.command(absolute)
     if as_json:
         said: dict[str, Any] = {"engine": engine.value, "file": absolute, "ssd_bytes": sizes.ssd}
@@ -173,12 +156,12 @@ def _whole(nbytes: int, most: int) -> int:
     return max(_LEAST, min(most, nbytes // step * step))
 
 
-def _write(file: Path, text: str, *, force: bool, model: dict[str, Any] | None) -> None:
-    """Check a configuration and write it to a file atomically. `model`: the model section that the file leaves out."""
+def _write(file: Path, text: str, *, force: bool, model: dict[str, Any] | None) -> str:
+    """Check a configuration and write it to a file atomically. `model`: the model section that the file leaves out.
+    Returns the file's absolute path."""
+    file = file.expanduser()
     beside = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        if not force and (file.exists() or file.is_symlink()):
-            raise ConfigFileError(f"{file} exists already", "name another file, or pass --force")
         try:
             beside.write_text(text, encoding="utf-8")
             load_config(beside, model=model)
@@ -188,6 +171,7 @@ def _write(file: Path, text: str, *, force: bool, model: dict[str, Any] | None) 
                 os.link(beside, file)  # fails if another process has created the file
         finally:
             beside.unlink(missing_ok=True)
+        return str(file.resolve())
     except FileExistsError:
         raise ConfigFileError(f"{file} exists already", "name another file, or pass --force") from None
     except OSError as error:

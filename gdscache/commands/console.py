@@ -249,31 +249,23 @@ class App(typer.Typer):
         return super().command(name, cls=_Command, **settings)
 
 
-class _Group(typer.core.TyperGroup):
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.help = _joined(self.help)
+class _PlainHelp:
+    help: str | None
+
+    def __init__(self, *given: Any, **settings: Any) -> None:
+        super().__init__(*given, **settings)
+        if self.help is not None:  # typer would keep a docstring's line breaks, in the middle of sentences
+            self.help = "\n\n".join(" ".join(part.split()) for part in self.help.split("\n\n"))
 
     def get_params(self, ctx: Any) -> list[Any]:
-        return _untyped(super().get_params(ctx))
+        parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for parameter in parameters:
+            if getattr(parameter, "is_flag", False):
+                parameter.metavar = ""
+        return parameters
 
 
-class _Command(typer.core.TyperCommand):
-    def __init__(self, name: str | None, **settings: Any) -> None:
-        super().__init__(name, **settings)
-        self.help = _joined(self.help)
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        return _untyped(super().get_params(ctx))
+class _Group(_PlainHelp, typer.core.TyperGroup): ...
 
 
-def _joined(text: str | None) -> str | None:
-    """Each paragraph in one line. Typer would keep a docstring's line breaks, in the middle of sentences."""
-    return None if text is None else "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
-
-
-def _untyped(parameters: list[Any]) -> list[Any]:
-    for parameter in parameters:
-        if getattr(parameter, "is_flag", False):
-            parameter.metavar = ""
-    return parameters
+class _Command(_PlainHelp, typer.core.TyperCommand): ...

@@ -62,9 +62,9 @@ GOOD = json.dumps(line([1, 2]))
 @pytest.mark.parametrize(
     ("bad", "said"),
     [
-        ("{", "not JSON"),
-        ("[" * 100_000, "not JSON"),
-        ("[1]", "list instead of an object"),
+        ("{", "not a JSON object"),
+        ("[" * 100_000, "not a JSON object"),
+        ("[1]", "not a JSON object"),
         ('{"timestamp": 1}', "no input_length"),
         (GOOD.replace("timestamp", "time"), "no timestamp"),
         (GOOD.replace('"timestamp": 0', '"timestamp": NaN'), "timestamp is nan"),
@@ -72,7 +72,7 @@ GOOD = json.dumps(line([1, 2]))
         (GOOD.replace("1024", "1024.0"), "input_length is 1024.0"),
         (GOOD.replace('"output_length": 1', '"output_length": -1'), "output_length is -1"),
         (GOOD.replace("[1, 2]", '{"1": 2}'), "hash_ids is"),
-        (GOOD.replace("[1, 2]", "[1, -2]"), "hash_ids is"),
+        (GOOD.replace("[1, 2]", "[1, -2]"), "hash_ids.1 is -2"),
         (GOOD.replace("1024", "1025"), "2 hash_ids for 1025 tokens"),
         (GOOD.replace("[1, 2]", "[2, 1]"), "block 2 follows nothing here and block 1 before"),
         (GOOD.replace("[1, 2]", "[1, 1]"), "block 1 follows block 1 here and nothing before"),
@@ -92,7 +92,7 @@ def test_a_bad_line_is_named(tmp_path: Path, bad: str, said: str) -> None:
 def test_a_line_that_is_no_text_is_named(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_bytes(GOOD.encode() + b"\n\xff\xfe\xff\n")
-    with pytest.raises(TraceError, match=r"trace\.jsonl:2: not JSON"):
+    with pytest.raises(TraceError, match=r"trace\.jsonl:2: not a JSON object"):
         read_trace([path])
 
 

@@ -555,7 +555,7 @@ def test_a_bad_trace_is_a_message_with_its_line(gdscache, trace: Path) -> None:
     trace.write_text(trace.read_text() + "oops\n")
     status, out, err = gdscache("replay", trace)
     assert (status, out) == (2, "")
-    assert f"{trace}:6: not JSON" in err
+    assert f"{trace}:6: not a JSON object" in err
 
 
 def test_no_trace_is_refused(gdscache) -> None:

@@ -70,15 +70,13 @@ class Kept:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Directory:
-    """A directory of an SSD tier. `place`: the directory, or its nearest existing parent. `user` and `mode` are those
-    of `place`. `holder`: the engine that uses the directory now. `problem`: the cause that makes it unusable. `format`:
-    the cache's format version, if known without its log."""
+    """A directory of an SSD tier. `place`: the directory, or its nearest existing parent. `holder`: the engine that
+    uses the directory now. `problem`: the cause that makes it unusable. `format`: the cache's format version, if known
+    without its log."""
 
     path: str
     exists: bool
     place: str
-    user: str = ""
-    mode: str = ""
     holder: str = ""
     problem: str = ""
     hint: str = ""

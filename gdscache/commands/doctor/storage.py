@@ -6,7 +6,6 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import os
-import pwd
 import shutil
 import stat
 import tempfile
@@ -119,12 +118,9 @@ def nearest(directory: Path) -> Path:
 
 def find_directory(directory: Path, place: Path) -> Directory:
     """Whether the directory is usable: makes and removes a directory in `place`."""
-    problem = hint = user = mode = holder = ""
+    problem = hint = holder = ""
     try:
-        status = place.stat()
-        mode = stat.filemode(status.st_mode)
-        user = _user_name(status.st_uid)
-        if not stat.S_ISDIR(status.st_mode):
+        if not stat.S_ISDIR(place.stat().st_mode):
             problem, hint = f"{place} is not a directory", "set ssd.path to a directory"
         else:
             with scratch(place):
@@ -139,14 +135,7 @@ def find_directory(directory: Path, place: Path) -> Directory:
         if owner.state == "in use":
             holder = f"process {owner.pid}" + (f": {owner.command}" if owner.command else "")
     found = format_version(place) if exists and not problem else None
-    return Directory(str(directory), exists, str(place), user, mode, holder, problem, hint, found)
-
-
-def _user_name(number: int) -> str:
-    try:
-        return pwd.getpwuid(number).pw_name
-    except KeyError:  # usual in containers
-        return str(number)
+    return Directory(str(directory), exists, str(place), holder, problem, hint, found)
 
 
 @contextlib.contextmanager

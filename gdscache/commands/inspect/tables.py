@@ -60,30 +60,11 @@ def _add_status(table: Table, report: Mapping[str, Any]) -> None:
     table.add_row("written by", f"process {live['pid']} on {live['host']!s}: {live['command']!s}")
     if live["stopped"]:
         table.add_row("stopped", str(live["stopped"]))
-    if len(live["ranks"]) > 1:
-        for rank in live["ranks"]:
-            table.add_row(f"rank {rank['rank']}", f"process {rank['pid']}: {rank['state']}")
     table.add_row("format version", str(report["format_version"]))
     table.add_row("extent", _extent(report))
     table.add_row("capacity", f"{about(report['capacity_bytes'])}: {report['slots']:,} slots")
     table.add_row("pages", f"{report['pages']:,}, and {report['free_slots']:,} free slots")
-    table.add_row("evictions", f"{live['evictions']:,}, late requests {live['late_requests']:,}")
-    for group, counts in live["counts"].items():
-        if isinstance(counts, int):
-            table.add_row(group, f"{counts:,}")
-        else:
-            table.add_row(group, ", ".join(f"{n:,} {name}" for name, n in counts.items()))
-        if caused := live["causes"].get(group):
-            table.add_row(f"{group} by cause", ", ".join(f"{n:,} {cause}" for cause, n in caused.items()))
-    if lost := live["causes"].get("lost"):
-        table.add_row("given up at open", ", ".join(f"{n:,} {cause}" for cause, n in lost.items()))
-    if (queues := live["queues"])["limit_bytes"]:
-        stores = f"{about(queues['store_bytes'])} of stores, {about(queues['to_ssd_bytes'])} of them to the SSD"
-        table.add_row("queued", f"{stores}; {queues['loads']:,} loads, {queues['prefetches']:,} prefetches")
-    for what, found in live["latencies"].items():
-        if found["samples"]:
-            times = f"median {duration(found['median_seconds'])}, 99 % within {duration(found['p99_seconds'])}"
-            table.add_row(f"a {what.replace('_', ' from ')} takes", f"{times}, of the last {found['samples']:,}")
+    table.add_row("rates, causes", "gdscache top shows them")
 
 
 def _add_contents(table: Table, report: Mapping[str, Any]) -> None:

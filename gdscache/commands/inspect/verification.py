@@ -33,7 +33,6 @@ from gdscache.disk.namespaces import NAMED
 from gdscache.disk.recovery import WHOLE_ROW
 from gdscache.errors import DirectoryInUseError, IOFailedError
 from gdscache.pages.checksum import Checksums, first_bad_layer, unbound
-from gdscache.pages.layout import PageLayout
 
 SCHEMA = "gdscache.verify/2"
 PIECE_BYTES = 8 << 20  # of neighbouring extents in one read; a larger extent is read alone
@@ -235,7 +234,8 @@ class _Check:
         pages, at = self._contents.pages, self._contents.order[row]
         layout = self._contents.names[pages.digests[pages.namespaces[at]]].layout
         if layout is None:  # bytes of a known layout that match 64 bits a layer have that layout
-            return None if any(_matches(data, other, sums) for other in self._layouts) else (UNCHECKED, None)
+            known = any(first_bad_layer(data, other.layer_bounds, sums) is None for other in self._layouts)
+            return None if known else (UNCHECKED, None)
         if len(sums) != layout.n_layers:
             return "no_checksums", None
         layer = first_bad_layer(data, layout.layer_bounds, sums)
@@ -263,15 +263,10 @@ class _Check:
                 str(error), "the next engine that opens this directory finds these pages without checksums"
             ) from error
         keys = self._contents.pages.keys[self._contents.order[rows.start : rows.stop]]
-        return [_sums(found.get(slot), key.tobytes()) for slot, key in zip(slots, keys, strict=True)]
-
-
-def _sums(stored: bytes | None, key: bytes) -> Checksums | None:
-    return None if stored is None else unbound(np.frombuffer(stored, "<u8")[None], [key])[0]
-
-
-def _matches(data: memoryview, layout: PageLayout, sums: Checksums) -> bool:
-    return first_bad_layer(data, layout.layer_bounds, sums) is None
+        return [
+            unbound(np.frombuffer(found[slot], "<u8")[None], [key.tobytes()])[0] if slot in found else None
+            for slot, key in zip(slots, keys, strict=True)
+        ]
 
 
 def _pieces(contents: Contents, most: int) -> list[range]:

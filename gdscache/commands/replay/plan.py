@@ -138,55 +138,49 @@ def cost(row: Row) -> float:
     return HOST_PRICE * float(row["cpu_bytes"]) + float(row["ssd_bytes"])
 
 
+@dataclasses.dataclass
 class _Search:
     """The grid, the choice, and smaller sizes near the choice. Sizes are in pages of `page` bytes."""
 
-    def __init__(
-        self,
-        workload: Workload,
-        times: Sequence[float],
-        base: Mapping[str, Any],
-        sets: Sequence[str],
-        machine: MachineModel,
-        limits: Limits,
-        page: int,
-        progress: Progress,
-    ) -> None:
-        self._work, self._times = workload, times
-        self._base, self._sets, self._page = base, sets, page
-        self.machine, self.limits = machine, limits
-        self._progress = progress
-        self._known: dict[tuple[int, int], list[dict[str, Any]]] = {}
-        self._total = 1
-        self.rows: list[dict[str, Any]] = []
+    workload: Workload
+    times: Sequence[float]
+    base: Mapping[str, Any]
+    sets: Sequence[str]
+    machine: MachineModel
+    limits: Limits
+    page: int
+    progress: Progress
+    rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    known: dict[tuple[int, int], list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
+    total: int = 1  # runs
 
     def _candidates(self, cpu: int, ssd: int, text: str) -> list[dict[str, Any]]:
         """A row for a pair of sizes; with a wear limit, one for every admission policy that may be chosen."""
-        if (cpu, ssd) not in self._known:
-            done = len(self._known)
+        if (cpu, ssd) not in self.known:
+            done = len(self.known)
 
             def step(at: int, of: int, _: str) -> None:
-                self._progress(1000 * done + 1000 * at // max(1, of), 1000 * self._total, text)
+                self.progress(1000 * done + 1000 * at // max(1, of), 1000 * self.total, text)
 
-            fixed = any(text.startswith("store.admission=") for text in self._sets)
+            fixed = any(text.startswith("store.admission=") for text in self.sets)
             tried = [] if fixed or not ssd or self.limits.written is None else ADMISSIONS
             more = [[f"store.admission={name}"] for name in tried] or [[]]
-            self._known[cpu, ssd] = [self._row(cpu, ssd, sets, step) for sets in more]
-            self.rows += self._known[cpu, ssd]
-        return self._known[cpu, ssd]
+            self.known[cpu, ssd] = [self._row(cpu, ssd, sets, step) for sets in more]
+            self.rows += self.known[cpu, ssd]
+        return self.known[cpu, ssd]
 
     def _row(self, cpu: int, ssd: int, sets: Sequence[str], progress: Progress) -> dict[str, Any]:
         """The result of a pair of tiers."""
-        sizes = f"cpu.capacity={cpu * self._page}", f"ssd.capacity={ssd * self._page}" if ssd else "ssd=null"
-        config = config_of(self._base, [*self._sets, *sets, *sizes])
-        found = report.replay(self._work, self._times, config, self.machine, progress=progress)
+        sizes = f"cpu.capacity={cpu * self.page}", f"ssd.capacity={ssd * self.page}" if ssd else "ssd=null"
+        config = config_of(self.base, [*self.sets, *sets, *sizes])
+        found = report.replay(self.workload, self.times, config, self.machine, progress=progress)
         gc.collect()  # the tiers have reference cycles
         written, limit = found["ssd"] and found["ssd"]["written_bytes_per_day"], self.limits.written
         if ssd and written is None and limit is not None:
             raise InvalidValueError("the trace takes no time, so nothing is known of a day", "leave --writes-a-day out")
         return {
-            "cpu_bytes": cpu * self._page,
-            "ssd_bytes": ssd * self._page,
+            "cpu_bytes": cpu * self.page,
+            "ssd_bytes": ssd * self.page,
             "admission": config.store.admission if ssd else None,
             "write_policy": config.store.write_policy if ssd else None,
             "within_limits": limit is None or not ssd or written <= limit,
@@ -195,10 +189,10 @@ class _Search:
 
     def run(self, cpu: Sequence[int], ssd: Sequence[int]) -> None:
         wanted = [(above, below) for above in cpu for below in (0, *ssd) if below > above or not below]
-        self._total = len(wanted) + 1 + 2 * _REFINED
-        self.forever = self._candidates(len(self._work.names), 0, "infinite tiers")[0]
+        self.total = len(wanted) + 1 + 2 * _REFINED
+        self.forever = self._candidates(len(self.workload.names), 0, "infinite tiers")[0]
         self.rows.clear()
-        if (len(self._work.names), 0) in wanted:
+        if (len(self.workload.names), 0) in wanted:
             self.rows.append(self.forever)
         for number, (above, below) in enumerate(wanted, 1):
             self._candidates(above, below, f"candidate {number} of {len(wanted)}")
@@ -208,7 +202,7 @@ class _Search:
         self.met = fastest <= self.target
         if not self.met:
             self.target = fastest * (1 + WITHIN)
-        above, below = (self.chosen[size] // self._page for size in ("cpu_bytes", "ssd_bytes"))
+        above, below = (self.chosen[size] // self.page for size in ("cpu_bytes", "ssd_bytes"))
         above = self._smaller([(n, below) for n in cpu], (above, below))[0]
         if below:
             self._smaller([(above, n) for n in ssd if n > above], (above, below))
