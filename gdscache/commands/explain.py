@@ -286,7 +286,8 @@ def _tables(namespace: Mapping[str, Any]) -> Iterator[Table]:
     for run in namespace["runs"][:RUNS_SHOWN]:
         tokens = "" if run["tokens"] is None else f"{run['tokens'][0]:,} to {run['tokens'][1]:,}"
         pages = f"{run['first']:,} to {run['stop']:,}"
-        table.add_row(pages, tokens, _state(run), _where(run), _about(run), color=_COLORS[run["state"]])
+        state = _STATES.get(run["state"], run["state"])
+        table.add_row(pages, tokens, state, _where(run), _about(run), color=_COLORS[run["state"]])
     more = len(namespace["runs"]) - RUNS_SHOWN
     prefix = fields.get("group", {}).get("keeps", "all") == "all"  # others are stored where prompts end
     stored = namespace["hit"] if prefix else namespace["states"].get("stored", 0)
@@ -296,11 +297,7 @@ def _tables(namespace: Mapping[str, Any]) -> Iterator[Table]:
 
 
 _COLORS = {"stored": "green", "expired": "yellow", "bad": "red", "evicted": "yellow", "absent": ""}
-
-
-def _state(run: Mapping[str, Any]) -> str:
-    state = str(run["state"])
-    return {"evicted": "probably evicted", "absent": "never stored, as far as is known"}.get(state, state)
+_STATES = {"evicted": "probably evicted", "absent": "never stored, as far as is known"}
 
 
 def _where(run: Mapping[str, Any]) -> str:

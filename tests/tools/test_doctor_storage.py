@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from gdscache.commands.bench import measure
-from gdscache.commands.doctor import disk, storage, trial
+from gdscache.commands.doctor import storage, trial
 from gdscache.commands.doctor.facts import Asked, Directory, Facts, FreeSpace, Place, Ssd, defaults
 from gdscache.commands.doctor.report import Found, Row
 from gdscache.commands.doctor.ssd import ssd_rows
@@ -102,7 +102,7 @@ def test_the_mount_is_the_innermost_and_the_last(tmp_path: Path) -> None:
 
 
 def disks(root: Path, mount: Mount) -> dict[str, Row]:
-    return {row.name: row for row in disk.disk_rows(mount, root)}
+    return {row.name: row for row in storage.disk_rows(mount, root)}
 
 
 @pytest.mark.parametrize(("turns", "value", "verdict"), [("0", "not rotational", "ok"), ("1", "rotational", "warn")])
@@ -140,7 +140,7 @@ def test_a_file_system_with_a_number_of_its_own_is_found_by_its_source(tmp_path:
 
 
 def kernel(root: Path, device: str = "259:1", *, has_gpu: bool = True) -> dict[str, Row]:
-    return {row.name: row for row in disk.gds_rows(device, has_gpu=has_gpu, root=root)}
+    return {row.name: row for row in storage.gds_rows(device, has_gpu=has_gpu, root=root)}
 
 
 def test_what_the_kernel_shows_of_gds(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def no_children(monkeypatch: pytest.MonkeyPatch) -> list[trial.Trial]:
     """No child is started: what would be tried, each with an answer."""
     asked: list[trial.Trial] = []
 
-    def tried(wanted: trial.Trial, deadline_s: float) -> Found[Moved]:
+    def tried(wanted: trial.Trial) -> Found[Moved]:
         asked.append(wanted)
         Path(wanted.directory, "left").touch()
         return answered(wanted.transport)
@@ -350,7 +350,7 @@ def test_every_directory_of_the_slab_is_looked_at_with_the_transport_of_the_firs
     paths[2].touch()  # no directory
     answers = {"auto": answered("uring"), "uring": answered("uring", direct=False)}
 
-    def tried(wanted: trial.Trial, deadline_s: float) -> Found[Moved]:
+    def tried(wanted: trial.Trial) -> Found[Moved]:
         no_children.append(wanted)
         return answers.get(wanted.transport, answered(wanted.transport))
 

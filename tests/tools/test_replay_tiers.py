@@ -535,7 +535,6 @@ def test_without_a_size_the_cpu_tier_has_64_gib(gdscache, trace: Path) -> None:
         (["--set", "cpu=null"], "there is no tier"),
         (["--set", "store.write_policy=sometimes"], "store.write_policy"),
         (["--model", "unknown"], "no model is named"),
-        (["--speed", "0"], "--speed is 0"),
         (["--set", "model.page_tokens=100"], "do not divide"),
     ],
 )

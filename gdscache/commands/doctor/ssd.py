@@ -23,7 +23,7 @@ _GDS_DISKS = "GPUDirect Storage needs ext4 or XFS on NVMe, and nvidia-fs: gdsche
 
 def ssd_rows(facts: Facts, asked: Asked) -> Iterator[Row]:
     """Rows for directories, file systems, disks, GPUDirect Storage, transports and the keys of `ssd`."""
-    found, ssd = facts.ssd, asked.config.ssd if asked.given else None
+    found, ssd = facts.ssd, asked.config.ssd
     if found is None:
         yield Row("directory", "not looked at: none was given (--dir DIR, or ssd.path of --config)")
         return

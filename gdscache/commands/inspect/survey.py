@@ -84,14 +84,13 @@ def _read_status(directory: Path) -> Status | OtherFormat | None:
 
 def _common(directory: Path, owner: Owner, slab_files: Sequence[tuple[Path, int]]) -> dict[str, Any]:
     """The facts of any directory. Facts only of a directory in use, or only of one without an owner, are None."""
-    nothing = dict.fromkeys(_SAID)
     files = [(file.name, size) for file, size in slab_files[:1]]
     files += [(name, _size(directory / name)) for name in (CATALOG_NAME, LOG_NAME) if (directory / name).exists()]
     return {
         "schema": SCHEMA,
         "path": str(directory),
         "owner": dataclasses.asdict(owner),
-        **nothing,
+        **dict.fromkeys(_SAID),
         "suspect": os.path.lexists(directory / SUSPECT_NAME),
         "capacity_bytes": sum(size for _, size in slab_files),
         "files": [{"name": name, "bytes": size} for name, size in files],

@@ -8,7 +8,7 @@ from typing import Any
 from gdscache.commands.console import Table, duration, figure
 from gdscache.commands.inspect.names import kept_by
 from gdscache.disk.catalog_file import FORMAT_VERSION
-from gdscache.disk.status_page import PAGE_FORMAT
+from gdscache.disk.status_page import FRESH_S, PAGE_FORMAT
 from gdscache.sizes import about
 
 NAMESPACES_SHOWN = 40
@@ -16,7 +16,6 @@ MADE_SHOWN = 2
 FINDINGS_SHOWN = 40
 DIGITS = 16
 SHOWN = 14  # characters of a name in a row
-LATE_S = 5.0  # age in seconds from which a status page is reported as old
 
 
 def inspect_tables(report: Mapping[str, Any]) -> list[Table]:
@@ -55,7 +54,7 @@ def _add_status(table: Table, report: Mapping[str, Any]) -> None:
         table.add_row("status", "none: the engine is just opening or closing, or is of a version without a status page")
         return
     said = f"{live['state']}, page {live['number']:,}, written {live['age_seconds']:.1f} s ago"
-    late = live["age_seconds"] > LATE_S
+    late = live["age_seconds"] > FRESH_S
     table.add_row("status", f"{said}: its owner, or the device, hangs" if late else said)
     table.add_row("written by", f"process {live['pid']} on {live['host']!s}: {live['command']!s}")
     if live["stopped"]:
@@ -115,7 +114,8 @@ def _namespaces(namespaces: list[dict[str, Any]]) -> Table:
     table = Table("", "namespace", *titles, "pages", "bytes")
     for namespace in namespaces[:NAMESPACES_SHOWN]:
         fields = namespace["fields"] or {"name": "(unknown)"}
-        texts = [_short(str(fields.get(name, ""))) for name in facts]
+        texts = [str(fields.get(name, "")) for name in facts]
+        texts = [text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}\N{HORIZONTAL ELLIPSIS}" for text in texts]
         texts += [kept_by(fields["group"]) if "group" in fields else ""] if grouped else []
         sizes = ["", ""] if namespace["pages"] is None else [f"{namespace['pages']:,}", about(namespace["bytes"])]
         table.add_row(namespace["digest"][:DIGITS], *texts, *sizes)
@@ -162,10 +162,6 @@ def _owner(owner: Mapping[str, Any]) -> str:
 def _extent(report: Mapping[str, Any]) -> str:
     size = _size(report["extent_bytes"])
     return size if report["shards"] == 1 else f"{size} in each of {report['shards']:,} shards"
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}\N{HORIZONTAL ELLIPSIS}"
 
 
 def _size(nbytes: int) -> str:

@@ -187,26 +187,21 @@ class _Check:
                 rows = self._pieces[self._next]
                 self._next += 1
                 sums = self._checksums(rows)
-            findings, nbytes = self._piece(buffer, rows, sums)
+            found: dict[int, Finding] = {}  # one a slot, of the first bad shard
+            nbytes = 0
+            for shard in range(self._shards):
+                findings, got = self._part(buffer, rows, sums, shard)
+                found = {finding.slot: finding for finding in findings} | found
+                nbytes += got
             with self._lock:
-                self._findings += findings
+                self._findings += found.values()
                 self._done += len(rows)
                 self.bytes_read += nbytes
-
-    def _piece(self, buffer: memoryview, rows: range, sums: list[Checksums | None]) -> tuple[list[Finding], int]:
-        """The findings in neighbouring rows, and the bytes read, over all shards."""
-        found: dict[int, Finding] = {}
-        nbytes = 0
-        for shard in range(self._shards):
-            findings, got = self._part(buffer, rows, sums, shard)
-            found = {finding.slot: finding for finding in findings} | found
-            nbytes += got
-        return list(found.values()), nbytes
 
     def _part(
         self, buffer: memoryview, rows: range, sums: list[Checksums | None], shard: int
     ) -> tuple[list[Finding], int]:
-        """As `_piece`, for one shard."""
+        """The findings in neighbouring rows of a shard, and the bytes read."""
         extent, first = self._extent, int(self._slots[rows.start])
         number, offset = self._contents.slab.locate(first)
         try:

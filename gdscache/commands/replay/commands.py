@@ -13,16 +13,14 @@ from typing import Annotated, Any
 
 import typer
 
-from gdscache.arguments import shown
 from gdscache.commands import EXIT_INTERRUPTED
-from gdscache.commands.console import Progress, progress_bar, show
+from gdscache.commands.console import Progress, progress_bar, show, size_of
 from gdscache.commands.replay.clock import MachineModel
 from gdscache.commands.replay.setup import MODELS, base_of, config_of
 from gdscache.commands.replay.trace import read_trace
 from gdscache.commands.replay.workload import Workload, expand
 from gdscache.config import Config
 from gdscache.errors import InvalidValueError
-from gdscache.sizes import parse_size
 
 SCHEMA = "gdscache.replay/6"
 _LATENCY_S = 100e-6  # of each read and write of the SSD
@@ -86,12 +84,6 @@ def replay(
     ssd_write: SsdWrite = 3.0,
     link: Link = 50.0,
     prefill: Prefill = None,
-    speed: Annotated[
-        float,
-        typer.Option(
-            rich_help_panel=_MACHINE, help="Factor of the speed of arrival: 2 replays the trace twice as fast."
-        ),
-    ] = 1.0,
     serial: Annotated[
         bool, typer.Option("--serial", rich_help_panel=_MACHINE, help="Each request ends before the next one begins.")
     ] = False,
@@ -100,13 +92,11 @@ def replay(
 
     The hits are compared with those of infinite tiers.
     """
-    if not speed > 0:
-        raise InvalidValueError(f"--speed is {speed}", "set it to more than 0")
     machine = _machine(ssd_read, ssd_write, link, math.inf if prefill is None else prefill)
     if config is None and ssd is None:
         cpu = cpu or _DEFAULT_CPU
-    sizes = ("cpu", _size(cpu, "--cpu")), ("ssd", _size(ssd, "--ssd"))
-    keys = [f"{tier}.capacity={size}" for tier, size in sizes if size is not None]
+    sizes = {"cpu": cpu, "ssd": ssd}
+    keys = [f"{tier}.capacity={size_of(size, f'--{tier}')}" for tier, size in sizes.items() if size is not None]
     asked = config_of(base_of(config, model), [*keys, *(sets or ())])
 
     def replayed(workload: Workload, times: list[float], progress: Progress) -> dict[str, Any]:
@@ -119,7 +109,7 @@ def replay(
             "run": report.replay(workload, times, asked, machine, serial=serial, progress=progress),
         }
 
-    report = _reported(traces, asked, machine, replayed, "the replay is not complete", speed)
+    report = _reported(traces, asked, machine, replayed, "the replay is not complete")
     if as_json:
         typer.echo(json.dumps(report, indent=2))
     else:
@@ -164,7 +154,7 @@ def plan_tiers(
         )
     machine = _machine(ssd_read, ssd_write, link, math.inf if prefill is None else prefill)
     budgets = (cpu_budget, "--cpu-budget"), (ssd_budget, "--ssd-budget"), (writes_a_day, "--writes-a-day")
-    cpu, ssd, written = (_size(text, option) for text, option in budgets)
+    cpu, ssd, written = (None if text is None else size_of(text, option) for text, option in budgets)
     base = base_of(config, model)
 
     def planned(workload: Workload, times: list[float], progress: Progress) -> dict[str, Any]:
@@ -186,20 +176,12 @@ def _machine(ssd_read: float, ssd_write: float, link: float, prefill: float) -> 
     return MachineModel(ssd_read * 1e9, ssd_write * 1e9, link * 1e9, _LATENCY_S, prefill)
 
 
-def _size(text: str | None, option: str) -> int | None:
-    try:
-        return None if text is None else parse_size(text)
-    except ValueError as error:
-        raise InvalidValueError(f"{option} is {shown(text)}: {error}", f"write {option} 64GiB") from None
-
-
 def _reported(
     traces: list[Path] | None,
     asked: Config,
     machine: MachineModel,
     run: Callable[[Workload, list[float], Progress], dict[str, Any]],
     lost: str,
-    speed: float = 1.0,
 ) -> dict[str, Any]:
     """The report of `run` for a trace, under a progress bar. Ctrl-C ends the run and says the part that is `lost`."""
     if not traces:
@@ -213,7 +195,7 @@ def _reported(
                 raise InvalidValueError(
                     f"no prompt of the trace has a full page of {workload.page_tokens} tokens", "use smaller pages"
                 )
-            times = [request.timestamp / 1000 / speed for request in requests]
+            times = [request.timestamp / 1000 for request in requests]
             report = run(workload, times, progress)
     except KeyboardInterrupt:
         typer.echo(f"interrupted: {lost}", err=True)

@@ -41,16 +41,13 @@ def replay_tables(report: Row) -> list[Table | str]:
         for cause, pages in causes.items():
             if pages:
                 tiers.add_row(f"{what}: {cause}", f"{pages:,}")
-    return [result, tiers, *_slow(report)]
-
-
-def _slow(report: Row) -> list[str]:
-    run = report["run"]
     if run["first_token_seconds"]["p50"] <= run["first_token_seconds_no_cache"]["p50"]:
-        return []
+        return [result, tiers]
     return [
+        result,
+        tiers,
         "The median TTFT is above that without a cache: loads wait for the SSD or the link. An engine with load.gate: "
-        "enforcing computes hits that would load more slowly, which is not simulated."
+        "enforcing computes hits that would load more slowly, which is not simulated.",
     ]
 
 

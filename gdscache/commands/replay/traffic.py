@@ -21,7 +21,6 @@ from gdscache.groups.pools import pools_of
 from gdscache.load.plan import LoadPlan
 from gdscache.pages.keys import Page, namespace_digest
 
-TIERS = ("cpu", "ssd")
 _REPORT_EVERY = 64  # requests between progress reports
 
 
@@ -50,8 +49,7 @@ class Outcome:
 
     def hits(self, tier: str) -> int:
         """Pages found first in this tier."""
-        at = TIERS.index(tier)
-        return sum(found[at] for found in self.found if found is not None)
+        return sum(getattr(found, tier) for found in self.found if found is not None)
 
 
 class Traffic:
