@@ -189,13 +189,12 @@ class _Named:
 
 def _keys(digest: bytes, fields: Mapping[str, Any] | None, asked: Asked, config: Config | None) -> _Named | None:
     """A request's names in a namespace; None if the known facts do not give them."""
-    keyed = hashlib.blake2b(digest_size=KEY_BYTES, key=digest)
     group = (fields or {}).get("group")
     about = group if isinstance(group, dict) else fields
     size = about.get("page_tokens") if about is not None else None
     size = size if type(size) is int and size > 0 else None
     if asked.tokens is None:
-        return _Named((asked.digests, [_digest(keyed, one) for one in asked.digests]), size)
+        return _Named((asked.digests, [_named_by(digest, one) for one in asked.digests]), size)
     if fields is None or size is None:
         return None
     if group is None:
@@ -204,7 +203,7 @@ def _keys(digest: bytes, fields: Mapping[str, Any] | None, asked: Asked, config:
     if step is None or size % step:
         return None
     chained = page_keys(base, asked.tokens, step)[size // step - 1 :: size // step]
-    return _Named([[_digest(keyed, one) for one in chained]], size)
+    return _Named([[_named_by(digest, one) for one in chained]], size)
 
 
 def _base(fields: Mapping[str, Any], config: Config | None) -> tuple[bytes, int | None]:
@@ -225,11 +224,9 @@ def _base(fields: Mapping[str, Any], config: Config | None) -> tuple[bytes, int 
     return namespace_digest(whole), math.gcd(*sizes) if sizes else None
 
 
-def _digest(keyed: Any, digest: bytes) -> bytes:
-    copy = keyed.copy()
-    copy.update(digest)
-    found: bytes = copy.digest()
-    return found
+def _named_by(namespace: bytes, digest: bytes) -> bytes:
+    """The key of a page that another digest names."""
+    return hashlib.blake2b(digest, digest_size=KEY_BYTES, key=namespace).digest()
 
 
 def _runs(told: Sequence[dict[str, Any]], page_tokens: int | None) -> Iterator[dict[str, Any]]:

@@ -60,9 +60,7 @@ def find(asked: Asked, *, recalibrate: bool = False) -> Facts:
     if card and built and built.value is not None:
         calibration = attempt(lambda: gpu.find_calibration(card, recalibrate=recalibrate))
     mover = None if device.value is None else attempt(lambda: gpu.find_mover(asked, torch.device(str(device.value))))
-    place, ssd = asked.ssd_directory, None
-    if place is not None:
-        ssd = find_ssd(asked, place, device.value or "cpu", has_gpu=bool(devices.value))
+    place, on = asked.ssd_directory, device.value or "cpu"
     return Facts(
         torch=torch.__version__,
         torch_cuda=torch.version.cuda,
@@ -76,7 +74,7 @@ def find(asked: Asked, *, recalibrate: bool = False) -> Facts:
         pinned=attempt(gpu.pin_seconds),
         api=attempt(lambda: CopyEngine(Driver(card)).api) if card else None,
         calibration=calibration,
-        ssd=ssd,
+        ssd=find_ssd(asked, place, on, has_gpu=bool(devices.value)) if place else None,
         engines=tuple(engine_rows()),
     )
 

@@ -84,8 +84,7 @@ def _tier(pools: Sequence[Hierarchy], workload: Workload, name: str, hits: int) 
         }
         rows.append(row)
     tokens = hits * workload.page_tokens
-    rate = {"token_hit_rate": tokens / workload.tokens}
-    return {"hit_pages": hits, "hit_tokens": tokens, **rate, **_summed(rows)}
+    return {"hit_pages": hits, "hit_tokens": tokens, "token_hit_rate": tokens / workload.tokens, **_summed(rows)}
 
 
 def _ssd(pools: Sequence[Hierarchy], seconds: float) -> dict[str, Any] | None:
