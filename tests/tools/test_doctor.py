@@ -164,13 +164,10 @@ def test_what_to_install_fits_torch() -> None:
 # --- figures -----------------------------------------------------------------------------------------------------
 
 
-def test_the_calibration_says_where_it_is_kept() -> None:
+def test_the_calibration_says_where_it_is_kept_and_when_it_was_made() -> None:
     said = rows(doctor.examine(WHOLE, defaults()))["calibration"]
     assert said.value == "cached, once measured in 0.50 s: /c/calibration.json"
     assert (said.data["seconds"], said.data["load"]["zero_copy"]) == (0.5, UP.zero_copy)
-
-
-def test_a_calibration_that_was_just_made_says_so() -> None:
     facts = changed(WHOLE, calibration=Found(Kept(MEASURED, "/c", False, True)))
     assert rows(doctor.examine(facts, defaults()))["calibration"].value == "measured now in 0.50 s: /c"
 

@@ -124,19 +124,17 @@ def test_the_disks_of_a_raid(tmp_path: Path) -> None:
     assert list(disks(tmp_path, Mount("ext4", "/dev/md0", "9:0", ""))) == ["disk nvme0n1", "disk nvme1n1"]
 
 
-def test_a_disk_of_an_nvme_subsystem_has_the_model_of_its_subsystem(tmp_path: Path) -> None:
+def test_disks_of_a_subsystem_or_with_a_number_of_their_own_are_found(tmp_path: Path) -> None:
     subsystem = "sys/devices/virtual/nvme-subsystem/nvme-subsys0"
     put(tmp_path, {f"{subsystem}/nvme0n1/queue/rotational": "0", f"{subsystem}/model": "FAST 9000"})
     link(tmp_path, "sys/dev/block/259:0", f"{subsystem}/nvme0n1")
-    found = disks(tmp_path, Mount("xfs", "/dev/nvme0n1", "259:0", ""))
-    assert found["disk nvme0n1"].value == "FAST 9000, not rotational"
-
-
-def test_a_file_system_with_a_number_of_its_own_is_found_by_its_source(tmp_path: Path) -> None:
     put(tmp_path, {"sys/class/block/vdz/queue/rotational": "1"})
-    found = disks(tmp_path, Mount("btrfs", "/dev/vdz", "0:50", ""))
-    assert {name: row.value for name, row in found.items()} == {"disk vdz": "model not known, rotational"}
-    assert disks(tmp_path, Mount("tmpfs", "tmpfs", "0:41", "")) == {}
+    for mount, found in (
+        (Mount("xfs", "/dev/nvme0n1", "259:0", ""), {"disk nvme0n1": "FAST 9000, not rotational"}),
+        (Mount("btrfs", "/dev/vdz", "0:50", ""), {"disk vdz": "model not known, rotational"}),
+        (Mount("tmpfs", "tmpfs", "0:41", ""), {}),
+    ):
+        assert {name: row.value for name, row in disks(tmp_path, mount).items()} == found
 
 
 def kernel(root: Path, device: str = "259:1", *, has_gpu: bool = True) -> dict[str, Row]:

@@ -36,17 +36,12 @@ def test_a_trace_is_read_as_it_is_written(tmp_path: Path) -> None:
     assert read_trace([path]) == [Request(27, 513, 4, (8, 9)), Request(27.5, 0, 0, ())]
 
 
-@pytest.mark.parametrize("name", ["trace.jsonl.gz", "trace.gz"])
-def test_gzip_holds_the_same_requests(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["trace.gz", "trace.jsonl"])
+def test_gzip_is_known_by_its_bytes_and_holds_the_same_requests(tmp_path: Path, name: str) -> None:
     lines = [line([1, 2], timestamp=3), line([1], timestamp=4)]
-    packed = write(tmp_path / name, *lines)
+    packed = write(tmp_path / "packed.gz", *lines).rename(tmp_path / name)
     assert packed.read_bytes()[:2] == b"\x1f\x8b"
     assert read_trace([packed]) == read_trace([write(tmp_path / "plain.jsonl", *lines)])
-
-
-def test_gzip_is_known_by_its_bytes(tmp_path: Path) -> None:
-    packed = write(tmp_path / "a.gz", line([1]))
-    assert len(read_trace([packed.rename(tmp_path / "a.jsonl")])) == 1
 
 
 def test_several_files_are_one_trace_in_the_order_of_time(tmp_path: Path) -> None:
@@ -63,6 +58,7 @@ GOOD = json.dumps(line([1, 2]))
     ("bad", "said"),
     [
         ("{", "not a JSON object"),
+        ("\udcff\udcfe", "not a JSON object"),
         ("[" * 100_000, "not a JSON object"),
         ("[1]", "not a JSON object"),
         ('{"timestamp": 1}', "no input_length"),
@@ -81,19 +77,12 @@ GOOD = json.dumps(line([1, 2]))
 def test_a_bad_line_is_named(tmp_path: Path, bad: str, said: str) -> None:
     assert bad != GOOD
     path = tmp_path / "trace.jsonl"
-    path.write_text(f"{GOOD}\n\n{bad}\n")
+    path.write_bytes(f"{GOOD}\n\n{bad}\n".encode(errors="surrogateescape"))
     with pytest.raises(TraceError) as caught:
         read_trace([path])
     assert caught.value.message.startswith(f"{path}:3: ")
     assert said in caught.value.message
     assert len(caught.value.message) < len(str(path)) + 200
-
-
-def test_a_line_that_is_no_text_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_bytes(GOOD.encode() + b"\n\xff\xfe\xff\n")
-    with pytest.raises(TraceError, match=r"trace\.jsonl:2: not a JSON object"):
-        read_trace([path])
 
 
 def test_two_traces_with_ids_of_their_own_are_refused(tmp_path: Path) -> None:
@@ -103,21 +92,15 @@ def test_two_traces_with_ids_of_their_own_are_refused(tmp_path: Path) -> None:
         read_trace([one, other])
 
 
-@pytest.mark.parametrize("cut", [1, 9])
-def test_torn_gzip_is_an_error_and_not_a_shorter_trace(tmp_path: Path, cut: int) -> None:
+def test_torn_or_damaged_gzip_is_an_error_and_not_a_shorter_trace(tmp_path: Path) -> None:
     path = write(tmp_path / "trace.gz", *[line([1], timestamp=i) for i in range(50)])
-    path.write_bytes(path.read_bytes()[:-cut])
-    with pytest.raises(TraceError, match=r"trace\.gz: cannot be read after line"):
-        read_trace([path])
-
-
-def test_damaged_gzip_is_an_error(tmp_path: Path) -> None:
-    path = write(tmp_path / "trace.gz", *[line([1], timestamp=i) for i in range(50)])
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 0xFF
-    path.write_bytes(data)
-    with pytest.raises(TraceError, match="cannot be read: "):
-        read_trace([path])
+    data = path.read_bytes()
+    middle = len(data) // 2
+    damaged = data[:middle] + bytes([data[middle] ^ 0xFF]) + data[middle + 1 :]
+    for found, said in ((data[:-1], "after line"), (data[:-9], "after line"), (damaged, "cannot be read: ")):
+        path.write_bytes(found)
+        with pytest.raises(TraceError, match=said):
+            read_trace([path])
 
 
 def test_files_that_are_not_there_or_hold_nothing(tmp_path: Path) -> None:
