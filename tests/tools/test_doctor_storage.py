@@ -492,7 +492,7 @@ def test_a_transport_that_dies_is_an_answer(module: Path, tmp_path: Path) -> Non
 # --- rows --------------------------------------------------------------------------------------------------------
 
 PLACE = Place(
-    directory=Directory("/mnt/nvme", True, "/mnt/nvme", "me", "drwx------"),
+    directory=Directory("/mnt/nvme", True, "/mnt/nvme"),
     space=Found(FreeSpace(100 * GIB, 0)),
     mount=Mount("xfs", "/dev/nvme0n1", "259:0", "rw"),
     direct_io=Found(""),
