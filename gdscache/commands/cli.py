@@ -16,8 +16,7 @@ from gdscache.commands import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED
 from gdscache.commands.bench.commands import bench_app
 from gdscache.commands.config_init import init, print_shipped
 from gdscache.commands.console import App, Table, progress_bar, show
-from gdscache.commands.replay.commands import replay
-from gdscache.commands.replay.plan_commands import plan_tiers
+from gdscache.commands.replay.commands import plan_tiers, replay
 from gdscache.commands.top import top
 from gdscache.config import Config, config_schema, load_config
 from gdscache.config.pools import plain_parts, pool_parts
@@ -267,8 +266,10 @@ def _table(meaning: dict[str, Any]) -> Table:
         table.add_row("page bytes", f"{meaning['page_bytes']:,} ({about(meaning['page_bytes'])})")
         table.add_row("extent bytes", f"{meaning['extent_bytes']:,} ({about(meaning['extent_bytes'])})")
     for name, tier in meaning["tiers"].items():
-        held = "" if tier is None or apart else _held(tier["pages"], meaning["page_tokens"])
-        table.add_row(f"{name} tier", "none" if tier is None else about(tier["bytes"]) + held)
+        size = "none" if tier is None else about(tier["bytes"])
+        if tier and not apart:
+            size += f": {tier['pages']:,} pages, {tier['pages'] * meaning['page_tokens']:,} tokens"
+        table.add_row(f"{name} tier", size)
     if meaning["ssd_path"]:
         table.add_row("ssd path", meaning["ssd_path"])
     if not meaning["groups"]:
@@ -287,7 +288,3 @@ def _table(meaning: dict[str, Any]) -> Table:
         table.add_row("", f"{group['share']:.1%} of each size{shared}, in pages: {pages}")
         table.add_row("", f"namespace {group['namespace']}")
     return table
-
-
-def _held(pages: int, page_tokens: int) -> str:
-    return f": {pages:,} pages, {pages * page_tokens:,} tokens"

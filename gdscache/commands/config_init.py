@@ -5,25 +5,35 @@ NAME is a file of configs/, which the wheel contains too, or an inference engine
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shlex
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from gdscache.commands.config_engines import WRITTEN_FOR, Sizes, SupportedEngine
+from gdscache.commands.console import size_of
 from gdscache.config import load_config
 from gdscache.errors import ConfigFileError, GdsCacheError, InvalidValueError
-from gdscache.sizes import GIB, MIB, about, format_size, parse_size
+from gdscache.sizes import GIB, MIB, about, format_size
 
 _DIRECTORY = "~/.cache/gdscache/{engine}"
 _STEP = 64 * MIB  # granularity of sizes chosen for the machine
 _MOST_CPU, _MOST_SSD = 64 * GIB, 512 * GIB
 _LEAST = 256 * MIB
 _SAMPLE = {"name": "sample", "layers": 1, "kv_heads": 1, "head_dim": 64}  # for the check of written files
+
+
+class SupportedEngine(Enum):
+    """The engines with an integration."""
+
+    VLLM = "vllm"
+    SGLANG = "sglang"  # the cache linker
+    HICACHE = "sglang-hicache"  # the storage below HiCache
 
 
 class Shipped(Enum):
@@ -84,9 +94,7 @@ def init(
                 f"{' and '.join(given)}: {name.value} has sizes and a path of its own",
                 "leave the option out and edit the file, or name an inference engine",
             )
-        target = file.expanduser()
-        _write(target, shipped_text(name.value), force=force, model=None)
-        absolute = str(target.resolve())
+        absolute = _write(file, shipped_text(name.value), force=force, model=None)
         if as_json:
             typer.echo(json.dumps({"name": name.value, "file": absolute}, indent=2))
         else:
@@ -94,19 +102,7 @@ def init(
                 f"{absolute}: written. Its first lines name its requirements. To check it: gdscache config check {file}"
             )
         return
-    _init_for(SupportedEngine(name.value), file, cpu, ssd, directory, force=force, as_json=as_json)
-
-
-def _init_for(
-    engine: SupportedEngine,
-    file: Path,
-    cpu: str | None,
-    ssd: str | None,
-    directory: str | None,
-    *,
-    force: bool,
-    as_json: bool,
-) -> None:
+    engine = SupportedEngine(name.value)
     if directory is None:
         directory = _DIRECTORY.format(engine=engine.value)
     if not directory.startswith(("/", "~", "$")):
@@ -115,10 +111,7 @@ def _init_for(
     if cpu is not None and not written_for.cpu:
         raise InvalidValueError("--cpu is given, but HiCache keeps pages in host memory itself", "leave --cpu out")
     sizes = choose(cpu, ssd, directory)
-    text = written_for.text(sizes, directory)
-    target = file.expanduser()
-    _write(target, text, force=force, model=_SAMPLE)
-    absolute = str(target.resolve())
+    absolute = _write(file, written_for.text(sizes, directory), force=force, model=_SAMPLE)
     command = written_for.command(absolute)
     if as_json:
         said: dict[str, Any] = {"engine": engine.value, "file": absolute, "ssd_bytes": sizes.ssd}
@@ -136,18 +129,9 @@ def _init_for(
 
 def choose(cpu: str | None, ssd: str | None, directory: str) -> Sizes:
     """The given sizes, or sizes for this machine. Raises `InvalidValueError`."""
-    cpu_bytes, cpu_reason = _given(cpu, "--cpu") or _of_memory()
-    ssd_bytes, ssd_reason = _given(ssd, "--ssd") or _of_disk(directory)
+    cpu_bytes, cpu_reason = (size_of(cpu, "--cpu"), "as asked for") if cpu is not None else _of_memory()
+    ssd_bytes, ssd_reason = (size_of(ssd, "--ssd"), "as asked for") if ssd is not None else _of_disk(directory)
     return Sizes(cpu_bytes, ssd_bytes, cpu_reason, ssd_reason)
-
-
-def _given(size: str | None, option: str) -> tuple[int, str] | None:
-    if size is None:
-        return None
-    try:
-        return parse_size(size), "as asked for"
-    except ValueError as error:
-        raise InvalidValueError(f"{option} is {size!r}: {error}", "write a size as 32GiB") from None
 
 
 def _of_memory() -> tuple[int, str]:
@@ -173,12 +157,12 @@ def _whole(nbytes: int, most: int) -> int:
     return max(_LEAST, min(most, nbytes // step * step))
 
 
-def _write(file: Path, text: str, *, force: bool, model: dict[str, Any] | None) -> None:
-    """Check a configuration and write it to a file atomically. `model`: the model section that the file leaves out."""
+def _write(file: Path, text: str, *, force: bool, model: dict[str, Any] | None) -> str:
+    """Check a configuration and write it to a file atomically. `model`: the model section that the file leaves out.
+    Returns the file's absolute path."""
+    file = file.expanduser()
     beside = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        if not force and (file.exists() or file.is_symlink()):
-            raise ConfigFileError(f"{file} exists already", "name another file, or pass --force")
         try:
             beside.write_text(text, encoding="utf-8")
             load_config(beside, model=model)
@@ -188,6 +172,7 @@ def _write(file: Path, text: str, *, force: bool, model: dict[str, Any] | None) 
                 os.link(beside, file)  # fails if another process has created the file
         finally:
             beside.unlink(missing_ok=True)
+        return str(file.resolve())
     except FileExistsError:
         raise ConfigFileError(f"{file} exists already", "name another file, or pass --force") from None
     except OSError as error:
@@ -197,3 +182,154 @@ def _write(file: Path, text: str, *, force: bool, model: dict[str, Any] | None) 
     except GdsCacheError as error:
         message = error.message.replace(str(beside), "the new configuration")
         raise type(error)(message, error.hint) from None
+
+
+# -- inference engines -------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The tiers' bytes, and the reasons for them."""
+
+    cpu: int
+    ssd: int
+    cpu_reason: str
+    ssd_reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class WrittenFor:
+    """An inference engine. `room`: its setting for GPU memory. `option`: JSON of `command`'s last argument. `cpu`:
+    whether the configuration has a CPU tier; `gate`: whether the engine reports its computing times."""
+
+    name: str
+    room: str
+    option: str
+    command: Callable[[str], list[str]]
+    cpu: bool = True
+    gate: bool = False
+
+    def text(self, sizes: Sizes, directory: str) -> str:
+        """The file: the keys that a user may change, each with its purpose."""
+        own = [_GPU, _CPU, _SSD, _BUFFER, _STORE] if self.cpu else [_SSD, _HICACHE_BUFFER, _HICACHE_STORE]
+        return "\n".join([_HEAD, *own, _LOAD]).format(
+            name=self.name,
+            room=self.room,
+            optional=_OPTIONAL if self.cpu else "",
+            gate=_GATE if self.gate else "",
+            cpu=f"capacity: {format_size(sizes.cpu)}",
+            cpu_reason=sizes.cpu_reason,
+            ssd=f"capacity: {format_size(sizes.ssd)}",
+            ssd_reason=sizes.ssd_reason,
+            directory=json.dumps(directory),
+        )
+
+
+def _vllm(file: str) -> list[str]:
+    transfer = {
+        "kv_connector": "GdsCacheConnector",
+        "kv_connector_module_path": "gdscache.integrations.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"config": file},
+    }
+    return ["vllm", "serve", "MODEL", "--block-size", "64", "--kv-transfer-config", json.dumps(transfer)]
+
+
+_SGLANG = ["python", "-m", "sglang.launch_server", "--model-path", "MODEL", "--page-size", "64"]
+
+
+def _linker(file: str) -> list[str]:
+    config: dict[str, Any] = {
+        "linker": "GdsCacheLinker",
+        "linker_module_path": "gdscache.integrations.sglang.linker",
+        "linker_extra_config": {"config": file},
+    }
+    flags = ["--schedule-policy", "lpm", "--enable-unified-cache-external-linker"]
+    flags += ["--unified-cache-external-linker-backend", "dynamic"]
+    return [*_SGLANG, *flags, "--unified-cache-external-linker-config", json.dumps(config)]
+
+
+def _hicache(file: str) -> list[str]:
+    config = {
+        "backend_name": "gdscache",
+        "module_path": "gdscache.integrations.sglang.storage",
+        "class_name": "GdsCacheStorage",
+        "interface_v1": 1,
+        "hicache_storage_pass_prefix_keys": True,
+        "config": file,
+    }
+    flags = ["--enable-hierarchical-cache", "--hicache-mem-layout", "page_first"]
+    flags += ["--hicache-storage-backend", "dynamic"]
+    return [*_SGLANG, *flags, "--hicache-storage-backend-extra-config", json.dumps(config)]
+
+
+WRITTEN_FOR = {
+    SupportedEngine.VLLM: WrittenFor("vLLM", "--gpu-memory-utilization", "kv_transfer_config", _vllm, gate=True),
+    SupportedEngine.SGLANG: WrittenFor("SGLang", "--mem-fraction-static", "linker_config", _linker),
+    SupportedEngine.HICACHE: WrittenFor("SGLang", "--mem-fraction-static", "storage_config", _hicache, cpu=False),
+}
+
+
+_HEAD = """\
+# gdscache under {name}, which describes the model. Omitted keys have their defaults: docs/configuration.md has
+# all keys, with their meaning. With an unknown key {name} does not start.
+
+# model:
+#   weights: "2026-11-23"     # names the weights where no files do: dummy weights, a remote store
+"""
+
+_GPU = """\
+gpu:
+  staging: 256MiB             # GPU memory for copies, beside {name}'s own ({room})
+"""
+
+_CPU = """\
+cpu:
+  {cpu:<27} # page-locked host memory: {cpu_reason};
+                              # half of it at most is for pages of requests that wait for their turn
+"""
+
+_OPTIONAL = "                          # take the section out to have no SSD tier: then nothing outlives a restart"
+
+_SSD = """\
+ssd:{optional}
+  # On a fast local disk, a directory for each server. ~ and $VARS are replaced.
+  path: {directory}
+  {ssd:<27} # reserved when {name} starts, and never exceeded: {ssd_reason}
+  durability: process         # a stored page survives: process (any kill) | power (a power cut; slower stores)
+  endurance: null             # bytes that may be written in any 24 hours, e.g. 2TiB; null is no limit
+"""
+
+_BUFFER = """\
+host_buffer: 256MiB           # host memory for pages that find no room in the CPU tier
+"""
+
+_HICACHE_BUFFER = """\
+host_buffer: 256MiB          # host memory that pages pass through between HiCache's and the SSD
+"""
+
+_STORE = """\
+store:
+  queue: 2GiB                 # bytes on their way to the CPU tier, and as many to the SSD; further pages are not stored
+  write_policy: write_through # when a page goes on to the SSD: write_through (when it is stored) |
+                              # write_through_selective (after two hits) | write_back (before the CPU tier gives it up)
+  admission: all              # pages that are written there: all | second_offer (seen twice) | tinylfu
+"""
+
+_HICACHE_STORE = """\
+store:
+  queue: 2GiB                 # bytes on their way to the SSD; further pages are not stored
+  admission: all              # pages that are written: all | second_offer (seen twice) | tinylfu
+"""
+
+_GATE = (
+    "  gate: enforcing             # compute hits that would load more slowly: enforcing | advisory (loaded) | off\n"
+)
+
+_LOAD = """\
+load:
+  verify: once                # checksums are compared when bytes come from the SSD, and not again for each load
+{gate}
+deadline: 30                  # seconds until a read or a write of the SSD that hangs is given up
+"""

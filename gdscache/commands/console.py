@@ -27,9 +27,10 @@ from typing import Any, TypeVar
 import typer
 import typer.core
 
+from gdscache.arguments import shown
 from gdscache.errors import InvalidValueError, MissingPackageError, printable
 from gdscache.runtime.files import write_whole
-from gdscache.sizes import significant
+from gdscache.sizes import parse_size, significant
 
 Progress = Callable[[int, int, str], None]
 """Called as `progress(done, total, text)` during long work."""
@@ -91,8 +92,8 @@ def show(*parts: Table | str) -> None:
     width = None
     if sys.stdout.isatty():
         width = max(_LONG_WORD, os.get_terminal_size(sys.stdout.fileno()).columns or 80)
-    shown = [p.lines(width) if isinstance(p, Table) else _wrap(printable(p, lines=True), width) for p in parts]
-    text = "\n\n".join("\n".join(lines) for lines in shown if lines)
+    texts = [p.lines(width) if isinstance(p, Table) else _wrap(printable(p, lines=True), width) for p in parts]
+    text = "\n\n".join("\n".join(lines) for lines in texts if lines)
     print(text)  # `typer.echo` would write UTF-8 in every encoding
 
 
@@ -147,6 +148,14 @@ def _lines(begun: float) -> Progress:
         last = text
 
     return progress
+
+
+def size_of(text: str, option: str) -> int:
+    """The bytes of an option's size. Raises `InvalidValueError`."""
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise InvalidValueError(f"{option} is {shown(text)}: {error}", f"write {option} 64GiB") from None
 
 
 def check_writable(path: Path | None, option: str) -> None:
@@ -249,31 +258,23 @@ class App(typer.Typer):
         return super().command(name, cls=_Command, **settings)
 
 
-class _Group(typer.core.TyperGroup):
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.help = _joined(self.help)
+class _PlainHelp:
+    help: str | None
+
+    def __init__(self, *given: Any, **settings: Any) -> None:
+        super().__init__(*given, **settings)
+        if self.help is not None:  # typer would keep a docstring's line breaks, in the middle of sentences
+            self.help = "\n\n".join(" ".join(part.split()) for part in self.help.split("\n\n"))
 
     def get_params(self, ctx: Any) -> list[Any]:
-        return _untyped(super().get_params(ctx))
+        parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for parameter in parameters:
+            if getattr(parameter, "is_flag", False):
+                parameter.metavar = ""
+        return parameters
 
 
-class _Command(typer.core.TyperCommand):
-    def __init__(self, name: str | None, **settings: Any) -> None:
-        super().__init__(name, **settings)
-        self.help = _joined(self.help)
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        return _untyped(super().get_params(ctx))
+class _Group(_PlainHelp, typer.core.TyperGroup): ...
 
 
-def _joined(text: str | None) -> str | None:
-    """Each paragraph in one line. Typer would keep a docstring's line breaks, in the middle of sentences."""
-    return None if text is None else "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
-
-
-def _untyped(parameters: list[Any]) -> list[Any]:
-    for parameter in parameters:
-        if getattr(parameter, "is_flag", False):
-            parameter.metavar = ""
-    return parameters
+class _Command(_PlainHelp, typer.core.TyperCommand): ...

@@ -24,7 +24,7 @@ import numpy as np
 from gdscache.commands.console import Progress, Table, silent
 from gdscache.commands.inspect.names import facts_of, kept_by, made_of
 from gdscache.commands.inspect.owner import find_owner
-from gdscache.commands.inspect.reading import ATTEMPTS, PAUSE, Contents, existing, has_log, read_beside
+from gdscache.commands.inspect.reading import Contents, at_rest, existing, has_log, read_beside
 from gdscache.config import Config
 from gdscache.disk import history_file
 from gdscache.disk.history_file import History
@@ -93,7 +93,8 @@ def explain(directory: Path, asked: Asked, config: Config | None = None, progres
     """
     directory = existing(directory)
     owner = find_owner(directory, catalog_open=has_log(directory))
-    contents, history = _read(directory, progress), history_file.read(directory)
+    contents = at_rest(directory, lambda last: read_beside(directory, progress, last=last))
+    history = history_file.read(directory)
     named = {digest: _keys(digest, each.fields, asked, config) for digest, each in contents.names.items()}
     rows = _Rows(contents, history, [way for one in named.values() if one is not None for way in one.ways])
     found = [_describe(rows, digest, one) for digest, one in named.items()]
@@ -101,7 +102,7 @@ def explain(directory: Path, asked: Asked, config: Config | None = None, progres
     return {
         "schema": SCHEMA,
         "path": str(directory),
-        "owner": owner.describe(),
+        "owner": dataclasses.asdict(owner),
         "asked": {"tokens": None if asked.tokens is None else len(asked.tokens), "digests": len(asked.digests)},
         "history": None if history is None else {"written": history.written, "bad_pages": len(history.bad)},
         "other_namespaces": len(found) - len(with_pages),
@@ -109,15 +110,6 @@ def explain(directory: Path, asked: Asked, config: Config | None = None, progres
         "unnamed_namespaces": sum(one["pages"] is None for one in found),
         "namespaces": sorted(with_pages, key=lambda one: (-one["hit"], -one["found"])),
     }
-
-
-def _read(directory: Path, progress: Progress) -> Contents:
-    for attempt in range(ATTEMPTS):
-        contents = read_beside(directory, progress, last=attempt == ATTEMPTS - 1)
-        if contents is not None:
-            return contents
-        time.sleep(PAUSE)
-    raise IOFailedError(f"{directory} changes all the time", "ask again when the engine there stores less")
 
 
 class _Rows:
@@ -133,8 +125,6 @@ class _Rows:
         self._expires[pages.retained] = pages.expires
         self._priorities = np.zeros(len(pages), np.int64)
         self._priorities[pages.retained] = pages.priorities
-        self._rank = np.empty(len(pages), np.int64)
-        self._rank[pages.order] = np.arange(len(pages))
         self._now = time.time()
 
     def describe_pages(self, keys: Sequence[bytes], namespace: bytes) -> list[dict[str, Any]]:
@@ -150,7 +140,6 @@ class _Rows:
             "state": "expired" if expires <= self._now else "stored",
             "place": str(slab.files[slab.locate(slot)[0]].parent),
             "slots": [slot, slot],
-            "used_later_than": round(float(self._rank[row]) / max(1, len(pages) - 1), 2),
             "priority": int(self._priorities[row]),
             "expires": None if math.isinf(expires) else expires,
         }
@@ -200,13 +189,12 @@ class _Named:
 
 def _keys(digest: bytes, fields: Mapping[str, Any] | None, asked: Asked, config: Config | None) -> _Named | None:
     """A request's names in a namespace; None if the known facts do not give them."""
-    keyed = hashlib.blake2b(digest_size=KEY_BYTES, key=digest)
     group = (fields or {}).get("group")
     about = group if isinstance(group, dict) else fields
     size = about.get("page_tokens") if about is not None else None
     size = size if type(size) is int and size > 0 else None
     if asked.tokens is None:
-        return _Named((asked.digests, [_digest(keyed, one) for one in asked.digests]), size)
+        return _Named((asked.digests, [_named_by(digest, one) for one in asked.digests]), size)
     if fields is None or size is None:
         return None
     if group is None:
@@ -215,7 +203,7 @@ def _keys(digest: bytes, fields: Mapping[str, Any] | None, asked: Asked, config:
     if step is None or size % step:
         return None
     chained = page_keys(base, asked.tokens, step)[size // step - 1 :: size // step]
-    return _Named([[_digest(keyed, one) for one in chained]], size)
+    return _Named([[_named_by(digest, one) for one in chained]], size)
 
 
 def _base(fields: Mapping[str, Any], config: Config | None) -> tuple[bytes, int | None]:
@@ -236,11 +224,9 @@ def _base(fields: Mapping[str, Any], config: Config | None) -> tuple[bytes, int 
     return namespace_digest(whole), math.gcd(*sizes) if sizes else None
 
 
-def _digest(keyed: Any, digest: bytes) -> bytes:
-    copy = keyed.copy()
-    copy.update(digest)
-    found: bytes = copy.digest()
-    return found
+def _named_by(namespace: bytes, digest: bytes) -> bytes:
+    """The key of a page that another digest names."""
+    return hashlib.blake2b(digest, digest_size=KEY_BYTES, key=namespace).digest()
 
 
 def _runs(told: Sequence[dict[str, Any]], page_tokens: int | None) -> Iterator[dict[str, Any]]:
@@ -254,8 +240,6 @@ def _runs(told: Sequence[dict[str, Any]], page_tokens: int | None) -> Iterator[d
         run |= first
         if "slots" in first:
             run["slots"] = [first["slots"][0], last["slots"][1]]
-        if "used_later_than" in first:
-            run["used_later_than"] = max(page["used_later_than"] for page in pages)
         yield run
         at += len(pages)
 
@@ -295,11 +279,12 @@ def _tables(namespace: Mapping[str, Any]) -> Iterator[Table]:
     group = f", {kept_by(fields['group'])}" if "group" in fields else ""
     salt = f", salt {fields['request_salt']!s}" if fields.get("request_salt") else ""
     name = f"{namespace['digest'][:DIGITS]}, model {fields.get('name', '(unknown)')!s}{group}{salt}"
-    table = Table(f"namespace {name}", "pages", "tokens", "state", "where", "used", "about")
+    table = Table(f"namespace {name}", "pages", "tokens", "state", "where", "about")
     for run in namespace["runs"][:RUNS_SHOWN]:
         tokens = "" if run["tokens"] is None else f"{run['tokens'][0]:,} to {run['tokens'][1]:,}"
         pages = f"{run['first']:,} to {run['stop']:,}"
-        table.add_row(pages, tokens, _state(run), _where(run), _used(run), _about(run), color=_COLORS[run["state"]])
+        state = _STATES.get(run["state"], run["state"])
+        table.add_row(pages, tokens, state, _where(run), _about(run), color=_COLORS[run["state"]])
     more = len(namespace["runs"]) - RUNS_SHOWN
     prefix = fields.get("group", {}).get("keeps", "all") == "all"  # others are stored where prompts end
     stored = namespace["hit"] if prefix else namespace["states"].get("stored", 0)
@@ -309,11 +294,7 @@ def _tables(namespace: Mapping[str, Any]) -> Iterator[Table]:
 
 
 _COLORS = {"stored": "green", "expired": "yellow", "bad": "red", "evicted": "yellow", "absent": ""}
-
-
-def _state(run: Mapping[str, Any]) -> str:
-    state = str(run["state"])
-    return {"evicted": "probably evicted", "absent": "never stored, as far as is known"}.get(state, state)
+_STATES = {"evicted": "probably evicted", "absent": "never stored, as far as is known"}
 
 
 def _where(run: Mapping[str, Any]) -> str:
@@ -322,10 +303,6 @@ def _where(run: Mapping[str, Any]) -> str:
     first, last = run["slots"]
     slots = f"slot {first:,}" if first == last else f"slots {first:,} to {last:,}"
     return f"{slots} of {run['place']!s}"
-
-
-def _used(run: Mapping[str, Any]) -> str:
-    return f"later than {run['used_later_than']:.0%}" if "used_later_than" in run else ""
 
 
 def _about(run: Mapping[str, Any]) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from gdscache.commands.replay.bounds import Counts
 from gdscache.commands.replay.workload import Workload
 from gdscache.index.index import PageIndex
 from gdscache.index.retention import DEFAULT
 from gdscache.index.table import PageState
 from gdscache.policies.base import EvictionPolicy
+from tests.support.bounds import Counts
 
 
 def simulate(workload: Workload, capacity: int, policy: EvictionPolicy) -> Counts:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +47,6 @@ class RealOutcome:
     verified_bytes: int = 0
     problems: tuple[str, ...] = ()
     stats: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-    def requests_that_differ(self, simulated: Sequence[Found | None]) -> int:
-        """Requests whose pages were found in other tiers, or in other numbers, than in a simulation."""
-        return sum(1 for mine, other in zip(self.found, simulated, strict=True) if mine != other)
 
 
 def namespace_of(config: Config) -> bytes:

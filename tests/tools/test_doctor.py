@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from gdscache.commands import doctor
-from gdscache.commands.doctor import Asked, Facts, Report, Row, copies, defaults, gpu, kernels, storage
+from gdscache.commands.doctor import Asked, Facts, Report, Row, defaults, gpu, storage
 from gdscache.commands.doctor.facts import Kept, NvidiaDriver
 from gdscache.commands.doctor.report import Found, attempt
 from gdscache.config import Config
@@ -164,13 +164,10 @@ def test_what_to_install_fits_torch() -> None:
 # --- figures -----------------------------------------------------------------------------------------------------
 
 
-def test_the_calibration_says_where_it_is_kept() -> None:
+def test_the_calibration_says_where_it_is_kept_and_when_it_was_made() -> None:
     said = rows(doctor.examine(WHOLE, defaults()))["calibration"]
     assert said.value == "cached, once measured in 0.50 s: /c/calibration.json"
     assert (said.data["seconds"], said.data["load"]["zero_copy"]) == (0.5, UP.zero_copy)
-
-
-def test_a_calibration_that_was_just_made_says_so() -> None:
     facts = changed(WHOLE, calibration=Found(Kept(MEASURED, "/c", False, True)))
     assert rows(doctor.examine(facts, defaults()))["calibration"].value == "measured now in 0.50 s: /c"
 
@@ -202,9 +199,9 @@ def test_any_other_error_is_not_hidden(error: BaseException) -> None:
 def test_nvrtc_that_is_not_there() -> None:
     lacks = raises(RuntimeError('Failure finding "libnvrtc.so.13"'))
     missing: Any = SimpleNamespace(nvrtc=lacks)
-    assert "libnvrtc.so.13" in attempt(lambda: kernels.nvrtc_version(missing)).cause
+    assert "libnvrtc.so.13" in attempt(lambda: gpu.nvrtc_version(missing)).cause
     found: Any = SimpleNamespace(nvrtc=lambda: (13, 0))
-    assert kernels.nvrtc_version(found) == "13.0"
+    assert gpu.nvrtc_version(found) == "13.0"
 
 
 class FakeCuda:
@@ -252,15 +249,15 @@ def test_the_gpu_to_look_at() -> None:
 
 
 def test_a_calibration_is_measured_once_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(copies, "Driver", lambda device: SimpleNamespace())
-    monkeypatch.setattr(copies, "CopyEngine", lambda driver: SimpleNamespace(api="batch_13"))
+    monkeypatch.setattr(gpu, "Driver", lambda device: SimpleNamespace())
+    monkeypatch.setattr(gpu, "CopyEngine", lambda driver: SimpleNamespace(api="batch_13"))
     monkeypatch.setattr(calibrate, "calibration_key", lambda driver, engine: dict(KEY))
     monkeypatch.setattr(calibrate, "measure", lambda driver, key: MEASURED)
     monkeypatch.setenv("GDSCACHE_CACHE_DIR", str(tmp_path))
     device, file = torch.device("cuda", 0), str(paths.cache_file(KEY))
 
     def found(*, recalibrate: bool = False) -> Kept:
-        return copies.find_calibration(device, recalibrate=recalibrate)
+        return gpu.find_calibration(device, recalibrate=recalibrate)
 
     assert found() == Kept(MEASURED, file, cached=False, kept=True)
     assert found() == Kept(MEASURED, file, cached=True, kept=True)

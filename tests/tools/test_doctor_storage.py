@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from gdscache.commands.doctor import disk, storage, trial
+from gdscache.commands.doctor import storage, trial
 from gdscache.commands.doctor.facts import Asked, Directory, Facts, FreeSpace, Place, Ssd, defaults
 from gdscache.commands.doctor.report import Found, Row
 from gdscache.commands.doctor.ssd import ssd_rows
@@ -101,7 +101,7 @@ def test_the_mount_is_the_innermost_and_the_last(tmp_path: Path) -> None:
 
 
 def disks(root: Path, mount: Mount) -> dict[str, Row]:
-    return {row.name: row for row in disk.disk_rows(mount, root)}
+    return {row.name: row for row in storage.disk_rows(mount, root)}
 
 
 @pytest.mark.parametrize(("turns", "value", "verdict"), [("0", "not rotational", "ok"), ("1", "rotational", "warn")])
@@ -123,23 +123,21 @@ def test_the_disks_of_a_raid(tmp_path: Path) -> None:
     assert list(disks(tmp_path, Mount("ext4", "/dev/md0", "9:0", ""))) == ["disk nvme0n1", "disk nvme1n1"]
 
 
-def test_a_disk_of_an_nvme_subsystem_has_the_model_of_its_subsystem(tmp_path: Path) -> None:
+def test_disks_of_a_subsystem_or_with_a_number_of_their_own_are_found(tmp_path: Path) -> None:
     subsystem = "sys/devices/virtual/nvme-subsystem/nvme-subsys0"
     put(tmp_path, {f"{subsystem}/nvme0n1/queue/rotational": "0", f"{subsystem}/model": "FAST 9000"})
     link(tmp_path, "sys/dev/block/259:0", f"{subsystem}/nvme0n1")
-    found = disks(tmp_path, Mount("xfs", "/dev/nvme0n1", "259:0", ""))
-    assert found["disk nvme0n1"].value == "FAST 9000, not rotational"
-
-
-def test_a_file_system_with_a_number_of_its_own_is_found_by_its_source(tmp_path: Path) -> None:
     put(tmp_path, {"sys/class/block/vdz/queue/rotational": "1"})
-    found = disks(tmp_path, Mount("btrfs", "/dev/vdz", "0:50", ""))
-    assert {name: row.value for name, row in found.items()} == {"disk vdz": "model not known, rotational"}
-    assert disks(tmp_path, Mount("tmpfs", "tmpfs", "0:41", "")) == {}
+    for mount, found in (
+        (Mount("xfs", "/dev/nvme0n1", "259:0", ""), {"disk nvme0n1": "FAST 9000, not rotational"}),
+        (Mount("btrfs", "/dev/vdz", "0:50", ""), {"disk vdz": "model not known, rotational"}),
+        (Mount("tmpfs", "tmpfs", "0:41", ""), {}),
+    ):
+        assert {name: row.value for name, row in disks(tmp_path, mount).items()} == found
 
 
 def kernel(root: Path, device: str = "259:1", *, has_gpu: bool = True) -> dict[str, Row]:
-    return {row.name: row for row in disk.gds_rows(device, has_gpu=has_gpu, root=root)}
+    return {row.name: row for row in storage.gds_rows(device, has_gpu=has_gpu, root=root)}
 
 
 def test_what_the_kernel_shows_of_gds(tmp_path: Path) -> None:
@@ -203,7 +201,7 @@ def no_children(monkeypatch: pytest.MonkeyPatch) -> list[trial.Trial]:
     """No child is started: what would be tried, each with an answer."""
     asked: list[trial.Trial] = []
 
-    def tried(wanted: trial.Trial, deadline_s: float) -> Found[Moved]:
+    def tried(wanted: trial.Trial) -> Found[Moved]:
         asked.append(wanted)
         Path(wanted.directory, "left").touch()
         return answered(wanted.transport)
@@ -349,7 +347,7 @@ def test_every_directory_of_the_slab_is_looked_at_with_the_transport_of_the_firs
     paths[2].touch()  # no directory
     answers = {"auto": answered("uring"), "uring": answered("uring", direct=False)}
 
-    def tried(wanted: trial.Trial, deadline_s: float) -> Found[Moved]:
+    def tried(wanted: trial.Trial) -> Found[Moved]:
         no_children.append(wanted)
         return answers.get(wanted.transport, answered(wanted.transport))
 
@@ -502,7 +500,7 @@ def test_an_error_in_the_child_keeps_its_cause_and_its_hint(tmp_path: Path) -> N
 # --- rows --------------------------------------------------------------------------------------------------------
 
 PLACE = Place(
-    directory=Directory("/mnt/nvme", True, "/mnt/nvme", "me", "drwx------"),
+    directory=Directory("/mnt/nvme", True, "/mnt/nvme"),
     space=Found(FreeSpace(100 * GIB, 0)),
     mount=Mount("xfs", "/dev/nvme0n1", "259:0", "rw"),
     direct_io=Found(""),

@@ -21,7 +21,7 @@ import pytest
 
 from gdscache import CacheEngine, errors
 from gdscache.commands.inspect import inspect, reading, tables, verification, verify
-from gdscache.commands.inspect.owner import find_owner
+from gdscache.commands.inspect.owner import Owner, find_owner
 from gdscache.disk import directory
 from gdscache.disk.catalog_file import NEW_NAME
 from gdscache.disk.directory import LOCK_NAME, CacheDirectory
@@ -230,9 +230,7 @@ def test_the_owner_is_found_without_taking_the_lock(cache: Path, monkeypatch: py
         monkeypatch.setattr(fcntl, "flock", refused)
         assert inspect(cache)["owner"]["pid"] == os.getpid()
         (cache / LOCK_NAME).write_bytes(b"[")  # its holder has not said its name
-        assert find_owner(cache, catalog_open=True).describe() == {
-            "state": "in use", "pid": os.getpid(), "host": None, "started": None, "command": None,
-        }  # fmt: skip
+        assert find_owner(cache, catalog_open=True) == Owner("in use", os.getpid())
         monkeypatch.setattr(fcntl, "flock", genuine)
     lock = {"pid": 1, "host": "elsewhere.example", "started": "then", "command": "x"}
     (cache / LOCK_NAME).write_text(json.dumps(lock))

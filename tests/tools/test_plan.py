@@ -28,16 +28,18 @@ from gdscache.commands.replay.plan import (
     packing,
     plan,
 )
-from gdscache.commands.replay.setup import Asked, setups
+from gdscache.commands.replay.setup import base_of, config_of
 from gdscache.commands.replay.workload import Workload, expand
 from gdscache.config.pools import PLAIN_PARTS
 from gdscache.errors import CapacityError, InvalidValueError
+from tests.support.replays import adds_up, make
 from tests.support.traces import line, request, write
 
 pytestmark = pytest.mark.suite
 
 PAGE = 4096  # bytes
-GEOMETRY = Asked(page_bytes=str(PAGE), sets=("eviction=lru",))
+TINY = make().dump()
+SETS = ("eviction=lru",)
 MACHINE = MachineModel(ssd_read=1e9, ssd_write=1e9, link=10e9, prefill=1000.0)
 WORKING_SET = 24  # pages
 
@@ -75,9 +77,9 @@ NO_LIMITS, SMALL_POOL = Limits(), Limits(cpu=8 * PAGE)
 
 def planned(work: tuple[Workload, list[float]], limits: Limits = NO_LIMITS, **options: Any) -> dict[str, Any]:
     machine = options.pop("machine", MACHINE)
-    asked = options.pop("asked", GEOMETRY)
-    report = plan(*work, asked, machine, limits, points=options.pop("points", 3), **options)
-    assert report["problems"] == []
+    sets = options.pop("sets", SETS)
+    report = plan(*work, TINY, sets, machine, limits, points=options.pop("points", 3), **options)
+    assert all(map(adds_up, report["candidates"]))
     return report
 
 
@@ -94,22 +96,22 @@ def test_the_pool_that_is_recommended_for_a_loop_is_its_working_set() -> None:
     report = looped(Limits(ssd=0))
     chosen = report["recommended"]
     assert chosen["ssd_bytes"] == 0
-    assert WORKING_SET <= chosen["cpu_pages"] <= 1.3 * (WORKING_SET + 3)
+    assert WORKING_SET <= chosen["cpu_bytes"] // PAGE <= 1.3 * (WORKING_SET + 3)
     assert report["met"]
     assert report["binds"] == ["traffic"]
     assert mean_of(chosen) <= report["target_seconds"] <= 1.051 * mean_of(report["infinite"])
-    assert chosen["cpu_bytes"] == chosen["cpu_pages"] * PAGE
+    assert chosen["cpu_bytes"] == chosen["tiers"]["cpu"]["capacity_bytes"]
 
 
 def test_a_loop_larger_than_the_host_budget_goes_to_the_ssd() -> None:
     report = looped()
     chosen = report["recommended"]
-    assert chosen["cpu_pages"] <= 8
-    assert chosen["ssd_pages"] >= WORKING_SET
+    assert chosen["cpu_bytes"] <= 8 * PAGE
+    assert chosen["ssd_bytes"] >= WORKING_SET * PAGE
     assert report["met"]
     alone = looped(Limits(cpu=8 * PAGE, ssd=0))
     assert not alone["met"]
-    assert alone["recommended"]["ssd_pages"] == 0
+    assert alone["recommended"]["ssd_bytes"] == 0
     assert mean_of(alone["recommended"]) > 2 * mean_of(chosen)
     assert alone["binds"] == ["cpu_budget"]
 
@@ -117,7 +119,7 @@ def test_a_loop_larger_than_the_host_budget_goes_to_the_ssd() -> None:
 def test_no_other_candidate_passes_at_less_cost() -> None:
     report = planned(tree())
     chosen = report["recommended"]
-    assert chosen["ssd_pages"] > 0  # host memory is dear
+    assert chosen["ssd_bytes"] > 0  # host memory is dear
     assert cost(chosen) == HOST_PRICE * chosen["cpu_bytes"] + chosen["ssd_bytes"]
     for row in report["candidates"]:
         if row["within_limits"] and mean_of(row) <= report["target_seconds"]:
@@ -130,13 +132,13 @@ def test_budgets_are_kept(cpu: int, ssd: int) -> None:
     for row in (*report["candidates"], report["recommended"]):
         assert 0 < row["cpu_bytes"] <= cpu * PAGE
         assert row["ssd_bytes"] <= ssd * PAGE
-        assert not row["ssd_bytes"] or row["ssd_pages"] > row["cpu_pages"]
+        assert not row["ssd_bytes"] or row["ssd_bytes"] > row["cpu_bytes"]
 
 
 def test_more_capacity_hits_no_less_and_answers_no_later() -> None:
     report = planned(tree(), Limits(ssd=0), points=4)
-    pools = [row for row in report["candidates"] if not row["ssd_pages"]]
-    pools.sort(key=lambda row: row["cpu_pages"])
+    pools = [row for row in report["candidates"] if not row["ssd_bytes"]]
+    pools.sort(key=lambda row: row["cpu_bytes"])
     assert pools[0]["hit_rate"] < pools[-1]["hit_rate"]
     forever = report["infinite"]["hit_rate"]  # without time: a page that is being moved is no hit
     assert forever - 0.02 < pools[-1]["hit_rate"] <= forever
@@ -159,15 +161,16 @@ def test_a_target_takes_the_place_of_within() -> None:
 def test_an_ssd_that_is_slower_than_the_prefill_is_said_and_not_taken() -> None:
     slow = dataclasses.replace(MACHINE, ssd_read=100.0)  # 8 bytes a token: 12.5 tokens a second
     report = planned(loop(), SMALL_POOL, machine=slow)
-    assert report["recommended"]["ssd_pages"] == 0
+    assert report["recommended"]["ssd_bytes"] == 0
     assert "ssd_read" in report["binds"]
 
 
 def test_a_full_queue_is_said() -> None:
     slow = dataclasses.replace(MACHINE, ssd_write=PAGE / 4)
-    asked = dataclasses.replace(GEOMETRY, sets=("eviction=lru", f"store.queue={4 * PAGE}", "store.admission=all"))
-    report = planned(loop(), SMALL_POOL, machine=slow, asked=asked)
-    assert report["recommended"]["ssd_refused_pages"].get("queue_full", 0) == 0 or "ssd_write" in report["binds"]
+    sets = ("eviction=lru", f"store.queue={4 * PAGE}", "store.admission=all")
+    report = planned(loop(), SMALL_POOL, machine=slow, sets=sets)
+    ssd = report["recommended"]["ssd"]
+    assert ssd is None or ssd["refused_pages"].get("queue_full", 0) == 0 or "ssd_write" in report["binds"]
     assert not {"queue", "ssd_write"} & set(looped()["binds"])
 
 
@@ -176,48 +179,42 @@ def test_a_full_queue_is_said() -> None:
 
 def test_wear_is_that_of_the_simulation() -> None:
     work, times = loop()
-    report = looped()
-    chosen = report["recommended"]
-    asked = dataclasses.replace(GEOMETRY, cpu=(str(chosen["cpu_pages"]),), ssd=(str(chosen["ssd_pages"]),))
-    [setup] = setups(asked, len(work.names))
-    found = reports.tiers(work, times, setup, MACHINE)
-    assert chosen["ssd_written_bytes"] == found["ssd"]["written_bytes"] > 0
-    assert chosen["ssd_written_bytes"] == found["tiers"]["ssd"]["stored_pages"] * PAGE
+    chosen = looped()["recommended"]
+    sizes = [f"{tier}.capacity={chosen[f'{tier}_bytes']}" for tier in ("cpu", "ssd")]
+    found = reports.replay(work, times, config_of(TINY, [*SETS, *sizes]), MACHINE)
+    assert {name: chosen[name] for name in found} == found
+    ssd = found["ssd"]
+    assert ssd["written_bytes"] == found["tiers"]["ssd"]["stored_pages"] * PAGE > 0
     span = max(found["virtual_seconds"], times[-1])
-    assert chosen["ssd_written_bytes_per_day"] == pytest.approx(chosen["ssd_written_bytes"] * 86_400 / span)
-    assert chosen["drive_writes_per_day"] == pytest.approx(found["ssd"]["drive_writes_per_day"])
-    for name in ("hit_rate", "token_hit_rate", "first_token_seconds"):
-        assert chosen[name] == pytest.approx(found[name])
-    assert report["no_cache_first_token_seconds"] == pytest.approx(found["first_token_seconds_no_cache"])
+    assert ssd["written_bytes_per_day"] == pytest.approx(ssd["written_bytes"] * 86_400 / span)
+    assert ssd["drive_writes_per_day"] == pytest.approx(ssd["written_bytes_per_day"] / chosen["ssd_bytes"])
 
 
 def test_a_plan_that_wears_a_drive_out_says_so() -> None:
     work, times = loop()
     hot = looped(points=2)
-    assert hot["recommended"]["drive_writes_per_day"] > DRIVE_WRITES
+    assert hot["recommended"]["ssd"]["drive_writes_per_day"] > DRIVE_WRITES
     [warning] = hot["warnings"]
-    assert f"wear the SSD out in {lifetime(hot['recommended']['drive_writes_per_day'])}" in warning
+    assert f"wear the SSD out in {lifetime(hot['recommended']['ssd']['drive_writes_per_day'])}" in warning
     assert (lifetime(0.5), lifetime(5.0), lifetime(1826.25)) == ("10.0 years", "1.0 years", "1.0 days")
     assert "--writes-a-day" in warning
     cool = planned((work, [1e6 * at for at in times]), SMALL_POOL, points=2)
-    assert cool["recommended"]["drive_writes_per_day"] <= DRIVE_WRITES
+    assert cool["recommended"]["ssd"]["drive_writes_per_day"] <= DRIVE_WRITES
     assert cool["warnings"] == looped(Limits(ssd=0))["warnings"] == []
 
 
 def test_a_limit_of_wear_is_kept_and_says_that_it_binds() -> None:
     free = looped(points=2)
-    written = free["recommended"]["ssd_written_bytes_per_day"]
+    written = free["recommended"]["ssd"]["written_bytes_per_day"]
     half = planned(loop(), Limits(cpu=8 * PAGE, written=int(written / 1.5)), points=2)
-    assert half["recommended"]["ssd_written_bytes_per_day"] <= written / 1.5
-    assert {row["admission"] for row in half["candidates"] if row["ssd_pages"]} == {"all", "second_offer", "tinylfu"}
+    assert half["recommended"]["ssd"]["written_bytes_per_day"] <= written / 1.5
+    assert {row["admission"] for row in half["candidates"] if row["ssd_bytes"]} == {"all", "second_offer", "tinylfu"}
     none = planned(loop(), Limits(cpu=8 * PAGE, written=PAGE), points=2)
-    assert none["recommended"]["ssd_pages"] == 0
+    assert none["recommended"]["ssd_bytes"] == 0
     assert "wear" in none["binds"]
-    fixed = dataclasses.replace(
-        GEOMETRY, sets=("eviction=lru", "store.admission=tinylfu", "store.admission=second_offer")
-    )
-    some = planned(loop(), Limits(cpu=8 * PAGE, written=int(written)), points=2, asked=fixed)
-    assert {row["admission"] for row in some["candidates"] if row["ssd_pages"]} == {"second_offer", "tinylfu"}
+    fixed = ("eviction=lru", "store.admission=tinylfu")
+    some = planned(loop(), Limits(cpu=8 * PAGE, written=int(written)), points=2, sets=fixed)
+    assert {row["admission"] for row in some["candidates"] if row["ssd_bytes"]} == {"tinylfu"}
 
 
 def test_without_times_there_is_no_wear_and_no_limit_of_it() -> None:
@@ -296,7 +293,7 @@ def test_the_json_of_a_plan(command: Command, trace: Path, options: tuple[str, .
     chosen = report["recommended"]
     assert chosen["cpu_bytes"] <= 16384
     assert {"mean", "p50", "p90", "p99"} == set(chosen["first_token_seconds"])
-    keys = {"cpu_bytes", "ssd_bytes", "hit_rate", "token_hit_rate", "ssd_written_bytes_per_day", "within_limits"}
+    keys = {"cpu_bytes", "ssd_bytes", "hit_rate", "token_hit_rate", "ssd", "within_limits"}
     assert keys <= set(chosen)
     assert all(keys <= set(row) for row in report["candidates"])
     for key in ("traces", "machine", "infinite", "binds", "warnings", "target_seconds", "met"):
@@ -327,13 +324,12 @@ def test_the_command_refuses(
     assert "hint: " in err
 
 
-@pytest.mark.parametrize(("asked", "more"), [(Asked(), 1.3), (Asked(sets=("model.pack=on",)), None)])
-def test_packed_pages_fit_into_less(asked: Asked, more: float | None) -> None:
-    (plain,), (packed,) = (
-        setups(dataclasses.replace(asked, cpu=("1GiB",), sets=some), 100) for some in ((), asked.sets)
-    )
-    found = packing(packed.config)
+@pytest.mark.parametrize(("pack", "more"), [("off", 1.3), ("on", None)])
+def test_packed_pages_fit_into_less(pack: str, more: float | None) -> None:
+    base = base_of(None, "llama-3-8b")
+    plain, packed = (config_of(base, ["cpu.capacity=1GiB", f"model.pack={one}"]) for one in ("off", pack))
+    found = packing(packed)
     assert found == (None if more is None else pytest.approx(more * (1 - 1 / PLAIN_PARTS), abs=0.03))
     if more is None:
-        pages = [reports.slots(one.config) for one in (plain, packed)]
+        pages = [1 / reports.page_bytes(config.model) for config in (plain, packed)]
         assert pages[1] / pages[0] == pytest.approx(1.31, abs=0.02)

@@ -12,13 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gdscache.commands.replay.bounds import Counts, infinite, optimum, plain_lru
-from gdscache.commands.replay.options import listed
 from gdscache.commands.replay.trace import Request, TraceError, read_trace
 from gdscache.commands.replay.workload import Workload, expand
 from gdscache.errors import InvalidValueError
 from gdscache.policies import POLICIES
 from gdscache.policies.base import LRU
+from tests.support.bounds import Counts, infinite, optimum, plain_lru
 from tests.support.one_tier import simulate
 from tests.support.traces import line, request, workload, workloads, write
 
@@ -37,17 +36,12 @@ def test_a_trace_is_read_as_it_is_written(tmp_path: Path) -> None:
     assert read_trace([path]) == [Request(27, 513, 4, (8, 9)), Request(27.5, 0, 0, ())]
 
 
-@pytest.mark.parametrize("name", ["trace.jsonl.gz", "trace.gz"])
-def test_gzip_holds_the_same_requests(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["trace.gz", "trace.jsonl"])
+def test_gzip_is_known_by_its_bytes_and_holds_the_same_requests(tmp_path: Path, name: str) -> None:
     lines = [line([1, 2], timestamp=3), line([1], timestamp=4)]
-    packed = write(tmp_path / name, *lines)
+    packed = write(tmp_path / "packed.gz", *lines).rename(tmp_path / name)
     assert packed.read_bytes()[:2] == b"\x1f\x8b"
     assert read_trace([packed]) == read_trace([write(tmp_path / "plain.jsonl", *lines)])
-
-
-def test_gzip_is_known_by_its_bytes(tmp_path: Path) -> None:
-    packed = write(tmp_path / "a.gz", line([1]))
-    assert len(read_trace([packed.rename(tmp_path / "a.jsonl")])) == 1
 
 
 def test_several_files_are_one_trace_in_the_order_of_time(tmp_path: Path) -> None:
@@ -63,9 +57,10 @@ GOOD = json.dumps(line([1, 2]))
 @pytest.mark.parametrize(
     ("bad", "said"),
     [
-        ("{", "not JSON"),
-        ("[" * 100_000, "not JSON"),
-        ("[1]", "list instead of an object"),
+        ("{", "not a JSON object"),
+        ("\udcff\udcfe", "not a JSON object"),
+        ("[" * 100_000, "not a JSON object"),
+        ("[1]", "not a JSON object"),
         ('{"timestamp": 1}', "no input_length"),
         (GOOD.replace("timestamp", "time"), "no timestamp"),
         (GOOD.replace('"timestamp": 0', '"timestamp": NaN'), "timestamp is nan"),
@@ -73,7 +68,7 @@ GOOD = json.dumps(line([1, 2]))
         (GOOD.replace("1024", "1024.0"), "input_length is 1024.0"),
         (GOOD.replace('"output_length": 1', '"output_length": -1'), "output_length is -1"),
         (GOOD.replace("[1, 2]", '{"1": 2}'), "hash_ids is"),
-        (GOOD.replace("[1, 2]", "[1, -2]"), "hash_ids is"),
+        (GOOD.replace("[1, 2]", "[1, -2]"), "hash_ids.1 is -2"),
         (GOOD.replace("1024", "1025"), "2 hash_ids for 1025 tokens"),
         (GOOD.replace("[1, 2]", "[2, 1]"), "block 2 follows nothing here and block 1 before"),
         (GOOD.replace("[1, 2]", "[1, 1]"), "block 1 follows block 1 here and nothing before"),
@@ -82,19 +77,12 @@ GOOD = json.dumps(line([1, 2]))
 def test_a_bad_line_is_named(tmp_path: Path, bad: str, said: str) -> None:
     assert bad != GOOD
     path = tmp_path / "trace.jsonl"
-    path.write_text(f"{GOOD}\n\n{bad}\n")
+    path.write_bytes(f"{GOOD}\n\n{bad}\n".encode(errors="surrogateescape"))
     with pytest.raises(TraceError) as caught:
         read_trace([path])
     assert caught.value.message.startswith(f"{path}:3: ")
     assert said in caught.value.message
     assert len(caught.value.message) < len(str(path)) + 200
-
-
-def test_a_line_that_is_no_text_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_bytes(GOOD.encode() + b"\n\xff\xfe\xff\n")
-    with pytest.raises(TraceError, match=r"trace\.jsonl:2: not JSON"):
-        read_trace([path])
 
 
 def test_two_traces_with_ids_of_their_own_are_refused(tmp_path: Path) -> None:
@@ -104,21 +92,15 @@ def test_two_traces_with_ids_of_their_own_are_refused(tmp_path: Path) -> None:
         read_trace([one, other])
 
 
-@pytest.mark.parametrize("cut", [1, 9])
-def test_torn_gzip_is_an_error_and_not_a_shorter_trace(tmp_path: Path, cut: int) -> None:
+def test_torn_or_damaged_gzip_is_an_error_and_not_a_shorter_trace(tmp_path: Path) -> None:
     path = write(tmp_path / "trace.gz", *[line([1], timestamp=i) for i in range(50)])
-    path.write_bytes(path.read_bytes()[:-cut])
-    with pytest.raises(TraceError, match=r"trace\.gz: cannot be read after line"):
-        read_trace([path])
-
-
-def test_damaged_gzip_is_an_error(tmp_path: Path) -> None:
-    path = write(tmp_path / "trace.gz", *[line([1], timestamp=i) for i in range(50)])
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 0xFF
-    path.write_bytes(data)
-    with pytest.raises(TraceError, match="cannot be read: "):
-        read_trace([path])
+    data = path.read_bytes()
+    middle = len(data) // 2
+    damaged = data[:middle] + bytes([data[middle] ^ 0xFF]) + data[middle + 1 :]
+    for found, said in ((data[:-1], "after line"), (data[:-9], "after line"), (damaged, "cannot be read: ")):
+        path.write_bytes(found)
+        with pytest.raises(TraceError, match=said):
+            read_trace([path])
 
 
 def test_files_that_are_not_there_or_hold_nothing(tmp_path: Path) -> None:
@@ -220,12 +202,6 @@ def test_an_infinite_tier_misses_only_what_is_new() -> None:
     assert infinite(workload([1, 2], [1, 3], [1, 2])) == Counts(3, 3, 0, 3, 0)
 
 
-def test_a_capacity_below_a_page_is_refused() -> None:
-    for bound in (optimum, plain_lru):
-        with pytest.raises(InvalidValueError, match="0 pages"):
-            bound(workload([1]), 0)
-
-
 # -- against slow models ------------------------------------------------------------------------------------------
 
 
@@ -301,11 +277,6 @@ def test_counts_add_up_and_nothing_beats_the_optimum(work: Workload, capacity: i
 @given(workloads(requests=10), st.integers(1, 12))
 def test_more_room_never_costs_the_optimum_a_hit(work: Workload, capacity: int) -> None:
     assert optimum(work, capacity).hits <= optimum(work, capacity + 1).hits
-
-
-def test_options_are_lists_by_commas_or_given_twice() -> None:
-    assert listed(["1%,5%", "5%", "7"]) == ("1%", "5%", "7")
-    assert listed(None) == ()
 
 
 # -- the conversation trace ---------------------------------------------------------------------------------------

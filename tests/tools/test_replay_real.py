@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from gdscache.commands.replay import report as reports
-from gdscache.commands.replay.clock import MachineModel
-from gdscache.commands.replay.setup import Asked, Setup, setups
+from gdscache.commands.replay.setup import config_of
 from gdscache.commands.replay.trace import Request, read_trace
 from gdscache.commands.replay.workload import Workload, expand
 from gdscache.config import Config
 from gdscache.engine.engine import CacheEngine
+from gdscache.limits import LIMITS
 from tests.support.real_replay import RealOutcome, WrongBytesError, namespace_of, replay_real, tokens_of, with_keys
+from tests.support.replays import adds_up, make, problems, run
 from tests.support.traces import request
 
 pytestmark = pytest.mark.suite
@@ -59,22 +60,20 @@ def conversations(requests: int, seed: int = 0) -> list[Request]:
     return found
 
 
-def agree(requests: Sequence[Request], sets: Sequence[str], directory: Path, cpu: str, ssd: str) -> RealOutcome:
+def agree(requests: Sequence[Request], sets: Sequence[str], directory: Path, cpu: int, ssd: int) -> RealOutcome:
     """Replay both ways, and hold every request of one against the other."""
-    work = expand(requests)
-    # the first five keys say which tiers there are, and come last
-    [setup] = setups(
-        Asked(page_bytes="4KiB", cpu=(cpu,), ssd=(ssd,), sets=("ssd.transport=posix", *sets)), len(work.names)
-    )
-    work = with_keys(work, namespace_of(setup.config))
-    outcome = replay_real(work, setup.config, directory)
-    modelled = reports.tiers(work, [0.0] * len(requests), setup, MachineModel(), serial=True)
-    assert modelled["problems"] == []
+    config = config_of(make(cpu, ssd).dump(), ["ssd.transport=posix", *sets])
+    work = with_keys(expand(requests), namespace_of(config))
+    outcome = replay_real(work, config, directory)
+    tiers, simulated = run(work, config, limits=LIMITS)
+    modelled = reports.describe([tiers], simulated, work, [0.0] * len(requests))
+    assert problems(tiers) == []
+    assert adds_up(modelled)
     assert outcome.problems == ()
     assert outcome.failed == {}
     differing = [
         (i, mine, other)
-        for i, (mine, other) in enumerate(zip(outcome.found, modelled["found"], strict=True))
+        for i, (mine, other) in enumerate(zip(outcome.found, simulated.found, strict=True))
         if mine != other
     ]
     assert differing == []
@@ -91,7 +90,7 @@ def agree(requests: Sequence[Request], sets: Sequence[str], directory: Path, cpu
 @pytest.mark.parametrize("name", POLICIES)
 def test_the_engine_finds_what_the_simulation_finds(tmp_path: Path, name: str) -> None:
     requests = conversations(150)
-    outcome = agree(requests, POLICIES[name], tmp_path, "180", "400")
+    outcome = agree(requests, POLICIES[name], tmp_path, 180, 400)
     evictions = {tier: about["evictions"] for tier, about in outcome.stats["tiers"].items()}
     assert "cpu" not in evictions or evictions["cpu"] > 50
     hits = sum(found.cpu + found.ssd for found in outcome.found)
@@ -108,7 +107,7 @@ def test_the_engine_finds_what_the_simulation_finds(tmp_path: Path, name: str) -
 def test_the_engine_finds_what_the_simulation_finds_on_the_conversation_trace(tmp_path: Path, name: str) -> None:
     assert TRACE is not None
     requests = read_trace([Path(TRACE)])[:REQUESTS]
-    outcome = agree(requests, POLICIES[name], tmp_path, "700", "3000")
+    outcome = agree(requests, POLICIES[name], tmp_path, 700, 3000)
     assert len(outcome.found) == REQUESTS
     assert all(tier["evictions"] for name, tier in outcome.stats["tiers"].items() if name == "cpu")
 
@@ -118,15 +117,15 @@ def test_the_engine_finds_what_the_simulation_finds_on_the_conversation_trace(tm
 )
 def test_the_first_requests_of_the_conversation_trace(tmp_path: Path) -> None:
     assert TRACE is not None
-    agree(read_trace([Path(TRACE)])[:200], (), tmp_path, "200", "1000")
+    agree(read_trace([Path(TRACE)])[:200], (), tmp_path, 200, 1000)
 
 
 def test_pages_have_the_keys_of_their_tokens(tmp_path: Path) -> None:
     work = expand([request([7, 8]), request([7, 9, 10])], 256)
-    [setup] = setups(Asked(page_bytes="4KiB", page_tokens=256, cpu=("8",)), 10)
-    named = with_keys(work, namespace_of(setup.config))
-    planes = [[torch.zeros((8, 256, 16), dtype=torch.uint8)]]
-    with CacheEngine.from_config(setup.config, planes=planes) as engine:
+    config = config_of(make(8, None).dump(), ["model.page_tokens=256"])
+    named = with_keys(work, namespace_of(config))
+    planes = [[torch.zeros((8, 256, 8), dtype=torch.uint8)]]
+    with CacheEngine.from_config(config, planes=planes) as engine:
         for i, prompt in enumerate(work.prompts):
             assert engine.pages(tokens_of(work, i)) == [named.names[number] for number in prompt.pages]
 
@@ -134,7 +133,6 @@ def test_pages_have_the_keys_of_their_tokens(tmp_path: Path) -> None:
 def test_bytes_that_are_not_what_was_stored_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the engine's own checks blinded, the replay's comparison still sees a flipped bit."""
     work = expand([request([1, 2]), request([1, 2])])
-    [setup] = setups(Asked(page_bytes="4KiB", cpu=("8",)), len(work.names))
     inner = CacheEngine.load
 
     def load(self: CacheEngine, hit: Any, slots: Any, after: Any = None) -> Any:
@@ -145,7 +143,7 @@ def test_bytes_that_are_not_what_was_stored_are_found(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(CacheEngine, "load", load)
     with pytest.raises(WrongBytesError, match="request 1: page 1 of 2 came from cpu"):
-        replay_real(work, setup.config, tmp_path)
+        replay_real(work, make(8, None), tmp_path)
 
 
 def test_a_config_of_its_own_geometry(tmp_path: Path) -> None:
@@ -161,8 +159,7 @@ def test_a_config_of_its_own_geometry(tmp_path: Path) -> None:
     work: Workload = expand(conversations(50), 128)
     work = with_keys(work, namespace_of(config))
     outcome = replay_real(work, config, tmp_path)
-    modelled = reports.tiers(work, [0.0] * 50, Setup(config, {}), MachineModel(), serial=True)
-    assert outcome.requests_that_differ(modelled["found"]) == 0
+    assert outcome.found == run(work, config, limits=LIMITS)[1].found
     assert outcome.verified_bytes > 0
     assert outcome.stats["tiers"]["ssd"]["evictions"] > 0
     assert not Path("elsewhere").exists()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from gdscache.commands.doctor import copies, gpu, kernels
+from gdscache.commands.doctor import gpu
 from gdscache.commands.doctor.engines import engine_rows
 from gdscache.commands.doctor.facts import Asked, Facts, defaults
 from gdscache.commands.doctor.report import Found, Report, Row, Section, attempt, tables
@@ -39,8 +39,8 @@ def group_rows(facts: Facts, asked: Asked) -> Iterator[Row]:
 
 CHECKS: tuple[tuple[str, Check], ...] = (
     ("GPU", gpu.gpu_rows),
-    ("Kernels", kernels.kernel_rows),
-    ("GPU <-> CPU", copies.copy_rows),
+    ("Kernels", gpu.kernel_rows),
+    ("GPU <-> CPU", gpu.copy_rows),
     ("SSD", ssd_rows),
     ("Groups of layers", group_rows),
     ("Inference engines", lambda facts, asked: facts.engines),
@@ -55,16 +55,12 @@ def find(asked: Asked, *, recalibrate: bool = False) -> Facts:
     card = gpu.gpu_to_look_at(devices, device)
     compiler = attempt(find_compiler)
     found = compiler.value
-    built = attempt(lambda: kernels.build_seconds(card)) if card else None
+    built = attempt(lambda: gpu.build_seconds(card)) if card else None
     calibration = None
     if card and built and built.value is not None:
-        calibration = attempt(lambda: copies.find_calibration(card, recalibrate=recalibrate))
-    mover = (
-        None if device.value is None else attempt(lambda: kernels.find_mover(asked, torch.device(str(device.value))))
-    )
-    place, ssd = asked.ssd_directory, None
-    if place is not None:
-        ssd = find_ssd(asked, place, device.value or "cpu", has_gpu=bool(devices.value))
+        calibration = attempt(lambda: gpu.find_calibration(card, recalibrate=recalibrate))
+    mover = None if device.value is None else attempt(lambda: gpu.find_mover(asked, torch.device(str(device.value))))
+    place, on = asked.ssd_directory, device.value or "cpu"
     return Facts(
         torch=torch.__version__,
         torch_cuda=torch.version.cuda,
@@ -72,13 +68,13 @@ def find(asked: Asked, *, recalibrate: bool = False) -> Facts:
         devices=devices,
         device=device,
         compiler=Found(f"cuda-core {found.version}" if found else None, compiler.cause, compiler.hint),
-        nvrtc=attempt(lambda: kernels.nvrtc_version(found)) if found else None,
+        nvrtc=attempt(lambda: gpu.nvrtc_version(found)) if found else None,
         built=built,
         mover=mover,
-        pinned=attempt(copies.pin_seconds),
+        pinned=attempt(gpu.pin_seconds),
         api=attempt(lambda: CopyEngine(Driver(card)).api) if card else None,
         calibration=calibration,
-        ssd=ssd,
+        ssd=find_ssd(asked, place, on, has_gpu=bool(devices.value)) if place else None,
         engines=tuple(engine_rows()),
     )
 

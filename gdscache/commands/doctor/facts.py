@@ -15,17 +15,15 @@ from gdscache.storage.files import Mount
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Asked:
-    """The configuration to check. `given`: False for the defaults with a sample model. `directory`: the SSD tier's
-    directory to check, in place of `ssd.path`."""
+    """The configuration to check. `directory`: the SSD tier's directory to check, in place of `ssd.path`."""
 
     config: Config
-    given: bool = True
     directory: Path | None = None
 
     @property
     def stripes(self) -> tuple[Path, ...]:
         """The SSD tier's further directories; none if `directory` replaces `ssd.path`."""
-        return self.config.ssd.stripes if self.given and self.config.ssd and self.directory is None else ()
+        return self.config.ssd.stripes if self.config.ssd and self.directory is None else ()
 
     @property
     def ssd_directory(self) -> Path | None:
@@ -33,8 +31,9 @@ class Asked:
 
 
 def defaults() -> Asked:
+    """Without a file: a sample model, and no SSD tier."""
     model = {"name": "sample", "layers": 1, "kv_heads": 8, "head_dim": 128}
-    return Asked(Config.from_dict({"model": model, "cpu": {}}), given=False)
+    return Asked(Config.from_dict({"model": model, "cpu": {}}))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,15 +69,13 @@ class Kept:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Directory:
-    """A directory of an SSD tier. `place`: the directory, or its nearest existing parent. `user` and `mode` are those
-    of `place`. `holder`: the engine that uses the directory now. `problem`: the cause that makes it unusable. `format`:
-    the cache's format version, if known without its log."""
+    """A directory of an SSD tier. `place`: the directory, or its nearest existing parent. `holder`: the engine that
+    uses the directory now. `problem`: the cause that makes it unusable. `format`: the cache's format version, if known
+    without its log."""
 
     path: str
     exists: bool
     place: str
-    user: str = ""
-    mode: str = ""
     holder: str = ""
     problem: str = ""
     hint: str = ""

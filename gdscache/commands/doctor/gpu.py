@@ -1,23 +1,36 @@
-"""The GPU: the driver, torch's devices, and the device of `gpu.device`."""
+"""The GPU: the driver, torch's devices, the kernels, and the copies between it and host memory."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-from gdscache.commands.doctor.facts import Asked, Facts, Gpu, NvidiaDriver
-from gdscache.commands.doctor.report import Found, Row, Verdict, comes_to
+from gdscache.commands.doctor.facts import Asked, Facts, Gpu, Kept, NvidiaDriver
+from gdscache.commands.doctor.report import Found, Row, Verdict, answer, attempt, comes_to
+from gdscache.cuda.driver import Driver
+from gdscache.cuda.host_memory import HostBuffer
 from gdscache.cuda.numa import gpu_address, placement
 from gdscache.errors import DeviceError
+from gdscache.kernels import calibration as calibrate
+from gdscache.kernels import choice as paths
+from gdscache.kernels import jit
+from gdscache.kernels.compiler import CudaCore
+from gdscache.kernels.copies import open_copies
+from gdscache.kernels.copy_engine import CopyEngine
+from gdscache.kernels.cuda import FORMS, SOURCE
+from gdscache.pages.planes import PagedPlanes
 from gdscache.runtime.files import text_of
 from gdscache.sizes import about
 
 DRIVER_VERSION = Path("/proc/driver/nvidia/version")
+PINNED_BYTES = 64 << 20
 
 
 def find_driver() -> NvidiaDriver:
@@ -93,3 +106,96 @@ def gpu_rows(facts: Facts, asked: Asked) -> Iterator[Row]:
         yield Row("gpu.device", f"{wanted}: {facts.device.cause}", "fail", facts.device.hint)
     else:
         yield Row("gpu.device", comes_to(wanted, device), "info" if device == "cpu" else "ok", data=device)
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
+
+
+def nvrtc_version(compiler: CudaCore) -> str:
+    """Raises cuda-core's error without NVRTC."""
+    return ".".join(map(str, compiler.nvrtc()))
+
+
+def build_seconds(gpu: torch.device) -> float:
+    """Seconds to build the kernels: far fewer if they are on disk."""
+    began = time.perf_counter()
+    jit.build(SOURCE, FORMS, gpu, VECTOR=16)
+    return time.perf_counter() - began
+
+
+def find_mover(asked: Asked, device: torch.device) -> tuple[str, str]:
+    """The page copier that an engine would use for this model, and the reason against a faster one. Opens it for a pool
+    of one page."""
+    planes = PagedPlanes.allocate(asked.config.model.layout(), 1, device)
+    with contextlib.closing(open_copies(planes, asked.config.gpu)) as copies:
+        found = copies.describe()
+    return found["name"], found["cause"]
+
+
+def kernel_rows(facts: Facts, asked: Asked) -> Iterator[Row]:
+    lack: Verdict = "warn" if facts.has_gpu else "info"
+    major = (facts.torch_cuda or "").partition(".")[0]
+    extra = f"install gdscache[cuda{major}]" if major else "install gdscache[cuda13] or gdscache[cuda12]"
+    yield from answer("compiler", facts.compiler, lack, extra)
+    yield from answer("NVRTC", facts.nvrtc, lack, "install NVRTC (nvidia-cuda-nvrtc) for the compiler's CUDA version")
+    yield from answer("kernels", facts.built, lack, show=lambda seconds: f"built in {seconds:.2f} s")
+    name, wanted = "gpu.kernels", asked.config.gpu.kernels
+    if facts.mover is None:  # without a device: the row of `gpu.device` has failed already
+        yield Row(name, f"{wanted}: not tried", "fail" if wanted == "on" else "info", "see gpu.device")
+    elif facts.mover.value is None:
+        hint = facts.mover.hint or "an engine would not open here now: see the cause"
+        yield Row(name, f"{wanted}: {facts.mover.cause}", "fail", hint)
+    else:
+        mover, cause = facts.mover.value
+        value = f"pages are copied by {mover}" + (f", since {cause}" if cause else "")
+        verdict: Verdict = "ok" if mover == "cuda" else "info"
+        if mover == "copy_engine" and wanted == "auto":
+            verdict = "warn"
+        hint = facts.built.hint if facts.built and verdict == "warn" else ""
+        yield Row(name, comes_to(wanted, value), verdict, hint, {"implementation": mover, "cause": cause})
+
+
+# -- copies ------------------------------------------------------------------------------------------------------------
+
+
+def pin_seconds() -> float:
+    """Seconds to page-lock `PINNED_BYTES`. Raises `PinnedMemoryError` with the cause."""
+    began = time.perf_counter()
+    with HostBuffer(PINNED_BYTES, "on"):  # "auto" would fall back, and only log the cause
+        return time.perf_counter() - began
+
+
+def find_calibration(gpu: torch.device, *, recalibrate: bool) -> Kept:
+    """A GPU's calibration. Raises `KernelUnavailableError` and others if a new one fails."""
+    driver = Driver(gpu)
+    engine = CopyEngine(driver)
+    key = calibrate.calibration_key(driver, engine)
+    found = None if recalibrate else paths.read(key)
+    cached = found is not None
+    if found is None:
+        found = calibrate.calibrated(driver, engine, fresh=True)
+    place = attempt(lambda: str(paths.cache_file(key)))
+    return Kept(found, place.value or place.cause, cached, paths.read(key) == found)
+
+
+def copy_rows(facts: Facts, asked: Asked) -> Iterator[Row]:
+    lack: Verdict = "warn" if facts.has_gpu else "info"
+    shown = f"{about(PINNED_BYTES)} in {{:.3f}} s".format
+    yield from answer("page-locking", facts.pinned, lack, show=shown)
+    for row in answer("copy engine", facts.api, lack):
+        hint = "a driver for CUDA 12.8 or newer takes batches: one call a piece is slow for small pieces"
+        yield row if row.data != "single" else dataclasses.replace(row, verdict="warn", next_step=hint)
+    if facts.calibration is not None and facts.calibration.value is not None:
+        yield _calibration_row(facts.calibration.value)
+    else:
+        yield from answer("calibration", facts.calibration, lack)
+
+
+def _calibration_row(kept: Kept) -> Row:
+    rates = kept.calibration
+    data = {"cached": kept.cached, "kept": kept.kept, "file": kept.file, **dataclasses.asdict(rates)}
+    took = f"{'cached, once measured' if kept.cached else 'measured now'} in {rates.seconds:.2f} s"
+    if kept.kept:
+        return Row("calibration", f"{took}: {kept.file}", "ok", data=data)
+    value = f"{took}, and again by every engine: it cannot be kept ({kept.file})"
+    return Row("calibration", value, "warn", "set GDSCACHE_CACHE_DIR to a directory that can be written", data)

@@ -23,7 +23,7 @@ _GDS_DISKS = "GPUDirect Storage needs ext4 or XFS on NVMe, and nvidia-fs: gdsche
 
 def ssd_rows(facts: Facts, asked: Asked) -> Iterator[Row]:
     """Rows for directories, file systems, disks, GPUDirect Storage, transports and the keys of `ssd`."""
-    found, ssd = facts.ssd, asked.config.ssd if asked.given else None
+    found, ssd = facts.ssd, asked.config.ssd
     if found is None:
         yield Row("directory", "not looked at: none was given (--dir DIR, or ssd.path of --config)")
         return
@@ -74,15 +74,14 @@ def _directory_row(found: Place) -> Row:
     if facts.holder:
         hint = "an engine cannot open it meanwhile, and the measurements below share the disk with that process"
         return Row("directory", f"{facts.path}: in use by {facts.holder}", "warn", hint, data)
-    whose = f"{facts.mode}, owner {facts.user}"
+    state = "exists" if facts.exists else f"can be made in {facts.place}, which is looked at"
     hint = ""
     if facts.format is not None:
-        whose += f", a cache of format {facts.format}"
+        state += f", a cache of format {facts.format}"
         if facts.format == OLD_VERSION:
-            whose += f", which the next engine makes {FORMAT_VERSION}, with its pages"
+            state += f", which the next engine makes {FORMAT_VERSION}, with its pages"
         elif facts.format != FORMAT_VERSION:
             hint = "an engine refuses it: use the gdscache that wrote it, or set another ssd.path"
-    state = f"exists, {whose}" if facts.exists else f"can be made in {facts.place} ({whose}), which is looked at"
     return Row("directory", f"{facts.path}: {state}", "fail" if hint else "ok", hint, data)
 
 

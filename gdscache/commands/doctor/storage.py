@@ -6,37 +6,37 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import os
-import pwd
+import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
-from gdscache.commands.doctor import disk
 from gdscache.commands.doctor.facts import Asked, Directory, FreeSpace, Place, Ssd
-from gdscache.commands.doctor.report import Found, attempt
-from gdscache.commands.doctor.trial import DEADLINE_S, Moved, Trial, try_transport
+from gdscache.commands.doctor.report import Found, Row, Verdict, attempt
+from gdscache.commands.doctor.trial import Moved, Trial, try_transport
 from gdscache.commands.inspect.owner import find_owner
 from gdscache.config.pools import PLAIN_DIRECTORY
 from gdscache.disk.catalog_file import format_version
 from gdscache.disk.slab import slab_name
 from gdscache.errors import DirectoryNotWritableError
+from gdscache.runtime.files import text_of
 from gdscache.storage.base import Switch
 from gdscache.storage.cufile import find_cufile
-from gdscache.storage.files import find_mount, probe_direct_io
+from gdscache.storage.files import Mount, find_mount, probe_direct_io
 from gdscache.tiers import ssd_route as routes
 
 SCRATCH_PREFIX = ".gdscache-doctor-"
 TRANSPORTS = ("posix", "uring", "cufile", "kvikio", "nixl")
 THREADS = 8
+ROOT = Path("/")  # of /proc, /sys and /run, which tests replace
+_FLAGS = {"0": False, "1": True, "N": False, "Y": True}
 
-Trials = dict[str, Found[Moved]]
 
-
-def find_ssd(asked: Asked, directory: Path, device: str, *, has_gpu: bool, deadline_s: float = DEADLINE_S) -> Ssd:
+def find_ssd(asked: Asked, directory: Path, device: str, *, has_gpu: bool) -> Ssd:
     """Examine a directory and those of `ssd.stripes`, and move bytes in them. Removes its files.
 
     Every transport is tried in `directory`, the chosen one in all directories. `device`: `cpu`, `cuda:N`. A missing
@@ -45,21 +45,24 @@ def find_ssd(asked: Asked, directory: Path, device: str, *, has_gpu: bool, deadl
     packages = {"libcufile": attempt(find_cufile)} | {name: find_package(name) for name in ("kvikio", "nixl")}
     ready = {name: packages[name].value is not None for name in ("kvikio", "nixl")}
     ready["cufile"] = packages["libcufile"].value is not None and device.startswith("cuda")
-    trials: Trials = {}
+    trials: dict[str, Found[Moved]] = {}
     wanted = [name for name in TRANSPORTS if ready.get(name, True)]
-    ssd = asked.config.ssd if asked.given else None
+    ssd = asked.config.ssd
     used = ssd.transport if ssd else ""
-    first = find_place(asked, directory, 0, wanted, used, device, trials, deadline_s)
+
+    def tried(transport: str, inside: Path) -> Found[Moved]:
+        """`gds` is off if the configuration says off, else auto: the check compares "on" with the result."""
+        gds: Switch = "off" if ssd and ssd.gds == "off" else "auto"
+        with scratch(inside) as own:
+            return try_transport(Trial(transport, str(own), device, ssd.threads if ssd else THREADS, gds))
+
+    first = find_place(directory, 0, wanted, used, tried, trials)
     if used == "auto" and first.chosen and first.chosen.value:  # an engine chooses by ssd.path, for all directories
         used = first.chosen.value.name
-    more = [
-        find_place(asked, path, number, (), used, device, {}, deadline_s)
-        for number, path in enumerate(asked.stripes, start=1)
-    ]
-    number = first.mount.device
+    more = [find_place(path, number, (), used, tried, {}) for number, path in enumerate(asked.stripes, start=1)]
     chosen = first.chosen.value if first.chosen else None
     route = attempt(lambda: find_route(asked, chosen, device)) if chosen and ssd else None
-    kernel = tuple(disk.gds_rows(number, has_gpu=has_gpu))
+    kernel = tuple(gds_rows(first.mount.device, has_gpu=has_gpu))
     return Ssd((first, *more), kernel, packages, trials, route)
 
 
@@ -74,41 +77,29 @@ def find_route(asked: Asked, chosen: Moved, device: str) -> str:
 
 
 def find_place(
-    asked: Asked,
     directory: Path,
     number: int,
     transports: Sequence[str],
     used: str,
-    device: str,
-    trials: Trials,
-    deadline_s: float,
+    tried: Callable[[str, Path], Found[Moved]],
+    trials: dict[str, Found[Moved]],
 ) -> Place:
     """Examine directory `number` of a slab. Adds the result of each of `transports` there to `trials`. `used`: the
     transport chosen for the directory; empty for none."""
     place = nearest(directory)
     found = find_directory(directory, place)
     mount = find_mount(place)
-    disks = attempt(lambda: tuple(disk.disk_rows(mount)))
+    disks = attempt(lambda: tuple(disk_rows(mount)))
     direct: Found[str] | None = None
     chosen: Found[Moved] | None = None
     if not found.problem:
         with scratch(place) as inside:
             direct = attempt(lambda: probe_direct_io(inside))
-            trials |= {name: find_trial(asked, name, inside, device, deadline_s) for name in transports}
+            trials |= {name: tried(name, inside) for name in transports}
             if used:
-                chosen = trials.get(used) or find_trial(asked, used, inside, device, deadline_s)
+                chosen = trials.get(used) or tried(used, inside)
     space = attempt(lambda: find_space(directory, place, number))
     return Place(found, space, mount, disks.value or (), direct, chosen)
-
-
-def find_trial(asked: Asked, transport: str, inside: Path, device: str, deadline_s: float) -> Found[Moved]:
-    """A trial in a scratch directory in `inside`. `gds` is off if the configuration says off, else auto: the check
-    compares "on" with the result."""
-    ssd = asked.config.ssd if asked.given else None
-    gds: Switch = "off" if ssd and ssd.gds == "off" else "auto"
-    with scratch(inside) as own:
-        trial = Trial(transport, str(own), device, ssd.threads if ssd else THREADS, gds)
-        return try_transport(trial, deadline_s)
 
 
 def nearest(directory: Path) -> Path:
@@ -119,12 +110,9 @@ def nearest(directory: Path) -> Path:
 
 def find_directory(directory: Path, place: Path) -> Directory:
     """Whether the directory is usable: makes and removes a directory in `place`."""
-    problem = hint = user = mode = holder = ""
+    problem = hint = holder = ""
     try:
-        status = place.stat()
-        mode = stat.filemode(status.st_mode)
-        user = _user_name(status.st_uid)
-        if not stat.S_ISDIR(status.st_mode):
+        if not stat.S_ISDIR(place.stat().st_mode):
             problem, hint = f"{place} is not a directory", "set ssd.path to a directory"
         else:
             with scratch(place):
@@ -139,14 +127,7 @@ def find_directory(directory: Path, place: Path) -> Directory:
         if owner.state == "in use":
             holder = f"process {owner.pid}" + (f": {owner.command}" if owner.command else "")
     found = format_version(place) if exists and not problem else None
-    return Directory(str(directory), exists, str(place), user, mode, holder, problem, hint, found)
-
-
-def _user_name(number: int) -> str:
-    try:
-        return pwd.getpwuid(number).pw_name
-    except KeyError:  # usual in containers
-        return str(number)
+    return Directory(str(directory), exists, str(place), holder, problem, hint, found)
 
 
 @contextlib.contextmanager
@@ -183,3 +164,61 @@ def find_package(name: str) -> Found[str]:
         return Found(None, f"{name} is not installed")
     names = importlib.metadata.packages_distributions().get(name, [])
     return Found(next(map(importlib.metadata.version, names), "of an unknown version"))
+
+
+# -- the disks and GPUDirect Storage, from /proc, /sys and /run --------------------------------------------------------
+
+
+def disk_rows(mount: Mount, root: Path = ROOT) -> Iterator[Row]:
+    """The disks that hold a mount: a partition's disk, all disks below a RAID or a mapping. None for tmpfs."""
+    block = root / "sys/dev/block" / mount.device
+    if not block.exists() and mount.source.startswith("/dev/"):  # btrfs and others have their own device numbers
+        block = root / "sys/class/block" / Path(os.path.realpath(mount.source)).name
+    for disk in dict.fromkeys(_below(block.resolve())) if block.exists() else ():
+        yield _disk_row(disk)
+
+
+def _below(block: Path) -> Iterator[Path]:
+    slaves = sorted((block / "slaves").iterdir()) if (block / "slaves").is_dir() else []
+    if slaves:
+        for slave in slaves:
+            yield from _below(slave.resolve())
+    else:
+        yield block.parent if (block / "partition").exists() else block
+
+
+def _disk_row(block: Path) -> Row:
+    turns = {"0": False, "1": True}.get(text_of(block / "queue/rotational"))
+    # With NVMe multipath the disk belongs to a subsystem, which has the model.
+    model = text_of(block / "device/model") or text_of(block.parent / "model") or "model not known"
+    kind = {True: "rotational", False: "not rotational", None: "rotational or not is not known"}[turns]
+    hint = "use an SSD (a virtual disk may say so of itself and be one: see the rates)" if turns else ""
+    verdict: Verdict = "info" if turns is None else "warn" if turns else "ok"
+    return Row(f"disk {block.name}", f"{model}, {kind}", verdict, hint, {"model": model, "rotational": turns})
+
+
+def gds_rows(device: str, *, has_gpu: bool, root: Path = ROOT) -> Iterator[Row]:
+    """nvidia-fs, udev and `/proc/modules`. `device`: the file system's `major:minor`; may be empty."""
+    version = text_of(root / "proc/driver/nvidia-fs/version")
+    number = re.search(r"\d+(\.\d+)+", version)
+    version = number[0] if number else version
+    loaded = bool(re.search(r"^nvidia_fs\s", text_of(root / "proc/modules"), re.MULTILINE)) or bool(version)
+    counts = _FLAGS.get(text_of(root / "sys/module/nvidia_fs/parameters/rw_stats_enabled"))
+    data: dict[str, object] = {"loaded": loaded, "version": version, "counts": counts}
+    if loaded and counts is False:
+        hint = "without its statistics nothing proves GDS: echo 1 > /sys/module/nvidia_fs/parameters/rw_stats_enabled"
+        yield Row("nvidia-fs", f"loaded, {version or 'of an unknown version'}; statistics off", "warn", hint, data)
+    else:
+        value = f"loaded, {version or 'of an unknown version'}" if loaded else "not loaded"
+        yield Row("nvidia-fs", value, "ok" if loaded else "info", data=data)
+    udev = root / "run/udev"
+    present, record = udev.is_dir() and os.access(udev, os.R_OK), (udev / "data" / f"b{device}").exists()
+    data = {"present": present, "record": bool(device) and record}
+    if present and data["record"]:
+        yield Row("/run/udev", "present, and knows the device", "ok", data=data)
+    else:
+        value = "present, but without a record of the device" if present else "missing"
+        hint = "cuFile refuses files without it: give the container /run/udev (-v /run/udev:/run/udev:ro)"
+        yield Row("/run/udev", value, "warn" if has_gpu else "info", hint if has_gpu else "", data)
+    if not (root / "proc/modules").exists():
+        yield Row("/proc/modules", "missing: cuFile would never answer, so it is not used")

@@ -30,9 +30,6 @@ class Owner:
     started: str | None = None
     command: str | None = None
 
-    def describe(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
 
 def find_owner(directory: Path, *, catalog_open: bool, locks: Path = LOCKS) -> Owner:
     """The owner, from the kernel's table of locks. `catalog_open`: the catalogue has a log, so it was not closed."""

@@ -14,9 +14,10 @@ import json
 import os
 import sqlite3
 import stat
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -34,6 +35,7 @@ from gdscache.pages.layout import EXTENT_ALIGNMENT, PageLayout, Plane
 
 ATTEMPTS = 20  # of reading a catalogue that an engine opens or closes
 PAUSE = 0.05  # seconds between two attempts
+_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -134,6 +136,18 @@ def os_errors(path: Path) -> Iterator[None]:
         ) from error
 
 
+def at_rest(directory: Path, read: Callable[[bool], _T | None]) -> _T:
+    """The result of `read(last)`, which is None while the directory changes. `IOFailedError`: it never rests."""
+    for attempt in range(ATTEMPTS):
+        found = read(attempt == ATTEMPTS - 1)
+        if found is not None:
+            return found
+        time.sleep(PAUSE)
+    raise IOFailedError(
+        f"{directory} changes all the time", "look again when the engines there open, close or store less"
+    )
+
+
 def read_once(directory: Path, progress: Progress, *, last: bool = True) -> Contents | None:
     """The contents of a directory without an owner. None if it changed meanwhile, or if it is damaged and may be
     changing. `last`: damage raises. `progress`: see `open_catalog`."""
@@ -183,25 +197,12 @@ def _log_header(directory: Path) -> tuple[int, bytes] | None:
     return (regular_file(path).st_ino, header) if len(header) == catalog_image.HEADER else None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Version:
+def _version(directory: Path) -> list[tuple[int, int, int]]:
     """Inode, size and modification time of the catalogue and of its log, if any."""
-
-    catalog: tuple[int, int, int]
-    log: tuple[int, int, int] | None
-
-
-def _version(directory: Path) -> _Version:
-    status = regular_file(directory / CATALOG_NAME)
-    try:
-        log = os.lstat(directory / f"{CATALOG_NAME}-wal")
-    except OSError:
-        log = None
-    return _Version(_of(status), None if log is None else _of(log))
-
-
-def _of(status: os.stat_result) -> tuple[int, int, int]:
-    return status.st_ino, status.st_size, status.st_mtime_ns
+    found = [regular_file(directory / CATALOG_NAME)]
+    with contextlib.suppress(OSError):
+        found.append(os.lstat(directory / f"{CATALOG_NAME}-wal"))
+    return [(status.st_ino, status.st_size, status.st_mtime_ns) for status in found]
 
 
 def has_log(directory: Path) -> bool:

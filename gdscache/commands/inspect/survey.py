@@ -15,9 +15,8 @@ import numpy as np
 from gdscache.commands.inspect.names import made_of
 from gdscache.commands.inspect.owner import Owner, find_owner
 from gdscache.commands.inspect.reading import (
-    ATTEMPTS,
-    PAUSE,
     Contents,
+    at_rest,
     existing,
     has_log,
     os_errors,
@@ -31,7 +30,6 @@ from gdscache.disk.catalog_image import Progress
 from gdscache.disk.recovery import Recovered
 from gdscache.disk.slab import slab_files
 from gdscache.disk.status_page import OtherFormat, Status
-from gdscache.errors import IOFailedError
 from gdscache.pages.layout import PLAIN
 
 SCHEMA = "gdscache.inspect/5"
@@ -54,16 +52,16 @@ def inspect(directory: Path, progress: Progress = lambda done, total, text: None
     `CatalogVersionError`, `IOFailedError` (missing, unreadable, corrupt or steadily changing files).
     """
     directory = existing(directory)
-    for attempt in range(ATTEMPTS):
+
+    def look(last: bool) -> dict[str, Any] | None:
         owner, status = find_owner(directory, catalog_open=has_log(directory)), _read_status(directory)
         fresh = isinstance(status, Status) and status.age < status_page.FRESH_S
         if owner.state == "in use" or (owner.state == "unknown" and fresh):
             return _live(directory, owner, status)
-        contents = read_once(directory, progress, last=attempt == ATTEMPTS - 1)
-        if contents is not None:
-            return _still(directory, owner, contents)
-        time.sleep(PAUSE)
-    raise IOFailedError(f"{directory} changes all the time", "look again when fewer engines open and close it")
+        contents = read_once(directory, progress, last=last)
+        return None if contents is None else _still(directory, owner, contents)
+
+    return at_rest(directory, look)
 
 
 def _read_status(directory: Path) -> Status | OtherFormat | None:
@@ -86,14 +84,13 @@ def _read_status(directory: Path) -> Status | OtherFormat | None:
 
 def _common(directory: Path, owner: Owner, slab_files: Sequence[tuple[Path, int]]) -> dict[str, Any]:
     """The facts of any directory. Facts only of a directory in use, or only of one without an owner, are None."""
-    nothing = dict.fromkeys(_SAID)
     files = [(file.name, size) for file, size in slab_files[:1]]
     files += [(name, _size(directory / name)) for name in (CATALOG_NAME, LOG_NAME) if (directory / name).exists()]
     return {
         "schema": SCHEMA,
         "path": str(directory),
-        "owner": owner.describe(),
-        **nothing,
+        "owner": dataclasses.asdict(owner),
+        **dict.fromkeys(_SAID),
         "suspect": os.path.lexists(directory / SUSPECT_NAME),
         "capacity_bytes": sum(size for _, size in slab_files),
         "files": [{"name": name, "bytes": size} for name, size in files],

@@ -8,7 +8,7 @@ from typing import Any
 from gdscache.commands.console import Table, duration, figure
 from gdscache.commands.inspect.names import kept_by
 from gdscache.disk.catalog_file import FORMAT_VERSION
-from gdscache.disk.status_page import PAGE_FORMAT
+from gdscache.disk.status_page import FRESH_S, PAGE_FORMAT
 from gdscache.sizes import about
 
 NAMESPACES_SHOWN = 40
@@ -16,7 +16,6 @@ MADE_SHOWN = 2
 FINDINGS_SHOWN = 40
 DIGITS = 16
 SHOWN = 14  # characters of a name in a row
-LATE_S = 5.0  # age in seconds from which a status page is reported as old
 
 
 def inspect_tables(report: Mapping[str, Any]) -> list[Table]:
@@ -55,35 +54,16 @@ def _add_status(table: Table, report: Mapping[str, Any]) -> None:
         table.add_row("status", "none: the engine is just opening or closing, or is of a version without a status page")
         return
     said = f"{live['state']}, page {live['number']:,}, written {live['age_seconds']:.1f} s ago"
-    late = live["age_seconds"] > LATE_S
+    late = live["age_seconds"] > FRESH_S
     table.add_row("status", f"{said}: its owner, or the device, hangs" if late else said)
     table.add_row("written by", f"process {live['pid']} on {live['host']!s}: {live['command']!s}")
     if live["stopped"]:
         table.add_row("stopped", str(live["stopped"]))
-    if len(live["ranks"]) > 1:
-        for rank in live["ranks"]:
-            table.add_row(f"rank {rank['rank']}", f"process {rank['pid']}: {rank['state']}")
     table.add_row("format version", str(report["format_version"]))
     table.add_row("extent", _extent(report))
     table.add_row("capacity", f"{about(report['capacity_bytes'])}: {report['slots']:,} slots")
     table.add_row("pages", f"{report['pages']:,}, and {report['free_slots']:,} free slots")
-    table.add_row("evictions", f"{live['evictions']:,}, late requests {live['late_requests']:,}")
-    for group, counts in live["counts"].items():
-        if isinstance(counts, int):
-            table.add_row(group, f"{counts:,}")
-        else:
-            table.add_row(group, ", ".join(f"{n:,} {name}" for name, n in counts.items()))
-        if caused := live["causes"].get(group):
-            table.add_row(f"{group} by cause", ", ".join(f"{n:,} {cause}" for cause, n in caused.items()))
-    if lost := live["causes"].get("lost"):
-        table.add_row("given up at open", ", ".join(f"{n:,} {cause}" for cause, n in lost.items()))
-    if (queues := live["queues"])["limit_bytes"]:
-        stores = f"{about(queues['store_bytes'])} of stores, {about(queues['to_ssd_bytes'])} of them to the SSD"
-        table.add_row("queued", f"{stores}; {queues['loads']:,} loads, {queues['prefetches']:,} prefetches")
-    for what, found in live["latencies"].items():
-        if found["samples"]:
-            times = f"median {duration(found['median_seconds'])}, 99 % within {duration(found['p99_seconds'])}"
-            table.add_row(f"a {what.replace('_', ' from ')} takes", f"{times}, of the last {found['samples']:,}")
+    table.add_row("rates, causes", "gdscache top shows them")
 
 
 def _add_contents(table: Table, report: Mapping[str, Any]) -> None:
@@ -134,7 +114,8 @@ def _namespaces(namespaces: list[dict[str, Any]]) -> Table:
     table = Table("", "namespace", *titles, "pages", "bytes")
     for namespace in namespaces[:NAMESPACES_SHOWN]:
         fields = namespace["fields"] or {"name": "(unknown)"}
-        texts = [_short(str(fields.get(name, ""))) for name in facts]
+        texts = [str(fields.get(name, "")) for name in facts]
+        texts = [text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}\N{HORIZONTAL ELLIPSIS}" for text in texts]
         texts += [kept_by(fields["group"]) if "group" in fields else ""] if grouped else []
         sizes = ["", ""] if namespace["pages"] is None else [f"{namespace['pages']:,}", about(namespace["bytes"])]
         table.add_row(namespace["digest"][:DIGITS], *texts, *sizes)
@@ -181,10 +162,6 @@ def _owner(owner: Mapping[str, Any]) -> str:
 def _extent(report: Mapping[str, Any]) -> str:
     size = _size(report["extent_bytes"])
     return size if report["shards"] == 1 else f"{size} in each of {report['shards']:,} shards"
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}\N{HORIZONTAL ELLIPSIS}"
 
 
 def _size(nbytes: int) -> str:

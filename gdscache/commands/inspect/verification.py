@@ -33,7 +33,6 @@ from gdscache.disk.namespaces import NAMED
 from gdscache.disk.recovery import WHOLE_ROW
 from gdscache.errors import DirectoryInUseError, IOFailedError
 from gdscache.pages.checksum import Checksums, first_bad_layer, unbound
-from gdscache.pages.layout import PageLayout
 
 SCHEMA = "gdscache.verify/2"
 PIECE_BYTES = 8 << 20  # of neighbouring extents in one read; a larger extent is read alone
@@ -188,26 +187,21 @@ class _Check:
                 rows = self._pieces[self._next]
                 self._next += 1
                 sums = self._checksums(rows)
-            findings, nbytes = self._piece(buffer, rows, sums)
+            found: dict[int, Finding] = {}  # one a slot, of the first bad shard
+            nbytes = 0
+            for shard in range(self._shards):
+                findings, got = self._part(buffer, rows, sums, shard)
+                found = {finding.slot: finding for finding in findings} | found
+                nbytes += got
             with self._lock:
-                self._findings += findings
+                self._findings += found.values()
                 self._done += len(rows)
                 self.bytes_read += nbytes
-
-    def _piece(self, buffer: memoryview, rows: range, sums: list[Checksums | None]) -> tuple[list[Finding], int]:
-        """The findings in neighbouring rows, and the bytes read, over all shards."""
-        found: dict[int, Finding] = {}
-        nbytes = 0
-        for shard in range(self._shards):
-            findings, got = self._part(buffer, rows, sums, shard)
-            found = {finding.slot: finding for finding in findings} | found
-            nbytes += got
-        return list(found.values()), nbytes
 
     def _part(
         self, buffer: memoryview, rows: range, sums: list[Checksums | None], shard: int
     ) -> tuple[list[Finding], int]:
-        """As `_piece`, for one shard."""
+        """The findings in neighbouring rows of a shard, and the bytes read."""
         extent, first = self._extent, int(self._slots[rows.start])
         number, offset = self._contents.slab.locate(first)
         try:
@@ -235,7 +229,8 @@ class _Check:
         pages, at = self._contents.pages, self._contents.order[row]
         layout = self._contents.names[pages.digests[pages.namespaces[at]]].layout
         if layout is None:  # bytes of a known layout that match 64 bits a layer have that layout
-            return None if any(_matches(data, other, sums) for other in self._layouts) else (UNCHECKED, None)
+            known = any(first_bad_layer(data, other.layer_bounds, sums) is None for other in self._layouts)
+            return None if known else (UNCHECKED, None)
         if len(sums) != layout.n_layers:
             return "no_checksums", None
         layer = first_bad_layer(data, layout.layer_bounds, sums)
@@ -263,15 +258,10 @@ class _Check:
                 str(error), "the next engine that opens this directory finds these pages without checksums"
             ) from error
         keys = self._contents.pages.keys[self._contents.order[rows.start : rows.stop]]
-        return [_sums(found.get(slot), key.tobytes()) for slot, key in zip(slots, keys, strict=True)]
-
-
-def _sums(stored: bytes | None, key: bytes) -> Checksums | None:
-    return None if stored is None else unbound(np.frombuffer(stored, "<u8")[None], [key])[0]
-
-
-def _matches(data: memoryview, layout: PageLayout, sums: Checksums) -> bool:
-    return first_bad_layer(data, layout.layer_bounds, sums) is None
+        return [
+            unbound(np.frombuffer(found[slot], "<u8")[None], [key.tobytes()])[0] if slot in found else None
+            for slot, key in zip(slots, keys, strict=True)
+        ]
 
 
 def _pieces(contents: Contents, most: int) -> list[range]:

@@ -93,8 +93,7 @@ class MachineModel:
     """Speeds of the simulated machine: bytes and tokens a second (infinite: takes no time), seconds.
 
     `link`: host memory to GPU memory, and the same rate in reverse at the same time. `latency`: of each SSD read or
-    write. `prefill`: tokens computed in a second by each request, as if it were alone. `overlap`: the prefill runs
-    while the cached pages are loaded.
+    write. `prefill`: tokens computed in a second by each request, as if it were alone.
     """
 
     ssd_read: float = math.inf
@@ -102,7 +101,6 @@ class MachineModel:
     link: float = math.inf
     latency: float = 0.0
     prefill: float = math.inf
-    overlap: bool = False
 
     def __post_init__(self) -> None:
         for name in ("ssd_read", "ssd_write", "link", "prefill"):

@@ -1,110 +1,227 @@
-"""The command `gdscache replay`: from its options to a report."""
+"""The commands `gdscache replay` and `gdscache plan`: from their options to a report."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import json
+import logging
 import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from gdscache.commands.console import Progress, check_writable, require_matplotlib, show
-from gdscache.commands.replay import options
+from gdscache.commands import EXIT_INTERRUPTED
+from gdscache.commands.console import Progress, progress_bar, show, size_of
 from gdscache.commands.replay.clock import MachineModel
-from gdscache.commands.replay.options import listed
-from gdscache.commands.replay.setup import Asked, page_tokens_of, setups
-from gdscache.commands.replay.trace import BLOCK_TOKENS, read_trace
-from gdscache.commands.replay.workload import expand
+from gdscache.commands.replay.setup import MODELS, base_of, config_of
+from gdscache.commands.replay.trace import read_trace
+from gdscache.commands.replay.workload import Workload, expand
+from gdscache.config import Config
 from gdscache.errors import InvalidValueError
 
-_TIERS, _MACHINE = options.TIERS, options.MACHINE
-_CAPACITY = "bytes (64GiB), pages (5000), percent of the unique pages (10%) or none. Commas separate several."
-Several = list[str] | None
+SCHEMA = "gdscache.replay/6"
+_LATENCY_S = 100e-6  # of each read and write of the SSD
+_TIERS, _MACHINE, _LIMITS = "Tiers", "The machine of the simulation", "Limits"
+_DEFAULT_CPU = "64GiB"
+
+Traces = Annotated[
+    list[Path] | None,
+    typer.Argument(
+        metavar="TRACE...",
+        help="Files of one trace of requests in Mooncake's format, plain or gzip: see docs/replay.md.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", rich_help_panel=_TIERS, help="Configuration file of the model and the policies."),
+]
+Model = Annotated[
+    str,
+    typer.Option(rich_help_panel=_TIERS, help=f"The model, where --config does not describe one: {', '.join(MODELS)}."),
+]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", rich_help_panel=_TIERS, help="Set a key of the configuration. May be repeated."
+    ),
+]
+SsdRead = Annotated[
+    float, typer.Option("--ssd-read-gbps", rich_help_panel=_MACHINE, help="Read speed of the SSD in GB/s, or inf.")
+]
+SsdWrite = Annotated[
+    float, typer.Option("--ssd-write-gbps", rich_help_panel=_MACHINE, help="Write speed of the SSD in GB/s, or inf.")
+]
+Link = Annotated[
+    float,
+    typer.Option("--link-gbps", rich_help_panel=_MACHINE, help="Speed between host and GPU in GB/s, each way, or inf."),
+]
+Prefill = Annotated[
+    float | None,
+    typer.Option(
+        "--prefill-tokens-per-second",
+        rich_help_panel=_MACHINE,
+        help="Speed of the prefill of one request. Gives the time to first token.",
+    ),
+]
 
 
 def replay(
-    traces: options.Traces = None,
-    as_json: options.AsJson = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw the figures into this file (.png, .svg, .pdf).")] = None,
-    config: options.ConfigFile = None,
+    traces: Traces = None,
+    as_json: AsJson = False,
+    config: ConfigFile = None,
     cpu: Annotated[
-        Several, typer.Option(rich_help_panel=_TIERS, help=f"The CPU tier: {_CAPACITY} Without any tier: 10%.")
-    ] = None,
-    ssd: Annotated[Several, typer.Option(rich_help_panel=_TIERS, help=f"The SSD tier: {_CAPACITY}")] = None,
-    model: options.Model = options.MODEL,
-    page_bytes: Annotated[
         str | None,
-        typer.Option(rich_help_panel=_TIERS, help="Bytes of a page (8MiB), in place of --model. Not with --config."),
+        typer.Option(rich_help_panel=_TIERS, help=f"cpu.capacity (512GiB). {_DEFAULT_CPU} without --ssd and --config."),
     ] = None,
-    page_tokens: Annotated[
-        int, typer.Option(rich_help_panel=_TIERS, help="Tokens of a page: a divisor of 512. Not with --config.")
-    ] = BLOCK_TOKENS,
-    sets: options.Sets = None,
-    ssd_read: options.SsdRead = 6.0,
-    ssd_write: options.SsdWrite = 3.0,
-    link: options.Link = 50.0,
-    latency: Annotated[
-        float,
-        typer.Option(
-            "--ssd-latency-us", rich_help_panel=_MACHINE, help="Latency of each read and write, in microseconds."
-        ),
-    ] = 100.0,
-    prefill: options.Prefill = None,
-    overlap: Annotated[
-        bool, typer.Option("--overlap", rich_help_panel=_MACHINE, help="Loads run during the prefill, not before it.")
-    ] = False,
-    speed: Annotated[
-        float,
-        typer.Option(
-            rich_help_panel=_MACHINE, help="Factor of the speed of arrival: 2 replays the trace twice as fast."
-        ),
-    ] = 1.0,
+    ssd: Annotated[str | None, typer.Option(rich_help_panel=_TIERS, help="ssd.capacity (4TiB).")] = None,
+    model: Model = "llama-3-8b",
+    sets: Sets = None,
+    ssd_read: SsdRead = 6.0,
+    ssd_write: SsdWrite = 3.0,
+    link: Link = 50.0,
+    prefill: Prefill = None,
     serial: Annotated[
         bool, typer.Option("--serial", rich_help_panel=_MACHINE, help="Each request ends before the next one begins.")
     ] = False,
 ) -> None:
-    """Replay a trace of requests through the tiers and policies of an engine, in virtual time.
+    """Replay a trace of requests through the tiers and policies of an engine, in virtual time: what would it find?
 
-    The hits are compared with plain LRU's and with the most that any policy could have. Several capacities, and keys of
-    --set that are given several times, are replayed in every combination.
+    The hits are compared with those of infinite tiers.
     """
-    if plot is not None:
-        require_matplotlib(plot)
-        check_writable(plot, "--plot")
-    options.check_named(traces)
-    if not speed > 0:
-        raise InvalidValueError(f"--speed is {speed}", "set it to more than 0")
-    rate = math.inf if prefill is None else prefill
-    machine = MachineModel(ssd_read * 1e9, ssd_write * 1e9, link * 1e9, latency * 1e-6, rate, overlap)
-    nothing = config is None and not cpu and not ssd
-    asked = Asked(
-        config=config,
-        model=model,
-        page_bytes=page_bytes,
-        page_tokens=page_tokens,
-        cpu=("10%",) if nothing else listed(cpu),
-        ssd=listed(ssd),
-        sets=tuple(sets or ()),
-    )
+    machine = _machine(ssd_read, ssd_write, link, math.inf if prefill is None else prefill)
+    if config is None and ssd is None:
+        cpu = cpu or _DEFAULT_CPU
+    sizes = {"cpu": cpu, "ssd": ssd}
+    keys = [f"{tier}.capacity={size_of(size, f'--{tier}')}" for tier, size in sizes.items() if size is not None]
+    asked = config_of(base_of(config, model), [*keys, *(sets or ())])
 
-    def replayed(progress: Progress) -> dict[str, Any]:
+    def replayed(workload: Workload, times: list[float], progress: Progress) -> dict[str, Any]:
         from gdscache.commands.replay import report
 
-        requests = read_trace(traces or ())
-        workload = expand(requests, page_tokens_of(asked))
-        runs = setups(asked, len(workload.names))
-        times = [request.timestamp / 1000 / speed for request in requests]
-        return report.replay(workload, times, runs, machine, serial=serial, progress=progress)
+        return {
+            "schema": SCHEMA,
+            "serial": serial,
+            "infinite": report.describe_infinite(workload, asked.model),
+            "run": report.replay(workload, times, asked, machine, serial=serial, progress=progress),
+        }
 
-    report = {"traces": [str(path) for path in traces or ()], **options.watched(replayed, "the replay is not complete")}
-    if plot is not None:
-        from gdscache.commands.replay.plots import replay_plot
-
-        replay_plot(report, plot)
+    report = _reported(traces, asked, machine, replayed, "the replay is not complete")
     if as_json:
-        options.print_json(report)
+        typer.echo(json.dumps(report, indent=2))
     else:
-        from gdscache.commands.replay.tables import tables
+        from gdscache.commands.replay.tables import replay_tables
 
-        show(*tables(report))
-    options.end([problem for run in report["runs"] for problem in run["problems"]])
+        show(*replay_tables(report))
+
+
+def plan_tiers(
+    traces: Traces = None,
+    as_json: AsJson = False,
+    config: ConfigFile = None,
+    model: Model = "llama-3-8b",
+    sets: Sets = None,
+    prefill: Prefill = None,
+    ssd_read: SsdRead = 6.0,
+    ssd_write: SsdWrite = 3.0,
+    link: Link = 50.0,
+    cpu_budget: Annotated[
+        str | None, typer.Option(rich_help_panel=_LIMITS, help="Most host memory for the CPU pool (512GiB).")
+    ] = None,
+    ssd_budget: Annotated[
+        str | None, typer.Option(rich_help_panel=_LIMITS, help="Most space on the SSD (4TiB). 0: no SSD.")
+    ] = None,
+    writes_a_day: Annotated[
+        str | None, typer.Option(rich_help_panel=_LIMITS, help="Most bytes written to the SSD a day (5TB).")
+    ] = None,
+    ttft_target: Annotated[
+        float | None,
+        typer.Option(rich_help_panel=_LIMITS, help="Largest mean TTFT, in seconds. Default: 5 % above the best."),
+    ] = None,
+) -> None:
+    """Recommend sizes of the CPU pool and the SSD for a trace, a model and a machine.
+
+    The trace is replayed in virtual time through pairs of sizes. Among the pairs within the limits whose mean time to
+    first token (TTFT) is nearly that of infinite tiers, the cheapest is recommended. This takes some minutes.
+    """
+    if prefill is None and traces:
+        raise InvalidValueError(
+            "the speed of the prefill is unknown, and so is the TTFT",
+            "give --prefill-tokens-per-second: tokens that the model computes in a second, for one request",
+        )
+    machine = _machine(ssd_read, ssd_write, link, math.inf if prefill is None else prefill)
+    budgets = (cpu_budget, "--cpu-budget"), (ssd_budget, "--ssd-budget"), (writes_a_day, "--writes-a-day")
+    cpu, ssd, written = (None if text is None else size_of(text, option) for text, option in budgets)
+    base = base_of(config, model)
+
+    def planned(workload: Workload, times: list[float], progress: Progress) -> dict[str, Any]:
+        from gdscache.commands.replay.plan import Limits, plan
+
+        limits = Limits(cpu, ssd, written, ttft_target)
+        return plan(workload, times, base, sets or (), machine, limits, progress=progress)
+
+    report = _reported(traces, config_of(base, sets or ()), machine, planned, "there is no plan")
+    if as_json:
+        typer.echo(json.dumps(report, indent=2))
+    else:
+        from gdscache.commands.replay.tables import plan_table
+
+        show(plan_table(report), *report["warnings"])
+
+
+def _machine(ssd_read: float, ssd_write: float, link: float, prefill: float) -> MachineModel:
+    return MachineModel(ssd_read * 1e9, ssd_write * 1e9, link * 1e9, _LATENCY_S, prefill)
+
+
+def _reported(
+    traces: list[Path] | None,
+    asked: Config,
+    machine: MachineModel,
+    run: Callable[[Workload, list[float], Progress], dict[str, Any]],
+    lost: str,
+) -> dict[str, Any]:
+    """The report of `run` for a trace, under a progress bar. Ctrl-C ends the run and says the part that is `lost`."""
+    if not traces:
+        raise InvalidValueError("no trace is named", "name a file of requests; docs/replay.md has its format")
+    try:
+        with progress_bar() as progress, _undisturbed():
+            progress(0, 1, "reading the trace")
+            requests = read_trace(traces)
+            workload = expand(requests, asked.model.page_tokens)
+            if not workload.references:
+                raise InvalidValueError(
+                    f"no prompt of the trace has a full page of {workload.page_tokens} tokens", "use smaller pages"
+                )
+            times = [request.timestamp / 1000 for request in requests]
+            report = run(workload, times, progress)
+    except KeyboardInterrupt:
+        typer.echo(f"interrupted: {lost}", err=True)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    about = {
+        "requests": len(workload.prompts),
+        "page_tokens": workload.page_tokens,
+        "pages": workload.references,
+        "unique_pages": len(workload.names),
+        "tokens": workload.tokens,
+        "seconds": times[-1] - times[0],
+    }
+    return {"traces": list(map(str, traces)), "workload": about, "machine": machine.describe(), **report}
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Without collections of garbage, which would search many lasting objects and free none, and without the warnings
+    of stores, whose counts the report has."""
+    log, collects = logging.getLogger("gdscache.store"), gc.isenabled()
+    level = log.level
+    log.setLevel(logging.ERROR)
+    gc.disable()
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+        if collects:
+            gc.enable()

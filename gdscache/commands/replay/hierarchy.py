@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -18,7 +18,6 @@ from gdscache.commands.replay.tiers import ModelSsd, ModelTier
 from gdscache.commands.replay.virtual import VirtualCondition, VirtualExecutor, VirtualShare
 from gdscache.config import Config
 from gdscache.config.pools import plain_parts, pool_parts
-from gdscache.index.retention import DEFAULT, Retention
 from gdscache.limits import LIMITS, EngineLimits
 from gdscache.load.plan import LoadPlan
 from gdscache.load.planner import LoadPlanner
@@ -29,14 +28,13 @@ from gdscache.pages.keys import Page
 from gdscache.policies.admission import open_admission
 from gdscache.store.earned_offers import EarnedOffers
 from gdscache.store.outlets import Outlet
-from gdscache.store.parcel import Parcel, Receipt
 from gdscache.store.plan import StorePlanner
 from gdscache.store.storer import Storer
-from gdscache.store.writer import Outgoing, TierWriter
+from gdscache.store.writer import TierWriter
 from gdscache.tiers.manager import TierManager
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from gdscache.cuda.streams import Event, Landed
 
@@ -65,24 +63,6 @@ class Ledger:
         """No engine waits for its blocks."""
 
 
-class Moved:
-    """Moved pages by tier: read (by loads, and by writes of pages in the CPU tier) and written."""
-
-    def __init__(self, executor: VirtualExecutor) -> None:
-        self._executor = executor
-        self.read, self.written = executor.read, executor.written
-        self.demoted = 0  # from the CPU tier to the SSD, without a store
-        self.to_ssd = 0  # handed to the writer
-        self.not_written: Counter[str] = Counter()  # dropped by the writer, by cause
-        self.most_queued = 0  # most pages accepted and unfinished, except those on their way to the SSD
-        self.most_to_ssd = 0  # most pages on their way to the SSD
-
-    @property
-    def promoted(self) -> int:
-        """Pages that loads moved from the SSD into the CPU tier."""
-        return self._executor.promoted
-
-
 class _Handle:
     """A load without a waiting engine."""
 
@@ -101,42 +81,6 @@ class _Handle:
         """No engine has the blocks."""
 
 
-class _Planner(StorePlanner):
-    """Counts queued pages, demotions to the SSD without a store, and the writer's drops."""
-
-    def __init__(self, moved: Moved, *args: Any, **options: Any) -> None:
-        self._moved = moved
-        super().__init__(*args, **options)
-
-    def accept(self, pages: Sequence[Page], receipt: Receipt, retention: Retention = DEFAULT) -> list[int]:
-        wanted = super().accept(pages, receipt, retention)
-        self._moved.most_queued = max(self._moved.most_queued, self.queued - len(self.keys))
-        return wanted
-
-    def leaving(self, pages: Iterable[Page]) -> list[Parcel]:
-        parcels = super().leaving(pages)
-        self._moved.demoted += sum(map(len, parcels))
-        return parcels
-
-    def written(self, parcel: Parcel, outlet: Outlet, rows: Sequence[int], cause: str) -> None:
-        if cause:
-            self._moved.not_written[cause] += len(rows)
-        super().written(parcel, outlet, rows, cause)
-
-
-class _Writer(TierWriter):
-    """Counts the pages handed to it. `planner` knows those on their way."""
-
-    def __init__(self, moved: Moved, planner: StorePlanner, *args: Any) -> None:
-        self._moved, self._planner = moved, planner
-        super().__init__(*args)
-
-    def put(self, pages: Sequence[Outgoing]) -> None:
-        self._moved.to_ssd += sum(len(out.pages) for out in pages)
-        self._moved.most_to_ssd = max(self._moved.most_to_ssd, len(self._planner.keys))
-        super().put(pages)
-
-
 def open_pools(config: Config, machine: MachineModel, clock: Clock) -> list[Hierarchy]:
     """The tiers of each pool of a model's groups, as in `pool_parts`; without groups, those of the model."""
     configs = [part.config for part in pool_parts(config)] or [config]
@@ -153,44 +97,37 @@ class Hierarchy:
             config, _ = plain_parts(config)  # real pages are packed, all but few
         self.config = config
         self.clock = clock
-        self.extent_bytes, self.page_bytes = layout.extent_bytes, layout.page_bytes
-        extent = self.extent_bytes
-        self.cpu = self.ssd = None
+        self.extent_bytes = extent = layout.extent_bytes
+        self.executor = VirtualExecutor(clock, machine, layout.page_bytes, extent)
+        self.cpu = self.ssd = self.spare = None
+        outlets = []
         if config.cpu is not None:
             slots = config.cpu.capacity // extent
             self.cpu = ModelTier("cpu", slots, extent, config.eviction, config.model.kept_groups)
         if config.ssd is not None:
             slots, reserve = config.ssd.capacity // extent, limits.ssd_reserve
             self.ssd = ModelSsd(slots, extent, config.eviction, reserve, config.model.kept_groups)
-        self.lock = threading.RLock()
-        self.admission, outlets = None, []
-        if config.ssd is not None and self.ssd is not None:
-            asked = config.store.admission, self.ssd.index.slots, extent, config.ssd.endurance
-            self.admission = open_admission(*asked, offers=limits.admission_offers, clock=clock.time)
-            outlets = [Outlet(self.ssd, self.admission, config.store.queue // extent)]
+            asked = config.store.admission, slots, extent, config.ssd.endurance
+            admission = open_admission(*asked, offers=limits.admission_offers, clock=clock.time)
+            outlets = [Outlet(self.ssd, admission, config.store.queue // extent)]
+            half = config.host_buffer // extent // 2
+            self.spare = VirtualShare(clock, range(half, 2 * half))
         index = None if self.cpu is None else self.cpu.index
         earned = EarnedOffers(index, outlets, config.store.write_policy, limits.write_hits)
+        lock = threading.RLock()
         self.manager = TierManager(
-            self.lock,
+            lock,
             [tier for tier in (self.cpu, self.ssd) if tier is not None],
             wall_clock=clock.time,
             clock=clock.time,
             on_use=[earned.used],
             measured=False,
         )
-        self.executor = VirtualExecutor(clock, machine, self.page_bytes, extent)
-        self.moved = Moved(self.executor)
-        self.planner = _Planner(self.moved, self.manager, config.store, extent, outlets, earned)
-        writers = {}
-        if self.ssd is not None:
-            writers["ssd"] = _Writer(self.moved, self.planner, self.manager, self.ssd, self.executor, extent)
-        self._spare = None
-        if config.ssd is not None:
-            half = config.host_buffer // extent // 2
-            self._spare = VirtualShare(clock, range(half, 2 * half))
-        parts = self.manager, self.planner, self.executor, self._spare, writers, extent
+        self.planner = StorePlanner(self.manager, config.store, extent, outlets, earned)
+        writers = {"ssd": TierWriter(self.manager, self.ssd, self.executor, extent)} if self.ssd else {}
+        parts = self.manager, self.planner, self.executor, self.spare, writers, extent
         self.storer = Storer(*parts, config.store, config.deadline)
-        self.loads = LoadPlanner(self.manager, VirtualCondition(clock, self.lock), due=[self.storer.offer_earned])
+        self.loads = LoadPlanner(self.manager, VirtualCondition(clock, lock), due=[self.storer.offer_earned])
         self._keep = config.ssd is None or config.ssd.route != "direct"
         self.ledger = Ledger()
         self._idle = limits.load_threads  # free load threads
@@ -229,21 +166,3 @@ class Hierarchy:
         epoch = self.manager.clearing.epoch(pages[0].namespace) if pages else 0
         blocks = np.empty((len(pages), 0), dtype=np.int64)
         self.storer.store(pages, self.ledger, blocks, epoch, None, None)
-
-    # -- checks ------------------------------------------------------------------------------------------------------
-
-    def problems(self) -> list[str]:
-        """Inconsistencies after all accepted pages are done."""
-        manager, moved, ledger = self.manager, self.moved, self.ledger
-        found = manager.check()
-        found += [f"a lease of {lease['pages']} pages is left: {lease['owner']}" for lease in manager.stats()["leases"]]
-        if self.planner.queued or self.planner.keys:
-            found.append(f"{self.planner.queued} pages are queued and {len(self.planner.keys)} on their way")
-        if ledger.offered != ledger.finished:
-            found.append(f"{ledger.offered} pages were offered, {ledger.finished} have an outcome")
-        stored = manager.counts["stored", "ssd"]
-        if moved.to_ssd != stored + sum(moved.not_written.values()):
-            found.append(f"{moved.to_ssd} pages went to the writer, {stored} are stored, {moved.not_written} dropped")
-        if self._spare is not None and self._spare.free_slots != self._spare.slots:
-            found.append(f"{self._spare.slots - self._spare.free_slots} bounce slots are not given back")
-        return found

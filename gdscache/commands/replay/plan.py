@@ -5,16 +5,13 @@ from __future__ import annotations
 import dataclasses
 import gc
 import math
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from gdscache.commands.console import Progress, silent
 from gdscache.commands.replay import report
-from gdscache.commands.replay.bounds import infinite
 from gdscache.commands.replay.clock import MachineModel
-from gdscache.commands.replay.garbage import uncollected
-from gdscache.commands.replay.setup import Asked, Setup, setups
+from gdscache.commands.replay.setup import config_of
 from gdscache.commands.replay.workload import Workload
 from gdscache.config import Config
 from gdscache.config.pools import PLAIN_PARTS, pool_parts
@@ -23,7 +20,7 @@ from gdscache.limits import LIMITS
 from gdscache.policies.admission import ADMISSIONS
 from gdscache.sizes import about
 
-SCHEMA = "gdscache.plan/3"
+SCHEMA = "gdscache.plan/4"
 POINTS = 6  # sizes of each tier in the grid, each twice its predecessor
 WITHIN = 0.05  # greatest excess of the mean TTFT over the best, as a share
 HOST_PRICE = 20.0  # price of a byte of host memory, in bytes of the SSD
@@ -61,58 +58,48 @@ class Limits:
 def plan(
     workload: Workload,
     times: Sequence[float],
-    asked: Asked,
+    base: Mapping[str, Any],
+    sets: Sequence[str],
     machine: MachineModel,
     limits: Limits,
     *,
     points: int = POINTS,
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """The report of `gdscache plan` for a workload of full pages.
+    """The recommendation for a workload of full pages. `base`, `sets`: model, policies and keys, as for `config_of`;
+    capacities in them are not read.
 
-    `asked`: model, policies and keys; its capacities are not read. Raises `CapacityError` for a budget below one page,
-    and `InvalidValueError` for a workload without pages, and for a wear limit with a trace of zero seconds.
+    Raises `CapacityError` for a budget below one page, and `InvalidValueError` for a wear limit with a trace of zero
+    seconds.
     """
-    report.check(workload)
-    begun = time.process_time()
-    search = _Search(workload, times, asked, machine, limits, progress)
-    config = search.configs(1, 2)[0].config
-    extent, unique = config.model.layout().extent_bytes, len(workload.names)
-    limits.check(extent)
-    cpu = grid(unique, points, None if limits.cpu is None else limits.cpu // extent)
+    config = config_of(base, sets)
+    page, unique = report.page_bytes(config.model), len(workload.names)
+    limits.check(page)
+    cpu = grid(unique, points, None if limits.cpu is None else limits.cpu // page)
     # An SSD for `n` pages needs its reserve, at most an eighth of it, in addition.
     wanted = [n + min(LIMITS.ssd_reserve, n // 7 + 1) for n in grid(unique, points, None)]
-    most = wanted[-1] if limits.ssd is None else limits.ssd // extent
-    ssd = sorted({min(n, most) for n in wanted} - {0})
-    search.run(cpu, ssd)
+    most = wanted[-1] if limits.ssd is None else limits.ssd // page
+    search = _Search(workload, times, base, sets, machine, limits, page, progress)
+    search.run(cpu, sorted({min(n, most) for n in wanted} - {0}))
     chosen, forever = search.chosen, search.forever
-    counts = infinite(workload)
-    everything = {
-        "hit_rate": counts.hits / workload.references,
-        "token_hit_rate": counts.hits * workload.page_tokens / workload.tokens,
-    }
     progress(1, 1, "done")
+    infinite = report.describe_infinite(workload, config.model)
     return {
         "schema": SCHEMA,
-        "workload": report.describe_workload(workload, times),
-        "machine": machine.describe(),
         "model": {
             "page_tokens": workload.page_tokens,
-            "page_bytes": extent,
-            "token_bytes": extent / workload.page_tokens,
+            "page_bytes": page,
+            "token_bytes": page / workload.page_tokens,
             "packing": packing(config),
         },
         "limits": dataclasses.asdict(limits),
         "recommended": chosen,
-        "no_cache_first_token_seconds": search.without,
-        "infinite": {**everything, "bytes": unique * extent, "first_token_seconds": forever["first_token_seconds"]},
+        "infinite": {**infinite, "first_token_seconds": forever["first_token_seconds"]},
         "target_seconds": search.target,
         "met": search.met,
-        "binds": _binds(search, extent / workload.page_tokens),
+        "binds": _binds(search, page / workload.page_tokens),
         "warnings": _warnings(chosen),
         "candidates": search.rows,
-        "problems": sorted({text for row in (*search.rows, forever) for text in row["problems"]}),
-        "seconds": time.process_time() - begun,
     }
 
 
@@ -151,86 +138,61 @@ def cost(row: Row) -> float:
     return HOST_PRICE * float(row["cpu_bytes"]) + float(row["ssd_bytes"])
 
 
+@dataclasses.dataclass
 class _Search:
-    """The grid, the choice, and smaller sizes near the choice."""
+    """The grid, the choice, and smaller sizes near the choice. Sizes are in pages of `page` bytes."""
 
-    def __init__(
-        self,
-        workload: Workload,
-        times: Sequence[float],
-        asked: Asked,
-        machine: MachineModel,
-        limits: Limits,
-        progress: Progress,
-    ) -> None:
-        self._work, self._times, self._asked = workload, times, asked
-        self.machine, self.limits = machine, limits
-        self._progress = progress
-        self._known: dict[tuple[int, int], list[dict[str, Any]]] = {}
-        self._total = 1
-        self.rows: list[dict[str, Any]] = []
-
-    def configs(self, cpu: int, ssd: int) -> list[Setup]:
-        """A setup for each searched setting at these sizes: with a wear limit, one for every admission policy."""
-        fixed = self.limits.written is None or any(text.startswith("store.admission=") for text in self._asked.sets)
-        sets = [text for text in self._asked.sets if ssd or not text.startswith("ssd.")]
-        sets += [f"store.admission={name}" for name in (() if fixed or not ssd else ADMISSIONS)]
-        asked = dataclasses.replace(self._asked, cpu=(str(cpu),), ssd=(str(ssd) if ssd else "none",), sets=tuple(sets))
-        return setups(asked, len(self._work.names))
+    workload: Workload
+    times: Sequence[float]
+    base: Mapping[str, Any]
+    sets: Sequence[str]
+    machine: MachineModel
+    limits: Limits
+    page: int
+    progress: Progress
+    rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    known: dict[tuple[int, int], list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
+    total: int = 1  # runs
 
     def _candidates(self, cpu: int, ssd: int, text: str) -> list[dict[str, Any]]:
-        if (cpu, ssd) not in self._known:
-            done = len(self._known)
+        """A row for a pair of sizes; with a wear limit, one for every admission policy that may be chosen."""
+        if (cpu, ssd) not in self.known:
+            done = len(self.known)
 
             def step(at: int, of: int, _: str) -> None:
-                self._progress(1000 * done + 1000 * at // max(1, of), 1000 * self._total, text)
+                self.progress(1000 * done + 1000 * at // max(1, of), 1000 * self.total, text)
 
-            self._known[cpu, ssd] = [self._row(cpu, ssd, setup, step) for setup in self.configs(cpu, ssd)]
-            self.rows += self._known[cpu, ssd]
-        return self._known[cpu, ssd]
+            fixed = any(text.startswith("store.admission=") for text in self.sets)
+            tried = [] if fixed or not ssd or self.limits.written is None else ADMISSIONS
+            more = [[f"store.admission={name}"] for name in tried] or [[]]
+            self.known[cpu, ssd] = [self._row(cpu, ssd, sets, step) for sets in more]
+            self.rows += self.known[cpu, ssd]
+        return self.known[cpu, ssd]
 
-    def _row(self, cpu: int, ssd: int, setup: Setup, progress: Progress) -> dict[str, Any]:
+    def _row(self, cpu: int, ssd: int, sets: Sequence[str], progress: Progress) -> dict[str, Any]:
         """The result of a pair of tiers."""
-        with uncollected():
-            found = report.tiers(self._work, self._times, setup, self.machine, progress=progress)
+        sizes = f"cpu.capacity={cpu * self.page}", f"ssd.capacity={ssd * self.page}" if ssd else "ssd=null"
+        config = config_of(self.base, [*self.sets, *sets, *sizes])
+        found = report.replay(self.workload, self.times, config, self.machine, progress=progress)
         gc.collect()  # the tiers have reference cycles
-        self.without = found["first_token_seconds_no_cache"]
-        config, wear = setup.config, found["ssd"] or {}
-        extent = config.model.layout().extent_bytes
-        tokens = self._work.tokens
-        a_day = wear.get("drive_writes_per_day", 0.0)
-        written = a_day and a_day * ssd * extent
-        if ssd and written is None and self.limits.written is not None:
+        written, limit = found["ssd"] and found["ssd"]["written_bytes_per_day"], self.limits.written
+        if ssd and written is None and limit is not None:
             raise InvalidValueError("the trace takes no time, so nothing is known of a day", "leave --writes-a-day out")
         return {
-            "cpu_pages": cpu,
-            "cpu_bytes": cpu * extent,
-            "ssd_pages": ssd,
-            "ssd_bytes": ssd * extent,
-            "admission": config.store.admission if config.ssd else None,
-            "write_policy": config.store.write_policy if config.ssd else None,
-            "hit_rate": found["hit_rate"],
-            "token_hit_rate": found["token_hit_rate"],
-            "tier_token_hit_rates": {name: tier["hit_tokens"] / tokens for name, tier in found["tiers"].items()},
-            "first_token_seconds": found["first_token_seconds"],
-            "ssd_written_bytes": wear.get("written_bytes", 0),
-            "ssd_written_bytes_per_day": written,
-            "drive_writes_per_day": a_day,
-            "write_amplification": wear.get("write_amplification"),
-            "dropped_pages": found["stores"]["dropped_pages"],
-            "offered_pages": found["stores"]["offered_pages"],
-            "ssd_refused_pages": wear.get("refused_pages", {}),
-            "ssd_offered_pages": wear.get("offered_pages", 0),
-            "within_limits": self.limits.written is None or not ssd or written <= self.limits.written,
-            "problems": found["problems"],
+            "cpu_bytes": cpu * self.page,
+            "ssd_bytes": ssd * self.page,
+            "admission": config.store.admission if ssd else None,
+            "write_policy": config.store.write_policy if ssd else None,
+            "within_limits": limit is None or not ssd or written <= limit,
+            **found,
         }
 
     def run(self, cpu: Sequence[int], ssd: Sequence[int]) -> None:
         wanted = [(above, below) for above in cpu for below in (0, *ssd) if below > above or not below]
-        self._total = len(wanted) + 1 + 2 * _REFINED
-        self.forever = self._candidates(len(self._work.names), 0, "infinite tiers")[0]
+        self.total = len(wanted) + 1 + 2 * _REFINED
+        self.forever = self._candidates(len(self.workload.names), 0, "infinite tiers")[0]
         self.rows.clear()
-        if (len(self._work.names), 0) in wanted:
+        if (len(self.workload.names), 0) in wanted:
             self.rows.append(self.forever)
         for number, (above, below) in enumerate(wanted, 1):
             self._candidates(above, below, f"candidate {number} of {len(wanted)}")
@@ -240,7 +202,7 @@ class _Search:
         self.met = fastest <= self.target
         if not self.met:
             self.target = fastest * (1 + WITHIN)
-        above, below = self.chosen["cpu_pages"], self.chosen["ssd_pages"]
+        above, below = (self.chosen[size] // self.page for size in ("cpu_bytes", "ssd_bytes"))
         above = self._smaller([(n, below) for n in cpu], (above, below))[0]
         if below:
             self._smaller([(above, n) for n in ssd if n > above], (above, below))
@@ -272,7 +234,7 @@ class _Search:
 
 def _warnings(chosen: Row) -> list[str]:
     """Risks of the recommendation."""
-    a_day = chosen["drive_writes_per_day"]
+    a_day = chosen["ssd"] and chosen["ssd"]["drive_writes_per_day"]
     if a_day is None or a_day <= DRIVE_WRITES:
         return []
     return [
@@ -301,9 +263,13 @@ def _binds(search: _Search, token_bytes: float) -> list[str]:
         if min(worn, default=math.inf) < mean_of(chosen):
             found.append("wear")
         found = found or ["target"]
-    for name, refused, offered in (("queue", "dropped_pages", ""), ("ssd_write", "ssd_refused_pages", "ssd_")):
-        if chosen[refused].get("queue_full", 0) > _SOME * chosen[f"{offered}offered_pages"]:
-            found.append(name)
+    stores = chosen["stores"]
+    if stores["dropped_pages"].get("queue_full", 0) > _SOME * stores["offered_pages"]:
+        found.append("queue")
+    if ssd := chosen["ssd"]:
+        offered = chosen["tiers"]["ssd"]["stored_pages"] + sum(ssd["refused_pages"].values())
+        if ssd["refused_pages"].get("queue_full", 0) > _SOME * offered:
+            found.append("ssd_write")
     if search.machine.ssd_read / token_bytes < search.machine.prefill:
         found.append("ssd_read")
     return [*found, "traffic"] if search.met else found

@@ -1,113 +1,97 @@
-"""Tables of `gdscache replay`."""
+"""The reports of `gdscache replay` and `gdscache plan` as tables."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from gdscache.commands.console import Table, duration, figure
+from gdscache.commands.console import Table, duration, figure, percent
+from gdscache.commands.replay.plan import lifetime
 from gdscache.sizes import about
 
 Row = Mapping[str, Any]
 
-
-def tables(report: Row) -> list[Table | str]:
-    """The runs and their references."""
-    runs = report["runs"]
-    return [_runs(report), *map(_details, runs if len(runs) == 1 else ()), *_notes(report)]
-
-
-def _title(report: Row) -> str:
-    w = report["workload"]
-    pages = f"{w['pages']:,} full pages of {w['page_tokens']} tokens"
-    return f"{w['requests']:,} requests, {pages}, {w['unique_pages']:,} unique"
-
-
-def _compared(report: Row) -> Iterator[tuple[str, Row]]:
-    """The rows of a report, each run after its references."""
-    yield "infinite", report["infinite"]
-    for best, plain in zip(report["optimum"], report["plain_lru"], strict=True):
-        yield "optimum", best
-        yield "plain LRU", plain
-        for run in report["runs"]:
-            if run["capacity_pages"] == best["capacity_pages"]:
-                yield "", run
+_BINDS = {  # meanings of a plan's `binds`
+    "cpu_budget": "--cpu-budget",
+    "ssd_budget": "--ssd-budget",
+    "wear": "--writes-a-day",
+    "target": "no pair of sizes that was tried reaches the target",
+    "queue": "store.queue is full at times",
+    "ssd_write": "the SSD takes writes too slowly",
+    "ssd_read": "the SSD reads slower than the prefill computes",
+    "traffic": "the traffic: more capacity would bring few more hits",
+}
 
 
-def _runs(report: Row) -> Table:
-    timed = report["machine"]["prefill"] is not None
-    varied = ", ".join(report["runs"][0]["varied"]) or "tiers"
-    names = [name for name in ("cpu", "ssd") if any(name in run["tiers"] for run in report["runs"])]
-    ttft = ("mean", "p50", "p99") if timed else ()
-    starred = len(report["runs"]) > 1 and any(run["frontier"] for run in report["runs"])
-    table = Table(
-        _title(report),
-        *(varied, "pages", "hits", "tokens hit", *names, "of optimum", "of plain LRU", "SSD written", "dropped"),
-        *(f"TTFT {name}" for name in ttft),
-        caption="* no other order of writes finds as much and writes less" if starred else "",
-    )
-    for name, row in _compared(report):
-        pages = f"{row['capacity_pages']:,}" if "capacity_pages" in row else ""
-        cells = [pages, _rate(row["hit_rate"]), _rate(row["token_hit_rate"])]
-        if name:
-            table.add_row(name, *cells)
-            continue
-        shares = [row["tiers"].get(tier, {}).get("hit_tokens", 0) / report["workload"]["tokens"] for tier in names]
-        written = about(row["ssd"]["written_bytes"]) if row["ssd"] else ""
-        if starred and row["frontier"]:
-            written += " *"
-        table.add_row(
-            ", ".join(row["varied"].values()) or "as configured",
-            *cells,
-            *map(_rate, shares),
-            _rate(row["of_optimum"]),
-            _rate(row["of_plain_lru"]),
-            written,
-            f"{sum(row['stores']['dropped_pages'].values()):,}",
-            *(duration(row["first_token_seconds"][name]) for name in ttft),
-        )
-    if timed:
-        without = report["runs"][0]["first_token_seconds_no_cache"]
-        table.add_row("no cache", *[""] * (7 + len(names)), *(duration(without[name]) for name in ttft))
-    return table
-
-
-def _details(run: Row) -> Table:
-    table = Table("", "tier", "pages", "hits", "read", "written", "evicted", "promoted")
+def replay_tables(report: Row) -> list[Table | str]:
+    run = report["run"]
+    result = _titled(report)
+    _add_result(result, report, run)
+    tiers = Table("", "tier", "pages", "hits", "read", "written", "evicted", "promoted")
     for name, tier in run["tiers"].items():
         counts = [f"{tier[key]:,}" for key in ("capacity_pages", "hit_pages")]
         sizes = [about(tier["read_bytes"]), about(tier["written_bytes"])]
-        table.add_row(name, *counts, *sizes, f"{tier['evictions']:,}", f"{tier['promoted_pages']:,}")
-    ssd = run["ssd"] or {"refused_pages": {}, "demoted_pages": 0}
-    causes = {f"miss: {cause}": n for cause, n in run["miss_pages"].items()}
-    causes |= {f"dropped: {cause}": n for cause, n in run["stores"]["dropped_pages"].items()}
-    causes |= {f"refused by the SSD: {cause}": n for cause, n in ssd["refused_pages"].items()}
-    causes |= {"sent on without a store": ssd["demoted_pages"]}
-    for cause, n in causes.items():
-        if n:
-            table.add_row(cause, f"{n:,}")
-    for name, key in (("write amplification", "write_amplification"), ("drive writes a day", "drive_writes_per_day")):
-        if ssd.get(key) is not None:
-            table.add_row(name, figure(ssd[key]))
-    return table
+        tiers.add_row(name, *counts, *sizes, f"{tier['evictions']:,}", f"{tier['promoted_pages']:,}")
+    refused = run["ssd"]["refused_pages"] if run["ssd"] else {}
+    for what, causes in (
+        ("miss", run["miss_pages"]),
+        ("dropped", run["stores"]["dropped_pages"]),
+        ("refused by the SSD", refused),
+    ):
+        for cause, pages in causes.items():
+            if pages:
+                tiers.add_row(f"{what}: {cause}", f"{pages:,}")
+    if run["first_token_seconds"]["p50"] <= run["first_token_seconds_no_cache"]["p50"]:
+        return [result, tiers]
+    return [
+        result,
+        tiers,
+        "The median TTFT is above that without a cache: loads wait for the SSD or the link. An engine with load.gate: "
+        "enforcing computes hits that would load more slowly, which is not simulated.",
+    ]
 
 
-def _notes(report: Row) -> Iterator[str]:
-    for run in report["runs"]:
-        if run["offloading"]:
-            rules = ", ".join(f"{rule} {_rate(rate)}" for rule, rate in run["offloading"].items())
-            size = about(run["tiers"]["cpu"]["capacity_bytes"])
-            yield f"Tokens that vLLM's own offloading hits in {size} of memory, by the states that it keeps: {rules}"
-    if report["machine"]["prefill"] is None:
-        return
-    slow = [r for r in report["runs"] if r["first_token_seconds"]["p50"] > r["first_token_seconds_no_cache"]["p50"]]
-    if slow:
-        yield (
-            f"The median TTFT of {len(slow)} of {len(report['runs'])} runs is above that without a cache: loads wait "
-            "for the SSD or the link. Try --overlap, or faster rates; an engine with load.gate: enforcing computes "
-            "hits that would load more slowly, which is not simulated."
+def plan_table(report: Row) -> Table:
+    """The recommendation and its result."""
+    chosen, page = report["recommended"], report["model"]["page_bytes"]
+    plan = _titled(report)
+    for name, size in (("CPU pool", chosen["cpu_bytes"]), ("SSD", chosen["ssd_bytes"])):
+        plan.add_row(name, f"{about(size)} ({size // page:,} pages)" if size else "none")
+    if chosen["ssd_bytes"]:
+        plan.add_row("store", f"write_policy {chosen['write_policy']}, admission {chosen['admission']}")
+    _add_result(plan, report, chosen)
+    if more := report["model"]["packing"]:
+        plan.add_row("packing", f"with model.pack: on the same sizes hold {more:.2f} times the tokens")
+    plan.add_row("target", f"a mean of {duration(report['target_seconds'])}" + ("" if report["met"] else ", not met"))
+    plan.add_row("limited by", "; ".join(_BINDS[name] for name in report["binds"]))
+    return plan
+
+
+def _titled(report: Row) -> Table:
+    w = report["workload"]
+    pages = f"{w['pages']:,} full pages of {w['page_tokens']} tokens, {w['unique_pages']:,} unique"
+    size = about(report["infinite"]["bytes"])
+    return Table(f"{w['requests']:,} requests in {w['seconds']:,.0f} s, {pages} ({size})")
+
+
+def _add_result(table: Table, report: Row, run: Row) -> None:
+    """Rows for the hits, the times and the writes of a run."""
+    forever = report["infinite"]
+    parts = ", ".join(f"{name} {percent(tier['token_hit_rate'])}" for name, tier in run["tiers"].items())
+    infinite = percent(forever["token_hit_rate"])
+    table.add_row("tokens hit", f"{percent(run['token_hit_rate'])} ({parts}); infinite tiers {infinite}")
+    for name in ("mean", "p50", "p90", "p99") if report["machine"]["prefill"] else ():
+        times = f"{duration(run['first_token_seconds'][name])}; "
+        times += f"no cache {duration(run['first_token_seconds_no_cache'][name])}"
+        if "first_token_seconds" in forever:
+            times += f", infinite tiers {duration(forever['first_token_seconds'][name])}"
+        table.add_row(f"TTFT {name}", times)
+    ssd = run["ssd"]
+    if ssd and ssd["drive_writes_per_day"] is not None:
+        a_day = ssd["drive_writes_per_day"]
+        worn = f"; a drive that is built for one a day lasts {lifetime(a_day)}" if a_day else ""
+        table.add_row(
+            "SSD wear",
+            f"{about(int(ssd['written_bytes_per_day']))} a day, {figure(a_day)} drive writes a day, "
+            f"if all of it is as these {report['workload']['seconds']:,.0f} s{worn}",
         )
-
-
-def _rate(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}"

@@ -8,13 +8,14 @@ block and all blocks before it. Other keys are ignored.
 from __future__ import annotations
 
 import gzip
-import json
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from gdscache.commands.replay.garbage import uncollected
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
+
+from gdscache.arguments import shown
 from gdscache.errors import GdsCacheError
 
 BLOCK_TOKENS = 512
@@ -36,7 +37,6 @@ class Request(NamedTuple):
     blocks: tuple[int, ...]
 
 
-@uncollected()
 def read_trace(paths: Sequence[Path]) -> list[Request]:
     """The requests of all files by timestamp; equal timestamps in file order.
 
@@ -90,44 +90,33 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
         raise TraceError(f"{path}: cannot be read{after}: {reason}", "give a readable file") from error
 
 
+class _Line(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    timestamp: float = Field(ge=0, allow_inf_nan=False)
+    input_length: NonNegativeInt
+    output_length: NonNegativeInt
+    hash_ids: list[NonNegativeInt]
+
+
 def _request(where: str, line: bytes) -> Request:
     try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise TraceError(f"{where}: not JSON: {error}", "one JSON object a line") from None
-    if not isinstance(fields, dict):
-        raise TraceError(f"{where}: {type(fields).__name__} instead of an object", "one JSON object a line")
-    timestamp = _field(where, fields, "timestamp")
-    if not _is_count(timestamp) and not (isinstance(timestamp, float) and 0 <= timestamp < float("inf")):
-        raise TraceError(f"{where}: timestamp is {_shown(timestamp)}", "it is milliseconds, not negative")
-    lengths = [_field(where, fields, name) for name in ("input_length", "output_length")]
-    for name, length in zip(("input_length", "output_length"), lengths, strict=True):
-        if not _is_count(length):
-            raise TraceError(f"{where}: {name} is {_shown(length)}", "it is a number of tokens, not negative")
-    blocks = _field(where, fields, "hash_ids")
-    if not isinstance(blocks, list) or not all(map(_is_count, blocks)):
-        raise TraceError(f"{where}: hash_ids is {_shown(blocks)}", "it is a list of integers, not negative")
-    if len(blocks) != -(-lengths[0] // BLOCK_TOKENS):
+        fields = _Line.model_validate_json(line)
+    except ValidationError as error:
+        wrong = error.errors(include_url=False)[0]
+        place = ".".join(map(str, wrong["loc"]))
+        said = f"{place} is {shown(wrong['input'])}: {wrong['msg']}" if place else f"not a JSON object: {wrong['msg']}"
         raise TraceError(
-            f"{where}: {len(blocks)} hash_ids for {lengths[0]} tokens of input",
+            f"{where}: {f'no {place}' if wrong['type'] == 'missing' else said}",
+            "a request is a JSON object with timestamp (ms), input_length and output_length (tokens), and hash_ids",
+        ) from None
+    tokens, blocks = fields.input_length, fields.hash_ids
+    if len(blocks) != -(-tokens // BLOCK_TOKENS):
+        raise TraceError(
+            f"{where}: {len(blocks)} hash_ids for {tokens} tokens of input",
             f"one for each {BLOCK_TOKENS} tokens, and one for the rest",
         )
-    return Request(timestamp, lengths[0], lengths[1], tuple(blocks))
-
-
-def _field(where: str, fields: dict[str, Any], name: str) -> Any:
-    if name not in fields:
-        raise TraceError(f"{where}: no {name}", "a request has timestamp, input_length, output_length and hash_ids")
-    return fields[name]
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return Request(fields.timestamp, tokens, fields.output_length, tuple(blocks))
 
 
 def _name(block: int | None) -> str:

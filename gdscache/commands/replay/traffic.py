@@ -21,7 +21,6 @@ from gdscache.groups.pools import pools_of
 from gdscache.load.plan import LoadPlan
 from gdscache.pages.keys import Page, namespace_digest
 
-TIERS = ("cpu", "ssd")
 _REPORT_EVERY = 64  # requests between progress reports
 
 
@@ -45,19 +44,16 @@ class Outcome:
     found: list[Found | None]
     hit_tokens: int = 0  # over all requests; `found` counts the pages of all groups
     misses: Counter[str] = dataclasses.field(default_factory=Counter)
-    loaded_from_ssd: int = 0  # distinct pages
     first_token: list[float] = dataclasses.field(default_factory=list)
-    uncached: list[float] = dataclasses.field(default_factory=list)
     seconds: float = 0.0  # of virtual time, from the first request to the end of the last one
 
     def hits(self, tier: str) -> int:
         """Pages found first in this tier."""
-        at = TIERS.index(tier)
-        return sum(found[at] for found in self.found if found is not None)
+        return sum(getattr(found, tier) for found in self.found if found is not None)
 
 
 class Traffic:
-    """A workload's requests on a hierarchy. `run` once.
+    """A workload's requests on the tiers of a configuration, for each of its pools. `run` once.
 
     A request loads its hit pages, computes the others and then stores them, in order. `serial`: a request ends
     completely, including writes, before the next one begins; demotions by a lookup end before the load. Else requests
@@ -67,27 +63,22 @@ class Traffic:
     def __init__(
         self,
         workload: Workload,
-        hierarchy: Hierarchy,
+        pools: Sequence[Hierarchy],
+        config: Config,
         machine: MachineModel,
         times: Sequence[float],
         *,
         serial: bool = False,
-        whole: Config | None = None,
-        others: Sequence[Hierarchy] = (),
     ) -> None:
-        """`times`: of the requests, in seconds, ascending. If groups have several pools, `hierarchy` has the first one,
-        `others` the rest, and `whole` the configuration of all."""
+        """`times`: of the requests, in seconds, ascending."""
         self._work = workload
-        self._tiers = hierarchy
-        self._manager = hierarchy.manager
-        self._clock = hierarchy.clock
+        self._pools = pools
+        self._manager = pools[0].manager
+        self._clock = pools[0].clock
         self._machine = machine
         self._times = times
         self._serial = serial
         self._seen = bytearray(len(workload.names))
-        self._from_ssd = bytearray(len(workload.names))
-        config = whole or hierarchy.config
-        self._pools = (hierarchy, *others)
         self._groups = config.model.layer_groups()
         self._partings = Partings(self._groups, window_every(config), adapts=config.store.window_every is None)
         self._in_pools = [pool.groups for pool in pools_of(self._groups)]
@@ -99,7 +90,6 @@ class Traffic:
         """Run all requests, until the last one and all stores end."""
         clock, outcome, total = self._clock, self.outcome, len(self._work.prompts)
         outcome.first_token = [0.0] * total
-        outcome.uncached = [0.0] * total
         begin = self._times[0] if total else 0.0
         for i in range(total):
             if i % _REPORT_EVERY == 0:
@@ -111,7 +101,6 @@ class Traffic:
                 clock.start(self._request(i))
         clock.run()
         outcome.seconds = clock.now
-        outcome.loaded_from_ssd = sum(self._from_ssd)
         progress(total, total, "replaying")
         return outcome
 
@@ -136,12 +125,13 @@ class Traffic:
         self._missed(i, pages, len(found))
         if self._serial:
             yield self._clock.past
-        plan = self._tiers.plan_load(pages[: len(found)])
-        loaded = self._found(i, found, plan)
-        yield from self._load_and_compute([plan], tokens, loaded)
-        self._first_token(i, arrival, tokens)
+        plan = self._pools[0].plan_load(pages[: len(found)])
+        loaded = len(plan)
+        self.outcome.found[i] = Found(found.count("cpu"), found.count("ssd"), loaded)
+        self.outcome.hit_tokens += len(found) * self._work.page_tokens
+        yield from self._load_and_compute(i, [plan], tokens, loaded, arrival)
         if loaded < len(pages):
-            self._tiers.store(pages[loaded:])
+            self._pools[0].store(pages[loaded:])
 
     def _grouped(self, i: int, pages: Sequence[Page], tokens: int) -> Process:
         """As `_attached`, for groups that keep different tokens. A hit is a length at which all groups have their part.
@@ -163,8 +153,7 @@ class Traffic:
         loaded = length // size if got == sum(map(len, wanted)) else 0
         self.outcome.found[i] = Found(found.count("cpu"), found.count("ssd"), got)
         self.outcome.hit_tokens += length
-        yield from self._load_and_compute(plans, tokens, loaded)
-        self._first_token(i, arrival, tokens)
+        yield from self._load_and_compute(i, plans, tokens, loaded, arrival)
         every = self._partings.every(whole - length)
         ends = {most, longest, whole, *marks(every, alignment(groups), most)}
         rest = [kept(group, ends, loaded * size // group.page_tokens, most // group.page_tokens) for group in groups]
@@ -173,21 +162,15 @@ class Traffic:
             if len(chain):
                 pool.store(chain.pages)
 
-    def _load_and_compute(self, plans: Sequence[LoadPlan], tokens: int, cached: int) -> Process:
-        """Load the plan of each pool, then compute the tokens that are not `cached`, at least one; or both at once."""
-        begun = self._clock.now
+    def _load_and_compute(self, i: int, plans: Sequence[LoadPlan], tokens: int, cached: int, arrival: float) -> Process:
+        """Load the plan of each pool, then compute the tokens behind the `cached` pages, at least one."""
         for pool, plan in zip(self._pools, plans, strict=True):
             if plan.pages:
                 yield from pool.load(plan)
             else:
                 pool.loads.end(plan)
-        seconds = max(1, tokens - cached * self._work.page_tokens) / self._machine.prefill
-        if self._machine.overlap:
-            seconds -= self._clock.now - begun
-        if seconds > 0:
-            yield self._clock.wait(seconds)
-
-    # -- counting ----------------------------------------------------------------------------------------------------
+        yield self._clock.wait(max(1, tokens - cached * self._work.page_tokens) / self._machine.prefill)
+        self.outcome.first_token[i] = self._clock.now - arrival
 
     def _missed(self, i: int, pages: Sequence[Page], hits: int) -> None:
         """Count the causes of the misses after the first `hits`. Mark all pages of the prompt as used."""
@@ -202,19 +185,3 @@ class Traffic:
         misses["cold"] += cold
         for number in numbers[hits:]:
             seen[number] = 1
-
-    def _found(self, i: int, found: Sequence[str], plan: LoadPlan) -> int:
-        """Record a request's hits. Returns the number of received pages, which it does not compute."""
-        got = len(plan)
-        self.outcome.found[i] = Found(found.count("cpu"), found.count("ssd"), got)
-        numbers = self._work.prompts[i].pages
-        self.outcome.hit_tokens += len(found) * self._work.page_tokens
-        for run in plan.runs:
-            if run.tier.name == "ssd":
-                for row in run.rows:
-                    self._from_ssd[numbers[row]] = 1
-        return got
-
-    def _first_token(self, i: int, arrival: float, tokens: int) -> None:
-        self.outcome.first_token[i] = self._clock.now - arrival
-        self.outcome.uncached[i] = tokens / self._machine.prefill

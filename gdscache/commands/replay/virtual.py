@@ -58,15 +58,7 @@ class VirtualExecutor:
         return VirtualLane(self.clock, threads, at_once=priority is not Priority.DEMOTION)
 
     def finish(self, steps: Steps[_T]) -> _T:
-        """Run the steps as a process, until no event is left."""
-        ended: list[_T] = []
-
-        def process() -> Process:
-            ended.append((yield from steps))  # type: ignore[misc]
-
-        self.clock.start(process())
-        self.clock.run()
-        return ended[0]
+        raise AssertionError("only ranks finish steps in their own thread")
 
     def begin(self, move: Move, after: Sequence[Event] = (), listener: Listener | None = None) -> Moving:
         if listener is not None:
@@ -206,7 +198,8 @@ class _Moving:
         """The move continues."""
 
     def on_end(self, callback: Callable[[int], None]) -> None:
-        _call(callback, range(len(self._move)))
+        for row in range(len(self._move)):
+            callback(row)
 
 
 class _Load:
@@ -247,13 +240,9 @@ class _Load:
         """The load continues."""
 
     def on_end(self, callback: Callable[[int], None]) -> None:
-        _call(callback, range(self._pages))
+        for row in range(self._pages):
+            callback(row)
 
     @property
     def _pages(self) -> int:
         return sum(map(len, self._ways))
-
-
-def _call(callback: Callable[[int], None], rows: Iterable[int]) -> None:
-    for row in rows:
-        callback(row)

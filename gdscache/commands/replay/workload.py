@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from gdscache.commands.replay.garbage import uncollected
 from gdscache.commands.replay.trace import BLOCK_TOKENS, Request
 from gdscache.errors import InvalidValueError
 from gdscache.limits import KEY_BYTES
@@ -37,8 +36,18 @@ class Workload(NamedTuple):
     def tokens(self) -> int:
         return sum(prompt.tokens for prompt in self.prompts)
 
+    @property
+    def repeated(self) -> int:
+        """Pages that tiers of infinite size find: of each prompt those before its first new one."""
+        seen, found = bytearray(len(self.names)), 0
+        for pages, _ in self.prompts:
+            hits = next((i for i, page in enumerate(pages) if not seen[page]), len(pages))
+            found += hits
+            for page in pages[hits:]:
+                seen[page] = 1
+        return found
 
-@uncollected()
+
 def expand(requests: Sequence[Request], page_tokens: int = BLOCK_TOKENS) -> Workload:
     """Every request's full pages of `page_tokens` tokens: the pages that an engine stores.
 
@@ -48,7 +57,7 @@ def expand(requests: Sequence[Request], page_tokens: int = BLOCK_TOKENS) -> Work
     if page_tokens < 1 or BLOCK_TOKENS % page_tokens:
         raise InvalidValueError(
             f"pages of {page_tokens} tokens do not divide the trace's blocks of {BLOCK_TOKENS}",
-            "set --page-tokens to 1, 2, 4, ... 512",
+            "set model.page_tokens to 1, 2, 4, ... 512",
         )
     namespace = namespace_digest({"replay": "mooncake", "page_tokens": page_tokens})
     keyed = hashlib.blake2b(digest_size=KEY_BYTES, key=namespace)  # a copy costs half of a new one

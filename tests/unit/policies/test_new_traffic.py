@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import pytest
 
-from gdscache.commands.replay.bounds import optimum, plain_lru
 from gdscache.commands.replay.workload import expand
 from gdscache.policies import POLICIES
 from gdscache.policies.base import LRU, EvictionPolicy
 from gdscache.policies.guarded import Guarded
+from tests.support.bounds import optimum, plain_lru
 from tests.support.families import FAMILIES, LONGEST, REFERENCES, drawn
 from tests.support.one_tier import simulate
 

@@ -1,4 +1,4 @@
-"""A replay's references: infinite tiers, plain LRU, and the optimum of all policies.
+"""References for orders of eviction: infinite tiers, plain LRU, and the optimum of all policies.
 
 A request is one step: its lookup, whose hits are the leading consecutive cached pages; then its store. A page's slot
 may be taken only after the lookup, and never by a page of the same request.
@@ -11,7 +11,6 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from gdscache.commands.replay.workload import Workload
-from gdscache.errors import InvalidValueError
 
 _NEVER = 1 << 62
 
@@ -29,16 +28,8 @@ class Counts:
 
 def infinite(workload: Workload) -> Counts:
     """A tier of infinite size."""
-    counts = Counts()
-    seen = bytearray(len(workload.names))
-    for pages, _ in workload.prompts:
-        hits = next((i for i, page in enumerate(pages) if not seen[page]), len(pages))
-        counts.hits += hits
-        for page in pages[hits:]:
-            seen[page] = 1
-        counts.cold += len(pages) - hits
-    counts.written = counts.cold
-    return counts
+    cold = workload.references - workload.repeated
+    return Counts(hits=workload.repeated, cold=cold, written=cold)
 
 
 def plain_lru(workload: Workload, capacity: int) -> Counts:
@@ -47,7 +38,6 @@ def plain_lru(workload: Workload, capacity: int) -> Counts:
     Each reference hits, or replaces the least recently used page, also in the middle of a prompt. A page behind a
     missing one counts as a hit.
     """
-    _check(capacity)
     counts = Counts()
     order: OrderedDict[int, None] = OrderedDict()
     seen = bytearray(len(workload.names))
@@ -77,7 +67,6 @@ def optimum(workload: Workload, capacity: int) -> Counts:
     are equal whether or not they must be consecutive. Source: L. A. Belady, A study of replacement algorithms for a
     virtual-storage computer, IBM Systems Journal 5(2), 1966.
     """
-    _check(capacity)
     counts = Counts()
     following = _next_uses(workload)
     seen = bytearray(len(workload.names))
@@ -122,8 +111,3 @@ def _next_uses(workload: Workload) -> list[list[int]]:
             last[page] = at
     found.reverse()
     return found
-
-
-def _check(capacity: int) -> None:
-    if capacity < 1:
-        raise InvalidValueError(f"a tier of {capacity} pages holds none", "give it room for one page at least")
