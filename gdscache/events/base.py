@@ -8,6 +8,7 @@ tier's name, and `locality` is `LOCAL`, or `REMOTE` for a tier beyond this machi
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import logging
 import operator
@@ -121,23 +122,6 @@ _MEDIA = {"planes": "GPU", "memory": "CPU", "files": "STORAGE"}
 _ALL = Place("", "", "")  # all tiers are cleared together
 
 
-class Watch:
-    """The listener to a tier's index; the manager's lock is held. See `PageIndex.watch`."""
-
-    def __init__(self, hub: KVEventHub, tier: Tier) -> None:
-        self._note = hub.note
-        self._place = Place.of(tier)
-
-    def stored(self, pages: Sequence[Page]) -> None:
-        self._note("stored", self._place, pages)
-
-    def removed(self, keys: Sequence[bytes]) -> None:
-        self._note("removed", self._place, keys)
-
-    def cleared(self) -> None:
-        self._note("cleared", _ALL, ())
-
-
 class KVEventHub:
     """Gathers the indexes' events, and passes them on in a thread of its own. Events of at most `queue` pages wait:
     further ones are dropped, counted, and seen as a missing number."""
@@ -150,7 +134,7 @@ class KVEventHub:
         self._publisher = publisher
         self._lock = threading.Lock()
         self._callbacks: tuple[Callable[[KVEventBatch], object], ...] = ()
-        self._noted: list[tuple[str, Place, Sequence[Any]]] = []
+        self._noted: list[tuple[Place, str, Sequence[Any]]] = []
         self._pages = 0
         self._lost = False
         self._seq = 0
@@ -162,11 +146,10 @@ class KVEventHub:
     def watch(self, tiers: Iterable[Tier]) -> None:
         """Listen to all tiers, and report their present pages. The manager's lock is held."""
         for tier in tiers:
-            watch = Watch(self, tier)
-            tier.index.watch(watch)
+            note = tier.index.on_change = functools.partial(self.note, Place.of(tier))
             there = [entry.page for entry in tier.index]
             for at in range(0, len(there), BATCH_PAGES):
-                watch.stored(there[at : at + BATCH_PAGES])
+                note("stored", there[at : at + BATCH_PAGES])
 
     def name(self, namespace: bytes, facts: GroupFacts) -> None:
         """The group of a namespace's pages. Call it for a bounded number of namespaces, before their pages come."""
@@ -183,9 +166,11 @@ class KVEventHub:
 
         return remove
 
-    def note(self, what: str, place: Place, some: Sequence[Any]) -> None:
-        """Note an event. Never waits."""
-        if not some and what != "cleared":
+    def note(self, place: Place, what: str, some: Sequence[Any]) -> None:
+        """Note an event: see `PageIndex.on_change`. Never waits."""
+        if what == "cleared":
+            place = _ALL
+        elif not some:
             return
         with self._lock:
             if self._pages + len(some) > self._limit:
@@ -193,7 +178,7 @@ class KVEventHub:
                 self._lost = True
                 return
             self._pages += len(some)
-            self._noted.append((what, place, some))
+            self._noted.append((place, what, some))
         if not self._wake.is_set():
             self._wake.set()
 
@@ -233,8 +218,8 @@ class KVEventHub:
         if self._publisher is not None:
             self._publisher.serve()
 
-    def _events(self, noted: Sequence[tuple[str, Place, Sequence[Any]]]) -> Iterator[KVEvent]:
-        for (what, place), alike in itertools.groupby(noted, operator.itemgetter(0, 1)):
+    def _events(self, noted: Sequence[tuple[Place, str, Sequence[Any]]]) -> Iterator[KVEvent]:
+        for (place, what), alike in itertools.groupby(noted, operator.itemgetter(0, 1)):
             yield from self._events_of(what, place, [*itertools.chain.from_iterable(some for _, _, some in alike)])
 
     def _events_of(self, what: str, place: Place, some: Sequence[Any]) -> Iterator[KVEvent]:

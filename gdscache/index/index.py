@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,16 +32,6 @@ class Detached(NamedTuple):
     visible: int
     slots: list[int]
     held: object
-
-
-class Watcher(Protocol):
-    """Hears of pages that become visible or invisible."""
-
-    def stored(self, pages: Sequence[Page]) -> None: ...
-
-    def removed(self, keys: Sequence[bytes]) -> None: ...
-
-    def cleared(self) -> None: ...
 
 
 class PageIndex(EvictablePages):
@@ -68,13 +58,11 @@ class PageIndex(EvictablePages):
         self._free = FreeSlots(slots)
         self._forget = forget
         self._recycle = self.free if recycle is None else recycle
-        self._watcher: Watcher | None = None
-        self.on_evict: Callable[[Collection[bytes]], object] = _nobody  # gets the keys of victims, under the lock
+        # Both are called under the lock, and only take notes. `on_evict` gets the keys of victims; `on_change` gets the
+        # pages that become visible ("stored"), and the keys of those that were and go ("removed"; "cleared": all).
+        self.on_evict: Callable[[Collection[bytes]], object] = _nobody
+        self.on_change: Callable[[str, Sequence[Any]], object] | None = None
         self._leaving: dict[int, Entry] = {}  # dropped pages that are still leased, by slot
-
-    def watch(self, watcher: Watcher) -> None:
-        """Tell `watcher` from now on. It must only take notes."""
-        self._watcher = watcher
 
     def touch(self, keys: Sequence[bytes]) -> None:
         super().touch(keys)
@@ -141,22 +129,22 @@ class PageIndex(EvictablePages):
 
     def _inserted(self, pages: Sequence[Page], state: PageState) -> None:
         self.ages.came([page.key for page in pages])
-        if self._watcher is not None and state is not PENDING:
-            self._watcher.stored(pages)
+        if self.on_change is not None and state is not PENDING:
+            self.on_change("stored", pages)
 
     def commit(self, entry: Entry, state: PageState = VERIFIED) -> bool:
         """Make a reserved page visible; it stays leased. False if it was dropped meanwhile."""
         entry.state = state
-        if self._watcher is not None and not entry.dropped:
-            self._watcher.stored((entry.page,))
+        if self.on_change is not None and not entry.dropped:
+            self.on_change("stored", (entry.page,))
         return not entry.dropped
 
     def commit_all(self, entries: Iterable[Entry]) -> None:
         entries = list(entries)
         for entry in entries:
             entry.state = VERIFIED
-        if self._watcher is not None:
-            self._watcher.stored([entry.page for entry in entries if not entry.dropped])
+        if self.on_change is not None:
+            self.on_change("stored", [entry.page for entry in entries if not entry.dropped])
 
     def drop(self, entry: Entry, *, evicted: bool = False) -> None:
         """Make a page invisible now (a reserved one: undo the reservation); its slot goes with its last lease.
@@ -188,8 +176,8 @@ class PageIndex(EvictablePages):
         self._orders.remove(key)
         if (freed := gone[0][1]) is not None:
             self._orders.hasten(freed)
-        if visible and self._watcher is not None:
-            self._watcher.removed((key,))
+        if visible and self.on_change is not None:
+            self.on_change("removed", (key,))
 
     def lease(self, entry: Entry) -> None:
         entry.leases += 1
@@ -272,8 +260,8 @@ class PageIndex(EvictablePages):
         self._resting, self._orders, self._orphans, self._children = {}, orders, {}, children
         self._dirty = set()
         self.ages.clear()
-        if self._watcher is not None:
-            self._watcher.cleared()
+        if self.on_change is not None:
+            self.on_change("cleared", ())
         return detached
 
     def retire(self, slots: Iterable[int]) -> None:
@@ -299,18 +287,10 @@ class PageIndex(EvictablePages):
         self.evictions += len(keys)
         self.ages.evicted(keys)
         self.on_evict(keys)
-        if self._watcher is not None:
-            self._watcher.removed(keys)
+        if self.on_change is not None:
+            self.on_change("removed", keys)
 
     # -- all invariants -----------------------------------------------------------------------------------------------
-
-    def mend(self, elsewhere: Iterable[int] = ()) -> None:
-        """Free the slots that no page holds, and count followers anew. `elsewhere`: slots held outside the index."""
-        pages = list(self)
-        used = np.zeros(self.slots, np.bool_)
-        used[[*(e.slot for e in pages), *self._leaving, *elsewhere]] = True
-        self._free = FreeSlots.beside(used)
-        self._recount(pages)
 
     def check(self, elsewhere: Sequence[int] = ()) -> list[str]:
         """Violated invariants, recomputed from scratch. `elsewhere`: slots held outside the index."""

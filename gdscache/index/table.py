@@ -350,30 +350,13 @@ class PageTable:
         entry = self._entries.get(key)
         return self._parent_at(self._resting[key] if entry is None else entry.slot)
 
-    # -- all of them anew ---------------------------------------------------------------------------------------------
-
-    def _recount(self, pages: Collection[Entry]) -> None:
-        self._orders.bring_in()
-        slots = {e.key: e.slot for e in pages}
-        counts = Counter(self._followed(pages))
-        self._children = array("i", bytes(4 * self.slots))
-        for key in slots.keys() & counts.keys():
-            self._children[slots[key]] = counts.pop(key)
-        self._orphans = dict(counts)
-        for key, slot in slots.items():
-            if not self._children[slot]:
-                self._orders.hasten(key)
-
-    def _followed(self, pages: Collection[Entry]) -> Iterator[bytes]:
-        for entry in pages:
-            parent = self._parent_at(entry.slot)
-            if parent != self._namespaces[entry.slot]:
-                yield parent
+    # -- all invariants -----------------------------------------------------------------------------------------------
 
     def _disagreements(self, pages: Collection[Entry]) -> list[str]:
         problems = self._orders.check({e.key: e.retention for e in pages})
         counted = {e.key: self._children[e.slot] for e in pages if self._children[e.slot]} | self._orphans
-        if Counter(self._followed(pages)) != counted:
+        rows = [(self._parent_at(e.slot), self._namespaces[e.slot]) for e in pages]
+        if Counter(parent for parent, namespace in rows if parent != namespace) != counted:
             problems.append("pages that follow others are miscounted")
         if min(self._held.values(), default=1) < 1 or self._held.keys() - {*self._resting.values()}:
             problems.append("pages are held that are not at rest")

@@ -33,22 +33,17 @@ class CpuTier(Tier):
     def capacity(self) -> int:
         return self.extents.nbytes
 
-    def check(self, lock: threading.RLock, *, fix: bool) -> list[str]:
-        problems = super().check(lock, fix=fix)
+    def check(self, lock: threading.RLock) -> list[str]:
+        problems = super().check(lock)
         with lock:
             found = [self.index.find(page.key) for page in list(self.index) if page.state is PageState.VERIFIED]
             pages = {page.slot: page for page in found if page is not None}
             for page in pages.values():
                 self.index.lease(page)
         try:
-            bad = self.extents.bad_slots([*pages])
-            with lock:
-                for slot, layer in bad.items():
-                    problems.append(
-                        f"page {pages[slot].key.hex()[:16]}: the bytes of layer {layer} differ from the stored ones"
-                    )
-                    if fix:
-                        self.index.drop(pages[slot])
+            for slot, layer in self.extents.bad_slots([*pages]).items():
+                key = pages[slot].key.hex()[:16]
+                problems.append(f"page {key}: the bytes of layer {layer} differ from the stored ones")
         finally:
             with lock:
                 self.index.release_all(pages.values())

@@ -379,10 +379,10 @@ class TierManager:
         with self.lock:
             return dict(self.counts)
 
-    def check(self, fix: bool = False) -> list[str]:
+    def check(self) -> list[str]:
         """Contradictions in any tier. For a quiet engine: work in flight holds slots of its own."""
         with self.clearing.alone:  # a clear holds slots outside the index
-            return [f"{name}: {p}" for name, tier in self.tiers.items() for p in tier.check(self.lock, fix=fix)]
+            return [f"{name}: {p}" for name, tier in self.tiers.items() for p in tier.check(self.lock)]
 
     def _describe(self, lease: Lease) -> dict[str, Any]:
         left = self.pins.seconds_left(lease)

@@ -966,8 +966,6 @@ def test_stats_and_checks_name_the_groups(open_hybrid: OpenHybrid) -> None:
     engine.manager.cpu.extents.memory(slot)[0] ^= 1
     [problem] = host.engine.check().problems
     assert problem.startswith("full, window: cpu: ")
-    assert host.engine.check(fix=True).ok
-    assert host.engine.check().problems == ()
 
 
 def test_ends_can_be_waited_for_by_descriptors(open_hybrid: OpenHybrid) -> None:
