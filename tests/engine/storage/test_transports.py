@@ -18,7 +18,7 @@ from gdscache.storage.files import probe_direct_io
 from gdscache.storage.kvikio import KvikioTransport
 from gdscache.storage.native import NativeTransport
 from gdscache.storage.nixl import NixlTransport
-from gdscache.testing.suite_bytes import BytesCases
+from gdscache.testing.cases import Cases
 from gdscache.testing.transport_suite import TransportSuite
 from tests.engine.storage.by_disk import NativeByDisk
 from tests.support.faults import Fault, FaultPlan, FaultRule, FaultyTransport
@@ -71,7 +71,7 @@ class TestUringBuffered(TransportSuite):
 
 @pytest.mark.suite
 @pytest.mark.usefixtures("_uring")
-class TestEverySectorByItself(BytesCases):
+class TestEverySectorByItself(Cases):
     sectors = 2048  # the whole file
     make_transport = TestUringBuffered.make_transport
 
