@@ -15,12 +15,13 @@ import operator
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdscache.pages.keys import Page
 from gdscache.runtime.threads import failure_of, log_failure, start
 
 if TYPE_CHECKING:
+    from gdscache.events.socket import ZmqPublisher
     from gdscache.groups.base import Group
     from gdscache.tiers.base import Tier
 
@@ -80,18 +81,6 @@ class KVEventBatch:
     events: list[KVEvent]
 
 
-class Publisher(Protocol):
-    """A receiver of batches, beside callbacks. One thread calls it."""
-
-    def publish(self, batch: KVEventBatch) -> None: ...
-
-    def serve(self) -> None:
-        """Answer requests for earlier batches, without long waits."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class Place(NamedTuple):
     """The tier of an event, in an event's words."""
 
@@ -126,7 +115,7 @@ class KVEventHub:
     """Gathers the indexes' events, and passes them on in a thread of its own. Events of at most `queue` pages wait:
     further ones are dropped, counted, and seen as a missing number."""
 
-    def __init__(self, page_tokens: int, publisher: Publisher | None = None, queue: int = QUEUE) -> None:
+    def __init__(self, page_tokens: int, publisher: ZmqPublisher | None = None, queue: int = QUEUE) -> None:
         self.dropped = 0  # pages
         self._all = GroupFacts(page_tokens)
         self._groups: dict[bytes, GroupFacts] = {}  # by namespace

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
+from examples.shared_pool.view import CacheView
 from gdscache import CacheEngine
 from gdscache.errors import InvalidValueError
 from gdscache.events.base import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, KVEventHub, Place
-from gdscache.events.view import CacheView
 from gdscache.pages.keys import Page
 from tests.support.helpers import WAIT, Host, OpenEngine, OpenHost, drop_from, prompt, quiet, run, until
 
 ON: dict[str, Any] = {}
-CPU, SSD, ALL = Place("CPU", "LOCAL", "cpu"), Place("STORAGE", "LOCAL", "ssd"), Place("", "", "")
+CPU, SSD = Place("CPU", "LOCAL", "cpu"), Place("STORAGE", "LOCAL", "ssd")
 
 
 class Heard:
@@ -184,8 +184,8 @@ def test_pages_that_do_not_follow_each_other_are_events_of_their_own() -> None:
     hub.add(heard.append)
     hub.note(CPU, "stored", [page(0), page(1), page(5), page(6)])
     hub.note(SSD, "removed", [page(1).key])
-    hub.note("cleared", ALL, ())
-    hub.note("cleared", ALL, ())
+    hub.note(CPU, "cleared", ())
+    hub.note(SSD, "cleared", ())
     hub.close()
     events = [event for batch in heard for event in batch.events]
     first, second, removed, cleared = events
