@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from gdscache.errors import DeadlineError, DeviceError, NativeCallError, TransportUnavailableError
 from gdscache.native import CuFiles, error_of
@@ -23,6 +23,8 @@ from gdscache.storage.native import NativeTransport
 
 if TYPE_CHECKING:
     import torch
+
+    from gdscache.cuda.driver import Driver
 
 PROC_MODULES = "/proc/modules"
 CONFIGURATION = Path("/etc/cufile.json")
@@ -37,15 +39,6 @@ _LIBRARIES = (
 )
 
 _T = TypeVar("_T")
-
-
-class GpuDriver(Protocol):
-    """A CUDA driver, and the primary context of the memory's device. See `gdscache.cuda.driver.Driver`."""
-
-    library: str
-
-    @property
-    def context(self) -> int: ...
 
 
 class CufileTransport(NativeTransport):
@@ -63,7 +56,7 @@ class CufileTransport(NativeTransport):
     """
 
     def __init__(
-        self, threads: int, direct_io: Switch = "auto", *, gpu: GpuDriver | None = None, batched: int = -1
+        self, threads: int, direct_io: Switch = "auto", *, gpu: Driver | None = None, batched: int = -1
     ) -> None:
         """`batched`: bytes of the largest piece in cuFile's batches; 0: no batches, below 0: the measured best."""
         self.memory_kinds = frozenset({"host"} if gpu is None else {"host", "cuda"})
@@ -81,7 +74,7 @@ class CufileTransport(NativeTransport):
     def is_own(self) -> bool:
         return type(self) is CufileTransport
 
-    def _opened(self, gpu: GpuDriver, batched: int) -> CuFiles:
+    def _opened(self, gpu: Driver, batched: int) -> CuFiles:
         if not os.path.exists(PROC_MODULES):
             raise TransportUnavailableError(
                 f"cuFile never answers on a kernel without {PROC_MODULES}", "set gds to off, or transport to posix"

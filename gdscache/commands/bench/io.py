@@ -25,8 +25,8 @@ from gdscache.commands.console import Table, figure
 from gdscache.config import SsdConfig
 from gdscache.errors import CapacityError, InvalidValueError, TransportUnavailableError
 from gdscache.sizes import GIB, KIB, MIB, about, format_size
+from gdscache.storage import probe
 from gdscache.storage.base import Op
-from gdscache.storage.probe import no_gds_driver, probe_cufile
 
 LEAST = 16 * MIB
 RAM_DISK = "/dev/shm"
@@ -201,12 +201,12 @@ def sweep(run: kit.Run, settings: Settings, device: torch.device, way: str, file
 def require_gds(directory: Path, device: torch.device) -> str:
     """The proof that GPUDirect Storage works in the directory. Raises `TransportUnavailableError` with the cause unless
     the nvidia-fs driver counted reads and writes of a probe."""
-    cause = "torch sees no CUDA device" if device.type == "cpu" else no_gds_driver()
+    cause = "torch sees no CUDA device" if device.type == "cpu" else probe.no_gds_driver()
     if not cause:
-        probe = probe_cufile(directory, device.index)
-        if probe.mode == "gds":
-            return probe.reason
-        cause = probe.reason
+        found = probe.probe("cufile", directory, device.index)
+        if found.mode == "gds":
+            return found.reason
+        cause = found.reason
     raise TransportUnavailableError(
         f"--require-gds: GPUDirect Storage is not proven to work in {directory}: {cause}",
         "see gdscache doctor --dir and docs/gds.md",

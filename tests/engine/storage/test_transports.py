@@ -130,7 +130,7 @@ def _cufile(tmp_path_factory: pytest.TempPathFactory) -> None:
     """A probe takes seconds, so there is one."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    if (found := probe.probe_kvikio(tmp_path_factory.mktemp("probe"), 0, 60)).mode != "gds":
+    if (found := probe.probe("kvikio", tmp_path_factory.mktemp("probe"), 0, 60)).mode != "gds":
         pytest.skip(f"cuFile does not work here: {found.reason}")
 
 
