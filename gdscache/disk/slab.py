@@ -140,9 +140,6 @@ class Slab:
         count = self.directories
         return number % count, (number // count * self.stretch + within) * self.extent_bytes
 
-    def offset(self, slot: int) -> int:
-        return self.locate(slot)[1]
-
     def check(self) -> list[str]:
         """Problems of the files since they were opened."""
         problems = []

@@ -24,6 +24,7 @@ from gdscache.errors import IOFailedError
 from gdscache.pages.layout import EXTENT_ALIGNMENT
 from gdscache.storage.base import Memory as Piece
 from gdscache.storage.base import Op, Transport, memory_of, part
+from gdscache.storage.calls import within
 
 SECTOR = EXTENT_ALIGNMENT
 FILE_BYTES = 8 << 20
@@ -103,19 +104,7 @@ Remember = Callable[..., Memory]
 
 def close(transport: Transport) -> None:
     """Close it; fails if that does not return. Raises the transport's error."""
-    raised: list[BaseException] = []
-
-    def closes() -> None:
-        try:
-            transport.close()
-        except BaseException as error:  # noqa: BLE001 - raised again below, in the test's thread
-            raised.append(error)
-
-    closing = threading.Thread(target=closes, daemon=True)
-    closing.start()
-    join([closing], f"close() of {transport.name}")
-    if raised:
-        raise raised[0]
+    within(PATIENCE, "gdscache-test-close", transport.close, f"close() of {transport.name} has not returned", "")
 
 
 def join(threads: Iterable[threading.Thread], what: str) -> None:

@@ -65,7 +65,7 @@ class Bounce:
         self.name, self.only = "bounce" + PLAIN * plain, only
         self.extents = extents
         half = extents.slots // 2
-        self.stores = SlotShare(range(half))
+        self.stores = SlotShare(half)
         self.loads = range(half, 2 * half)  # the executor gives these out
         self._quarantine = quarantine
         quarantine.add_memory(f"{self.name}_stores", self.stores.slots, only=only)

@@ -26,7 +26,7 @@ from gdscache.tiers.base import DurableTier, Lease, Tier
 from gdscache.tiers.clear import PAUSE_S, Clearing
 from gdscache.tiers.expiry import Expiry
 from gdscache.tiers.fates import PageFates
-from gdscache.tiers.measures import Measures
+from gdscache.tiers.measures import Measures, nested
 from gdscache.tiers.pins import Pin, Pins
 from gdscache.tiers.quarantine import Quarantine
 from gdscache.tracing import OFF, Timeline
@@ -393,9 +393,7 @@ class TierManager:
         self.busy.tell()
         with self.lock:
             self.expire()
-            groups: dict[str, dict[str, Any]] = {}
-            for (group, name), n in sorted(self.counts.items()):
-                groups.setdefault(group, {})[name] = n
+            groups = nested(dict(sorted(self.counts.items())))
             tiers = {
                 name: {
                     "kind": tier.kind,

@@ -15,7 +15,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -179,10 +178,6 @@ class SsdTier(DurableTier):
     @property
     def direct(self) -> bool:
         return self.route is not None and self.route.route == "direct"
-
-    @property
-    def catalog_path(self) -> Path:
-        return self._catalog.path
 
     @property
     def capacity(self) -> int:

@@ -150,9 +150,12 @@ def test_a_bad_page_within_a_merged_read_costs_its_own_suffix(
 def test_check_finds_a_bad_page_of_the_cpu_pool(open_host: OpenHost) -> None:
     host, tokens = kept(open_host, 3)
     cpu = host.engine.manager.cpu
-    cpu.extents.memory(slot_of(host.engine, tokens, 1, "cpu"))[0] ^= 1
+    byte = cpu.extents.memory(slot_of(host.engine, tokens, 1, "cpu"))[:1]
+    byte[0] ^= 1
     [problem] = host.engine.check().problems
     assert "differ from the stored ones" in problem
+    byte[0] ^= 1
+    assert host.engine.check().ok
 
 
 def test_a_bad_page_of_the_cpu_pool_is_not_written_on_unseen(open_host: OpenHost) -> None:
@@ -208,7 +211,6 @@ def test_a_slab_truncated_while_it_is_open(open_host: OpenHost, slab: Path, cpu:
     assert misses(host.engine) == {"short_read": len(lost)}
     assert "slab-0.bin has" in host.engine.check().problems[0]
     assert tokens_of(host.engine, tokens) == 20, "the file may come back whole"
-    settle(host.engine)
     host.engine.close()
     host = open_host(cpu=cpu)
     assert host.load(tokens).tokens == 4 * lost[0]
@@ -268,6 +270,7 @@ def test_check_finds_a_row_that_names_no_page_and_a_page_without_row(open_host: 
         writer.execute(f"UPDATE pages SET {change} WHERE place = ?", (slot_of(host.engine, tokens, 2),))
     assert len(host.engine.check().problems) == 2
     assert tokens_of(host.engine, tokens) == 12
+    host.engine.close()
     host = open_host(cpu=None)
     assert host.engine.check().problems == ()
     assert host.load(tokens).tokens == 8

@@ -227,7 +227,7 @@ class Machine(RuleBasedStateMachine):
     @rule(salt=salts)
     def invalidate(self, salt: str) -> None:
         namespace = self.engine.namespace(salt)
-        there = {n: len(t.index.select(namespace)) for n, t in self.engine.manager.tiers.items()}
+        there = {n: sum(page.namespace == namespace for page in t.index) for n, t in self.engine.manager.tiers.items()}
         assert self.engine.invalidate(namespace) == there
         self.forget(salt)
 

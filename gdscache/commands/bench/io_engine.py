@@ -126,7 +126,7 @@ class ColdEngine(Closeable):
         """Drop the CPU tier's pages, so that the next load is from the SSD."""
         with self.engine.manager.lock:
             index = self._cpu.index
-            for key in index.select(None):
+            for key in index.all_keys():
                 entry = index.find(key)
                 if entry is not None:
                     index.drop(entry)

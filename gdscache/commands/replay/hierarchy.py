@@ -26,7 +26,7 @@ from gdscache.load.report import LoadPart
 from gdscache.load.run import LoadRun
 from gdscache.moves import Moving
 from gdscache.pages.keys import Page
-from gdscache.policies.admission import open_admission
+from gdscache.policies.admission import Admission
 from gdscache.store.earned_offers import EarnedOffers
 from gdscache.store.outlets import Outlet
 from gdscache.store.parcel import Parcel, Receipt
@@ -166,7 +166,7 @@ class Hierarchy:
         self.admission, outlets = None, []
         if config.ssd is not None and self.ssd is not None:
             asked = config.store.admission, self.ssd.index.slots, extent, config.ssd.endurance
-            self.admission = open_admission(*asked, offers=limits.admission_offers, clock=clock.time)
+            self.admission = Admission(*asked, offers=limits.admission_offers, clock=clock.time)
             outlets = [Outlet(self.ssd, self.admission, config.store.queue // extent)]
         index = None if self.cpu is None else self.cpu.index
         earned = EarnedOffers(index, outlets, config.store.write_policy, limits.write_hits)
@@ -186,8 +186,7 @@ class Hierarchy:
             writers["ssd"] = _Writer(self.moved, self.planner, self.manager, self.ssd, self.executor, extent)
         self._spare = None
         if config.ssd is not None:
-            half = config.host_buffer // extent // 2
-            self._spare = VirtualShare(clock, range(half, 2 * half))
+            self._spare = VirtualShare(clock, config.host_buffer // extent // 2)
         parts = self.manager, self.planner, self.executor, self._spare, writers, extent
         self.storer = Storer(*parts, config.store, config.deadline)
         self.loads = LoadPlanner(self.manager, VirtualCondition(clock, self.lock), due=[self.storer.offer_earned])

@@ -709,6 +709,7 @@ def test_check_finds_a_catalogue_with_another_retention(open_host: OpenHost) -> 
     connection.close()
     [problem] = host.engine.check().problems
     assert "retention" in problem
+    host.engine.close()
 
 
 def test_a_sequence_commits_with_a_retention(open_engine: OpenEngine) -> None:

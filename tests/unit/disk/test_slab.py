@@ -48,11 +48,11 @@ def test_a_new_slab_is_allocated_in_full_and_private(tmp_path: Path) -> None:
 
 def test_slots_lie_one_after_another_and_nowhere_else(tmp_path: Path) -> None:
     slab = Slab.open(tmp_path, EXTENT, 3)
-    assert [slab.offset(i) for i in range(3)] == [0, EXTENT, 2 * EXTENT]
+    assert [slab.locate(i)[1] for i in range(3)] == [0, EXTENT, 2 * EXTENT]
     assert slab.locate(2) == (0, 2 * EXTENT)
     for slot in (-1, 3, 1 << 40):
         with pytest.raises(errors.SlotRangeError, match=str(slot)):
-            slab.offset(slot)
+            slab.locate(slot)[1]
 
 
 def test_growing_keeps_the_old_slots_and_voids_the_new(tmp_path: Path) -> None:

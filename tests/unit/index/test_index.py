@@ -157,7 +157,7 @@ def test_check_sees_what_is_wrong() -> None:
     index._orphans[b"x" * 32] = 1
     assert index.check()
     index, _ = fresh()
-    index._free.give(99)
+    index._free.give_all([99])
     assert index.check()
     index, entries = fresh()
     entries[0].dropped = True
@@ -312,7 +312,7 @@ def test_pages_in_a_circle_are_pages_like_others(policy: str, steps: list[tuple[
             index.commit_all(entries)
             for entry in entries:
                 index.mark_dirty(entry)
-            held = [entry for page in pages.values() if (entry := index.pin(page)) is not None]  # as the caller says
+            held = [entry for page in pages.values() for entry in index.pin_run([page], 0, 1)]  # as the caller says
             assert len(index.coldest_dirty(8)) <= 8
             assert index.family(pages.values()) <= {*keys, NAMESPACE}
             index.release_all(held)
