@@ -302,7 +302,7 @@ def test_a_sequence_that_found_every_page_meanwhile_publishes_none(open_engine: 
         begun.append(engine.sequence(prompt(2, 4, extra=1)))
         begun[0].verify(WAIT)
 
-    with mock.patch.object(PageIndex, "select", _ascending(engine, prompt(1, 1))), between_pieces(engine, begin):
+    with mock.patch.object(PageIndex, "all_keys", _ascending(engine, prompt(1, 1))), between_pieces(engine, begin):
         engine.invalidate(engine.namespace())
     with begun[0] as seq:
         assert seq.cached_tokens == 16, "the sequence found nothing: nothing is tested"
@@ -314,8 +314,8 @@ def test_a_sequence_that_found_every_page_meanwhile_publishes_none(open_engine: 
 
 
 def _ascending(engine: CacheEngine, first: list[int]) -> Callable[..., list[bytes]]:
-    original, head = PageIndex.select, keys(engine, first)
-    return lambda index, namespace: sorted(original(index, namespace), key=lambda key: key not in head)
+    original, head = PageIndex.all_keys, keys(engine, first)
+    return lambda index: sorted(original(index), key=lambda key: key not in head)
 
 
 @pytest.mark.parametrize("salt", SALTS)
