@@ -92,12 +92,12 @@ def test_a_striped_slab_is_cut_while_it_is_open(
     os.truncate(tmp_path / "second" / "slab-1.bin", 0)
     assert host.load(tokens).tokens == 4
     assert "slab-1.bin has 0 bytes" in host.engine.check().problems[0]
+    assert host.engine.stats()["tiers"]["ssd"]["pages"] == PAGES, "the file may come back whole"
     host.engine.close()
     host = open_host(cpu=None, ssd=12, ssd_options={"stripes": [str(tmp_path / "second")]})
     assert (tmp_path / "second" / "slab-1.bin").stat().st_size == size
     assert tokens_of(host.engine, tokens) == 4
-    assert host.engine.stats()["tiers"]["ssd"]["pages"] == PAGES / 2, "what lies in the first directory is not harmed"
-    host.keep(tokens)
+    host.keep(tokens)  # an open gives up all slots from the first one on whose bytes are missing
     assert host.load(tokens).tokens == 4 * PAGES
 
 
