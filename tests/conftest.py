@@ -109,7 +109,7 @@ def gds_mt(tmp_path_factory: pytest.TempPathFactory) -> None:
     """NIXL's plugin GDS_MT moves GPU memory here. A probe takes seconds, so there is one."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    if not (found := probe.probe_nixl(tmp_path_factory.mktemp("probe"), 0, 60)).ok:
+    if not (found := probe.probe("nixl", tmp_path_factory.mktemp("probe"), 0, 60)).ok:
         pytest.skip(f"GDS_MT does not work here: {found.reason}")
 
 
@@ -122,7 +122,7 @@ def real_cufile(tmp_path_factory: pytest.TempPathFactory) -> None:
         cufile.find_cufile()
     except TransportUnavailableError as error:
         pytest.skip(error.message)
-    if not (found := probe.probe_cufile(tmp_path_factory.mktemp("probe"), 0, 60)).ok:
+    if not (found := probe.probe("cufile", tmp_path_factory.mktemp("probe"), 0, 60)).ok:
         pytest.skip(f"cuFile does not work here: {found.reason}")
 
 

@@ -21,8 +21,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gdscache.events.socket import ZmqSubscriber
-from gdscache.events.view import CacheView
+from subscriber import ZmqSubscriber
+from view import CacheView
+
 from gdscache.pages.keys import PageNames, as_tokens
 
 HERE = Path(__file__).parent

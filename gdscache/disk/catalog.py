@@ -187,22 +187,11 @@ class Catalog:
                 with self._transaction() as writer:
                     delete_pages(writer, delete)
                     ids = self._register(writer, {record.namespace for record in insert})
-                    _insert(
-                        writer,
-                        "INSERT INTO pages(place, key, parent, namespace, length, recency, packed)",
-                        [
-                            (
-                                int(r.slot),
-                                r.key,
-                                r.parent,
-                                ids[r.namespace],
-                                int(r.length),
-                                int(r.recency),
-                                int(r.packed),
-                            )
-                            for r in insert
-                        ],
-                    )
+                    pages = [
+                        (int(r.slot), r.key, r.parent, ids[r.namespace], int(r.length), int(r.recency), int(r.packed))
+                        for r in insert
+                    ]
+                    _insert(writer, "INSERT INTO pages(place, key, parent, namespace, length, recency, packed)", pages)
                     _insert(
                         writer,
                         "INSERT OR REPLACE INTO checksums(place, sums)",
@@ -220,24 +209,9 @@ class Catalog:
             except sqlite3.IntegrityError as error:
                 raise SlotRangeError(f"a slot that still has a page was written: {error}", "delete it first") from error
 
-    def checksums(self, slots: Sequence[int]) -> list[npt.NDArray[np.uint64] | None]:
-        """The checksums stored for `slots`, bound to any keys: uint64 of shape (shards x layers,) each; None where no
-        valid ones are stored."""
-        found = {
-            slot: np.frombuffer(sums, "<u8").astype(np.uint64, copy=False) for slot, sums in self._checksum_blobs(slots)
-        }
-        return [found.get(slot) for slot in slots]
-
     def checksum_rows(self, slots: Sequence[int], layers: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
         """The slots among `slots` with checksums of `layers` layers in each shard, and these as stored, bound to any
         keys: uint64 of shape (found, shards x layers)."""
-        count = layers * self._slab.shards
-        whole = [(slot, sums) for slot, sums in self._checksum_blobs(slots) if len(sums) == 8 * count]
-        found = np.array([slot for slot, _ in whole], dtype=np.int64)
-        values = np.frombuffer(b"".join(sums for _, sums in whole), "<u8").astype(np.uint64, copy=False)
-        return found, values.reshape(len(whole), count)
-
-    def _checksum_blobs(self, slots: Sequence[int]) -> list[tuple[int, bytes]]:
         rows: list[tuple[int, bytes]] = []
         ordered = np.asarray(slots, dtype=np.int64)
         if (np.diff(ordered) <= 0).any():
@@ -252,7 +226,11 @@ class Catalog:
             for at in range(0, len(single), LOOKUP_SLOTS):
                 some = single[at : at + LOOKUP_SLOTS]
                 rows += reader.execute(LOOKUP, some + [None] * (LOOKUP_SLOTS - len(some))).fetchall()
-        return rows
+        count = layers * self._slab.shards
+        whole = [(slot, sums) for slot, sums in rows if len(sums) == 8 * count]
+        found = np.array([slot for slot, _ in whole], dtype=np.int64)
+        values = np.frombuffer(b"".join(sums for _, sums in whole), "<u8").astype(np.uint64, copy=False)
+        return found, values.reshape(len(whole), count)
 
     def describe_namespace(self, digest: bytes, description: Mapping[str, object]) -> None:
         text = json.dumps(description, sort_keys=True)
@@ -270,10 +248,6 @@ class Catalog:
             return {digest: json.loads(text or b"{}") for _, digest, text in rows}
         except (TypeError, ValueError, RecursionError) as error:
             raise IOFailedError(f"{self.path}: a namespace's description is damaged: {error}") from error
-
-    def count(self) -> int:
-        with self._read_lock, self._in_use("read"):
-            return int(self._connection(self._reader).execute("SELECT count(*) FROM pages").fetchone()[0])
 
     def rows(self) -> dict[int, bytes]:
         with self._read_lock, self._in_use("read"):

@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from gdscache.disk import kept_file
 from gdscache.disk.catalog_file import CATALOG_NAME
 from gdscache.disk.catalog_image import LOG_SUFFIX
 from gdscache.disk.locks import DirectoryWatch, FileLock
@@ -270,12 +271,8 @@ def _owner_message(path: Path, name: str) -> tuple[str, str]:
 
 def _owner(path: Path) -> dict[str, Any]:
     try:
-        fd = os.open(path / LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            owner = json.loads(os.pread(fd, LOCK_LIMIT, 0))
-        finally:
-            os.close(fd)
-    except (OSError, ValueError, RecursionError):
+        owner = json.loads(kept_file.read(path / LOCK_NAME, LOCK_LIMIT))
+    except (OSError, ValueError, RecursionError, StorageError):
         return {}
     return owner if isinstance(owner, dict) else {}
 

@@ -89,10 +89,7 @@ class HistoryFile:
 
 def pack(history: History) -> bytes:
     period, added, filters = history.evicted.dump()
-    bad = [
-        [key.hex(), page.tier, page.cause, page.slot, page.place, page.at]
-        for key, page in list(history.bad.items())[-BAD_KEPT:]
-    ]
+    bad = [[key.hex(), *dataclasses.astuple(page)] for key, page in list(history.bad.items())[-BAD_KEPT:]]
     head = {"period": period, "added": added, "written": history.written, "bad": bad}
     text = json.dumps(head).encode()
     rest = struct.pack("<II", FORMAT, len(text)) + text + b"".join(filters)

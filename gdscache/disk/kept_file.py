@@ -46,7 +46,7 @@ class KeptFile:
 def read(path: Path, most: int) -> bytes:
     """A file's bytes. Raises `OSError`, `ValueError` for more than `most`, and `NotARegularFileError` for a link or a
     file with further names."""
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
         found = os.fstat(file.fileno())
         own_file(path, found)
         if found.st_size > most:

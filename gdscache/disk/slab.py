@@ -140,15 +140,11 @@ class Slab:
         count = self.directories
         return number % count, (number // count * self.stretch + within) * self.extent_bytes
 
-    def offset(self, slot: int) -> int:
-        return self.locate(slot)[1]
-
-    def check(self) -> tuple[list[str], dict[int, int]]:
-        """Problems of the files since they were opened, and the number of whole extents in each file that is too
-        short."""
-        problems, short = [], {}
+    def check(self) -> list[str]:
+        """Problems of the files since they were opened."""
+        problems = []
         for number, path in enumerate(self.files):
-            share = self._share(number)
+            nbytes = self.extent_bytes * _share(number % self.directories, self.directories, self.stretch, self.slots)
             try:
                 status = path.lstat()
             except OSError as error:
@@ -156,38 +152,9 @@ class Slab:
                 continue
             if status.st_ino != self.inodes[number]:
                 problems.append(f"{path} was replaced by another file; close and open the engine")
-            elif status.st_size < share * self.extent_bytes:
-                short[number] = status.st_size // self.extent_bytes
-                problems.append(f"{path} has {status.st_size:,} bytes of {share * self.extent_bytes:,}")
-        return problems, short
-
-    def lengthen(self) -> None:
-        """Restore the size of truncated files. Raises `NoSpaceError`, `IOFailedError`."""
-        for number, path in enumerate(self.files):
-            fd, _ = _open_file(path)
-            try:
-                share = self._share(number)
-                if os.fstat(fd).st_ino == self.inodes[number]:
-                    _allocate(path, fd, share * self.extent_bytes)
-            finally:
-                os.close(fd)
-
-    def _share(self, number: int) -> int:
-        return _share(number % self.directories, self.directories, self.stretch, self.slots)
-
-    def flush(self) -> None:
-        """Make the bytes written so far survive a loss of power (`durability: power`). Raises `IOFailedError`."""
-        for path in self.files:
-            try:
-                fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-                try:
-                    os.fdatasync(fd)
-                finally:
-                    os.close(fd)
-            except OSError as error:
-                raise IOFailedError(
-                    f"{path} cannot be flushed: {error.strerror}", "see the kernel log for the device", error.errno
-                ) from error
+            elif status.st_size < nbytes:
+                problems.append(f"{path} has {status.st_size:,} bytes of {nbytes:,}")
+        return problems
 
 
 def slab_name(number: int, shard: int = 0) -> str:

@@ -25,9 +25,7 @@ class SlabFiles(Files, Protocol):
     def register(self, memory: memoryview | torch.Tensor) -> None:
         """Announce a buffer that will be used until `close`."""
 
-    def check(self) -> tuple[list[str], dict[int, int]]: ...
-
-    def lengthen(self) -> None: ...
+    def check(self) -> list[str]: ...
 
     def flush(self) -> None: ...
 
@@ -79,11 +77,8 @@ class SlabIO:
     def describe(self) -> dict[str, object]:
         return self.transport.describe()
 
-    def check(self) -> tuple[list[str], dict[int, int]]:
+    def check(self) -> list[str]:
         return self.slab.check()
-
-    def lengthen(self) -> None:
-        self.slab.lengthen()
 
     def flush(self) -> None:
         for file in self._files:

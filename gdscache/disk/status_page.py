@@ -22,7 +22,9 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from gdscache.disk.catalog_file import FILE_MODE, MOST_SHARDS, own_file
+from gdscache.disk import kept_file
+from gdscache.disk.catalog_file import CATALOG_NAME, FILE_MODE, MOST_SHARDS, own_file
+from gdscache.disk.catalog_image import LOG_SUFFIX
 from gdscache.errors import DirectoryNotWritableError, NotARegularFileError
 from gdscache.pages.layout import is_plain
 from gdscache.runtime.latencies import NOTHING, SlowLoad, Summary
@@ -48,11 +50,8 @@ COUNTS = (
     ("dropped", ""),
     ("refused", ""),
 )
-BY_TIER = (
-    "hits",
-    "loaded",
-    "stored",
-)  # groups with a count for each tier: those of other tiers stand before the causes
+# Groups with a count for each tier: those of other tiers stand before the causes.
+BY_TIER = ("hits", "loaded", "stored")
 CAUSED = ("misses", "dropped", "refused", "lost")  # groups with a count for each cause, the most frequent first
 CAUSES = 48
 RANKS = 16
@@ -262,15 +261,9 @@ def unpack(page: bytes) -> Status | OtherFormat | None:
 def read(directory: Path) -> Status | OtherFormat | None:
     for _ in range(_TRIES):
         try:
-            fd = os.open(directory / STATUS_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError:
+            page = kept_file.read(directory / STATUS_NAME, PAGE_BYTES)
+        except (OSError, ValueError, NotARegularFileError):
             return None
-        try:
-            page = os.pread(fd, PAGE_BYTES, 0)
-        except OSError:
-            return None
-        finally:
-            os.close(fd)
         if (status := unpack(page)) is not None:
             return status
         time.sleep(_PAUSE)
@@ -288,14 +281,13 @@ class StatusWriter:
     def __init__(
         self,
         directory: Path,
-        catalog: Path,
         figures: Callable[[], Figures],
         save: Callable[[], object] = lambda: None,
         beside: Callable[[], object] = lambda: None,
         released: Callable[[], object] = lambda: None,
     ) -> None:
         self._path = path = directory / STATUS_NAME
-        self._files = (catalog, Path(f"{catalog}-wal"))
+        self._files = (directory / CATALOG_NAME, directory / f"{CATALOG_NAME}{LOG_SUFFIX}")
         self._figures = figures
         self._save = save
         self._beside = beside

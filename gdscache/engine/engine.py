@@ -61,14 +61,13 @@ _SALTS_KEPT = 4096
 
 @dataclasses.dataclass(frozen=True)
 class CheckReport:
-    """The findings of `check`: `problems` in words, and whether they were mended."""
+    """The findings of `check`: `problems` in words."""
 
     problems: tuple[str, ...]
-    fixed: bool
 
     @property
     def ok(self) -> bool:
-        return not self.problems or self.fixed
+        return not self.problems
 
 
 class CacheEngine:
@@ -673,14 +672,11 @@ class CacheEngine:
             "events": None if self._parts.events is None else self._parts.events.describe(),
         }
 
-    def check(self, fix: bool = False) -> CheckReport:
-        """Compare every index with its slots, its catalogue and its bytes in the CPU tier. For a quiet engine.
-
-        With `fix`, contradictory pages are dropped, and rows without a page are deleted.
-        """
+    def check(self) -> CheckReport:
+        """Compare every index with its slots, its catalogue and its bytes in the CPU tier. For a quiet engine. Changes
+        nothing: to close and open the engine drops contradictory pages."""
         with self.calls:
-            problems = self.manager.check(fix)
-            return CheckReport(tuple(problems), fixed=fix and not self.manager.check())
+            return CheckReport(tuple(self.manager.check()))
 
     def close(self, drain: bool = True) -> None:
         """Finish stores (or drop them), wait for loads, free everything. May be called twice.

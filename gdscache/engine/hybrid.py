@@ -506,13 +506,10 @@ class HybridEngine:
             "tokens": self._tokens.describe(),
         }
 
-    def check(self, fix: bool = False) -> CheckReport:
+    def check(self) -> CheckReport:
         """See `CacheEngine.check`. Problems begin with the names of their pool's groups."""
-        found = {names: engine.check(fix) for names, engine in self.by_groups.items()}
-        return CheckReport(
-            tuple(f"{names}: {problem}" for names, one in found.items() for problem in one.problems),
-            all(one.fixed for one in found.values()),
-        )
+        found = {names: engine.check().problems for names, engine in self.by_groups.items()}
+        return CheckReport(tuple(f"{names}: {problem}" for names, some in found.items() for problem in some))
 
     def close(self, drain: bool = True) -> None:
         """See `CacheEngine.close`."""

@@ -50,7 +50,7 @@ from gdscache.moves.native import Machine, NativeExecutor, Reserve
 from gdscache.pages.keys import namespace_digest
 from gdscache.pages.layout import PLAIN, PageLayout
 from gdscache.pages.planes import PagedPlanes
-from gdscache.policies.admission import open_admission
+from gdscache.policies.admission import Admission
 from gdscache.prefetch.prefetcher import Prefetcher, held_pages
 from gdscache.ranks.address import RankAddress
 from gdscache.ranks.executor import RanksExecutor
@@ -382,7 +382,7 @@ def _open_status(
     costs.restore()
     names = NamespacesFile(ssd.path, config.model.namespace_fields(shards=top.layout.shards))
     save, beside = functools.partial(_save, costs, history, ssd), functools.partial(_describe, names, ssd)
-    return StatusWriter(ssd.path, ssd.catalog_path, figures, save, beside)
+    return StatusWriter(ssd.path, figures, save, beside)
 
 
 def _open_page(path: Path, figures: Callable[[], Figures]) -> StatusWriter:
@@ -393,7 +393,7 @@ def _open_page(path: Path, figures: Callable[[], Figures]) -> StatusWriter:
         raise type(error)(error.message, error.hint.replace("ssd.path", "status.path")) from error
     with contextlib.ExitStack() as undo:
         undo.callback(directory.close)
-        writer = StatusWriter(path, path / CATALOG_NAME, figures, released=directory.close)
+        writer = StatusWriter(path, figures, released=directory.close)
         undo.pop_all()
     return writer
 
@@ -418,7 +418,7 @@ def _outlets(below: _Below, offers: int, log: LimitedLog) -> list[Outlet]:
     found = []
     for tier in below.files:
         endurance = config.ssd.endurance if config.ssd is not None and tier is below.ssd else None
-        admission = open_admission(config.store.admission, tier.index.slots, extent, endurance, offers=offers, log=log)
+        admission = Admission(config.store.admission, tier.index.slots, extent, endurance, offers=offers, log=log)
         found.append(Outlet(tier, admission, limit))
     return found
 

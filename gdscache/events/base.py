@@ -8,18 +8,20 @@ tier's name, and `locality` is `LOCAL`, or `REMOTE` for a tier beyond this machi
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import logging
 import operator
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdscache.pages.keys import Page
 from gdscache.runtime.threads import failure_of, log_failure, start
 
 if TYPE_CHECKING:
+    from gdscache.events.socket import ZmqPublisher
     from gdscache.groups.base import Group
     from gdscache.tiers.base import Tier
 
@@ -79,18 +81,6 @@ class KVEventBatch:
     events: list[KVEvent]
 
 
-class Publisher(Protocol):
-    """A receiver of batches, beside callbacks. One thread calls it."""
-
-    def publish(self, batch: KVEventBatch) -> None: ...
-
-    def serve(self) -> None:
-        """Answer requests for earlier batches, without long waits."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class Place(NamedTuple):
     """The tier of an event, in an event's words."""
 
@@ -121,28 +111,11 @@ _MEDIA = {"planes": "GPU", "memory": "CPU", "files": "STORAGE"}
 _ALL = Place("", "", "")  # all tiers are cleared together
 
 
-class Watch:
-    """The listener to a tier's index; the manager's lock is held. See `PageIndex.watch`."""
-
-    def __init__(self, hub: KVEventHub, tier: Tier) -> None:
-        self._note = hub.note
-        self._place = Place.of(tier)
-
-    def stored(self, pages: Sequence[Page]) -> None:
-        self._note("stored", self._place, pages)
-
-    def removed(self, keys: Sequence[bytes]) -> None:
-        self._note("removed", self._place, keys)
-
-    def cleared(self) -> None:
-        self._note("cleared", _ALL, ())
-
-
 class KVEventHub:
     """Gathers the indexes' events, and passes them on in a thread of its own. Events of at most `queue` pages wait:
     further ones are dropped, counted, and seen as a missing number."""
 
-    def __init__(self, page_tokens: int, publisher: Publisher | None = None, queue: int = QUEUE) -> None:
+    def __init__(self, page_tokens: int, publisher: ZmqPublisher | None = None, queue: int = QUEUE) -> None:
         self.dropped = 0  # pages
         self._all = GroupFacts(page_tokens)
         self._groups: dict[bytes, GroupFacts] = {}  # by namespace
@@ -150,7 +123,7 @@ class KVEventHub:
         self._publisher = publisher
         self._lock = threading.Lock()
         self._callbacks: tuple[Callable[[KVEventBatch], object], ...] = ()
-        self._noted: list[tuple[str, Place, Sequence[Any]]] = []
+        self._noted: list[tuple[Place, str, Sequence[Any]]] = []
         self._pages = 0
         self._lost = False
         self._seq = 0
@@ -162,11 +135,10 @@ class KVEventHub:
     def watch(self, tiers: Iterable[Tier]) -> None:
         """Listen to all tiers, and report their present pages. The manager's lock is held."""
         for tier in tiers:
-            watch = Watch(self, tier)
-            tier.index.watch(watch)
+            note = tier.index.on_change = functools.partial(self.note, Place.of(tier))
             there = [entry.page for entry in tier.index]
             for at in range(0, len(there), BATCH_PAGES):
-                watch.stored(there[at : at + BATCH_PAGES])
+                note("stored", there[at : at + BATCH_PAGES])
 
     def name(self, namespace: bytes, facts: GroupFacts) -> None:
         """The group of a namespace's pages. Call it for a bounded number of namespaces, before their pages come."""
@@ -183,9 +155,11 @@ class KVEventHub:
 
         return remove
 
-    def note(self, what: str, place: Place, some: Sequence[Any]) -> None:
-        """Note an event. Never waits."""
-        if not some and what != "cleared":
+    def note(self, place: Place, what: str, some: Sequence[Any]) -> None:
+        """Note an event: see `PageIndex.on_change`. Never waits."""
+        if what == "cleared":
+            place = _ALL
+        elif not some:
             return
         with self._lock:
             if self._pages + len(some) > self._limit:
@@ -193,7 +167,7 @@ class KVEventHub:
                 self._lost = True
                 return
             self._pages += len(some)
-            self._noted.append((what, place, some))
+            self._noted.append((place, what, some))
         if not self._wake.is_set():
             self._wake.set()
 
@@ -233,8 +207,8 @@ class KVEventHub:
         if self._publisher is not None:
             self._publisher.serve()
 
-    def _events(self, noted: Sequence[tuple[str, Place, Sequence[Any]]]) -> Iterator[KVEvent]:
-        for (what, place), alike in itertools.groupby(noted, operator.itemgetter(0, 1)):
+    def _events(self, noted: Sequence[tuple[Place, str, Sequence[Any]]]) -> Iterator[KVEvent]:
+        for (place, what), alike in itertools.groupby(noted, operator.itemgetter(0, 1)):
             yield from self._events_of(what, place, [*itertools.chain.from_iterable(some for _, _, some in alike)])
 
     def _events_of(self, what: str, place: Place, some: Sequence[Any]) -> Iterator[KVEvent]:

@@ -10,15 +10,13 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections import deque
-from collections.abc import Iterator
 from typing import Any
 
 from gdscache.errors import InvalidValueError, MissingPackageError
-from gdscache.events.base import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, KVEventBatch
+from gdscache.events.base import KVEvent, KVEventBatch
 
 END = (-1).to_bytes(8, "big", signed=True)
 KEPT = 10_000  # batches kept for replay
-_NAMES = {kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared)}
 
 
 def packed(batch: KVEventBatch) -> bytes:
@@ -34,19 +32,9 @@ def _fields(event: KVEvent) -> dict[str, Any]:
     return {name: value for name, value in dataclasses.asdict(event).items() if value != defaults[name]}
 
 
-def unpacked(seq: bytes, payload: bytes) -> KVEventBatch:
-    """The inverse of `packed`; unknown fields are ignored."""
-    ts, events, *_ = _package("msgpack").unpackb(payload, raw=False)
-    found: list[KVEvent] = []
-    for fields in events:
-        kind: Any = _NAMES[fields["type"]]
-        found.append(kind(**{field.name: fields.get(field.name) for field in dataclasses.fields(kind)}))
-    return KVEventBatch(int.from_bytes(seq, "big"), ts, found)
-
-
 class ZmqPublisher:
-    """See the module. `kept`: batches kept for replay. Raises `InvalidValueError` for an endpoint that cannot be
-    bound."""
+    """See the module; one thread calls it. `kept`: batches kept for replay. Raises `InvalidValueError` for an endpoint
+    that cannot be bound."""
 
     def __init__(self, endpoint: str, replay: str | None, topic: str, kept: int = KEPT) -> None:
         zmq = _package("zmq")
@@ -74,6 +62,7 @@ class ZmqPublisher:
         self._out.send_multipart((self._topic, batch.seq.to_bytes(8, "big"), payload))
 
     def serve(self) -> None:
+        """Answer requests for earlier batches, without long waits."""
         while self._again is not None and self._again.poll(0):
             client, *rest = self._again.recv_multipart()
             first = int.from_bytes(rest[-1], "big")
@@ -86,44 +75,6 @@ class ZmqPublisher:
         for socket in (self._out, self._again):
             if socket is not None:
                 socket.close(linger=100)
-        self._context.term()
-
-
-class ZmqSubscriber:
-    """Reads the events of a `ZmqPublisher`, or of vLLM. One thread uses it."""
-
-    def __init__(self, endpoint: str, replay: str | None = None, topic: str = "") -> None:
-        self._zmq: Any = _package("zmq")
-        self._context = self._zmq.Context()
-        self._in = self._context.socket(self._zmq.SUB)
-        self._in.connect(endpoint)
-        self._in.setsockopt(self._zmq.SUBSCRIBE, topic.encode())
-        self._again = None if replay is None else self._context.socket(self._zmq.DEALER)
-        if self._again is not None:
-            self._again.connect(replay)
-
-    def receive(self, seconds: float) -> Iterator[KVEventBatch]:
-        """The batches that have come; waits up to `seconds` for the first."""
-        while self._in.poll(int(seconds * 1000)):
-            _, seq, payload = self._in.recv_multipart()
-            yield unpacked(seq, payload)
-            seconds = 0.0
-
-    def replay(self, first: int, seconds: float) -> Iterator[KVEventBatch]:
-        """The kept batches from number `first` on; waits up to `seconds` for each."""
-        if self._again is None:
-            return
-        self._again.send_multipart((b"", first.to_bytes(8, "big")))
-        while self._again.poll(int(seconds * 1000)):
-            *_, seq, payload = self._again.recv_multipart()
-            if seq == END:
-                return
-            yield unpacked(seq, payload)
-
-    def close(self) -> None:
-        for socket in (self._in, self._again):
-            if socket is not None:
-                socket.close(linger=0)
         self._context.term()
 
 

@@ -8,7 +8,6 @@ from typing import Protocol
 import torch
 
 from gdscache.pages.checksum import Checksums
-from gdscache.pages.layout import PageLayout
 
 
 class Extents(Protocol):
@@ -28,8 +27,6 @@ class Extents(Protocol):
     @property
     def flat(self) -> memoryview | torch.Tensor: ...
 
-    def digest(self, slot: int, layers: range) -> Checksums: ...
-
 
 class SlotMemory(Protocol):
     """The memory of a pool of pages, in this process or on ranks. `nbytes`: of all of it."""
@@ -46,9 +43,3 @@ class SlotMemory(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-class Reserved(Extents, SlotMemory, Protocol):
-    """Extents with an owner that gives them back."""
-
-    layout: PageLayout

@@ -8,16 +8,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gdscache.pages.checksum import Checksums, first_bad_layer, layer_checksums
+from gdscache.pages.checksum import first_bad_layer
 from gdscache.pages.layout import EXTENT_ALIGNMENT, PageLayout
 from gdscache.runtime.allocation import allocating
 
 
 class DeviceExtents:
-    """The counterpart of `HostExtents` in GPU memory, for I/O straight to and from the device.
-
-    `digest` takes the sums of a copy on the host; the kernels that move the bytes take them in place.
-    """
+    """The counterpart of `HostExtents` in GPU memory, for I/O straight to and from the device."""
 
     pinned = True
     fence_slots = 0
@@ -40,10 +37,6 @@ class DeviceExtents:
     def flat(self) -> torch.Tensor:
         """The bytes of all extents, padding included."""
         return self.rows.view(-1)
-
-    def digest(self, slot: int, layers: range) -> Checksums:
-        """The checksums of some layers of the slot's bytes. Waits for the copy to the host."""
-        return layer_checksums(self._host(slot), self.layout.layer_bounds[layers.start : layers.stop])
 
     def bad_slots(self, slots: Sequence[int]) -> dict[int, int]:
         bounds, sums = self.layout.layer_bounds, self.checksums

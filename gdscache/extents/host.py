@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from gdscache.cuda.host_memory import HostBuffer, PageLocking
-from gdscache.pages.checksum import Checksums, first_bad_layer, layer_checksums
+from gdscache.pages.checksum import first_bad_layer
 from gdscache.pages.layout import PageLayout
 
 
@@ -56,19 +56,10 @@ class HostExtents:
         start = slot * self.layout.extent_bytes
         return self._view[start : start + self.layout.extent_bytes]
 
-    def digest(self, slot: int, layers: range) -> Checksums:
-        return layer_checksums(self.memory(slot), self.layout.layer_bounds[layers.start : layers.stop])
-
-    def sign(self, slot: int) -> None:
-        """Take the checksums of the slot's present bytes, and keep them."""
-        self.checksums[slot] = self.digest(slot, range(self.layout.n_layers))
-
-    def bad_layer(self, slot: int) -> int | None:
-        """The first layer whose bytes do not match `checksums`, or None."""
-        return first_bad_layer(self.memory(slot), self.layout.layer_bounds, self.checksums[slot])
-
     def bad_slots(self, slots: Sequence[int]) -> dict[int, int]:
-        return {slot: layer for slot in slots if (layer := self.bad_layer(slot)) is not None}
+        bounds, sums = self.layout.layer_bounds, self.checksums
+        bad = {slot: first_bad_layer(self.memory(slot), bounds, sums[slot]) for slot in slots}
+        return {slot: layer for slot, layer in bad.items() if layer is not None}
 
     def close(self) -> None:
         """Release the memory; views of other owners keep it alive until they go."""

@@ -45,9 +45,6 @@ class FreeSlots:
             yield from range(start, start + length)
         yield from self._returned
 
-    def give(self, slot: int) -> None:
-        self._returned.append(slot)
-
     def give_all(self, slots: Iterable[int]) -> None:
         self._returned.extend(slots)
 
@@ -220,28 +217,22 @@ def _bin(length: int) -> int:
 
 
 class SlotShare:
-    """A fixed set of slots for threads to take and give back: a share of the bounce reserve. Prefers neighbours, and
-    slots that came back lately."""
+    """The slots `0 ... slots-1` for threads to take and give back: a share of the bounce reserve. Prefers neighbours,
+    and slots that came back lately."""
 
-    def __init__(self, slots: range) -> None:
-        self.slots = len(slots)
-        self._first = slots.start
-        self._free = FreeSlots(len(slots))
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self._free = FreeSlots(slots)
         self._changed = threading.Condition()
 
     @property
     def free_slots(self) -> int:
         return len(self._free)
 
-    @property
-    def free(self) -> set[int]:
-        with self._changed:
-            return {self._first + slot for slot in self._free}
-
     def try_take(self, most: int) -> list[int]:
         """Up to `most` slots, ascending, at once, perhaps none."""
         with self._changed:
-            return [self._first + slot for slot in sorted(self._free.take(most))]
+            return sorted(self._free.take(most))
 
     def wait(self, seconds: float) -> bool:
         with self._changed:
@@ -249,5 +240,5 @@ class SlotShare:
 
     def give(self, slots: Sequence[int]) -> None:
         with self._changed:
-            self._free.give_all(slot - self._first for slot in slots)
+            self._free.give_all(slots)
             self._changed.notify_all()

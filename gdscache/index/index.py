@@ -3,6 +3,9 @@
 A page goes `insert(PENDING) → commit`, or `insert(PENDING) → drop` when it fails; `get` finds it only after `commit`. A
 leased page is neither evicted nor overwritten; a page dropped while leased is invisible at once and gives its slot back
 at the last release. The manager's lock guards every index.
+
+Eviction takes tails before heads: a page goes only when no child of it is in the tier, unless no such page is left. A
+leased page stays, and so does a *dirty* one, whose bytes are in no other tier yet.
 """
 
 from __future__ import annotations
@@ -10,16 +13,16 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from gdscache.index.ages import PageAges
-from gdscache.index.eviction import EvictablePages
 from gdscache.index.free_slots import FreeSlots
-from gdscache.index.table import PENDING, VERIFIED, Entry, PageState
-from gdscache.native import take_out
+from gdscache.index.retention import Retention
+from gdscache.index.table import PENDING, VERIFIED, Entry, PageState, PageTable
+from gdscache.native import Victims, take_out
 from gdscache.pages.keys import Page
 from gdscache.policies.base import LRU, EvictionPolicy
 
@@ -34,17 +37,7 @@ class Detached(NamedTuple):
     held: object
 
 
-class Watcher(Protocol):
-    """Hears of pages that become visible or invisible."""
-
-    def stored(self, pages: Sequence[Page]) -> None: ...
-
-    def removed(self, keys: Sequence[bytes]) -> None: ...
-
-    def cleared(self) -> None: ...
-
-
-class PageIndex(EvictablePages):
+class PageIndex(PageTable):
     """Slots `0 ... slots-1` of a tier and the pages in them.
 
     `forget(slots)` is called when visible pages are dropped, `recycle(slots)` when their slots are given back, which is
@@ -61,6 +54,7 @@ class PageIndex(EvictablePages):
         recycle: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
         super().__init__(slots, LRU() if policy is None else policy)
+        self._dirty: set[int] = set()  # slots of pages that a lower tier is to get and lacks
         self.evictions = 0
         self.ages = PageAges(slots)
         self.torn = 0  # pages that were dropped while leased
@@ -68,17 +62,138 @@ class PageIndex(EvictablePages):
         self._free = FreeSlots(slots)
         self._forget = forget
         self._recycle = self.free if recycle is None else recycle
-        self._watcher: Watcher | None = None
-        self.on_evict: Callable[[Collection[bytes]], object] = _nobody  # gets the keys of victims, under the lock
+        # Both are called under the lock, and only take notes. `on_evict` gets the keys of victims; `on_change` gets the
+        # pages that become visible ("stored"), and the keys of those that were and go ("removed"; "cleared": all).
+        self.on_evict: Callable[[Collection[bytes]], object] = _nobody
+        self.on_change: Callable[[str, Sequence[Any]], object] | None = None
         self._leaving: dict[int, Entry] = {}  # dropped pages that are still leased, by slot
 
-    def watch(self, watcher: Watcher) -> None:
-        """Tell `watcher` from now on. It must only take notes."""
-        self._watcher = watcher
-
     def touch(self, keys: Sequence[bytes]) -> None:
-        super().touch(keys)
+        """Count a use of each present page. Give a prefix tail first, so that its head stays longest.
+
+        The use enters the orders later, as new pages do: see `Orders`.
+        """
+        self._orders.use(keys)
         self.ages.used(keys)
+
+    @property
+    def waiting(self) -> int:
+        return self._orders.waiting
+
+    def bring_in(self, most: int | None = None) -> None:
+        self._orders.bring_in(most)
+
+    def coldest(self) -> bytes | None:
+        """The page that eviction looks at first."""
+        return next(iter(self._orders), None)
+
+    # -- retention ----------------------------------------------------------------------------------------------------
+
+    def retain(self, key: bytes, retention: Retention) -> bool:
+        """A page is stored again: the greater priority and the later expiry count. False if it has both already.
+
+        With a greater priority the page is new in that priority's order.
+        """
+        old = self.retention(key)
+        new = old if old is None else old.joined(retention)
+        if new is None or new == old:
+            return False
+        slot = self.slot(key)
+        assert slot is not None, "a page that is there has a slot"
+        self._orders.retain(self._page_at(key, slot), new)
+        entry = self._entries.get(key)
+        if entry is not None:
+            entry.retention = new
+        return True
+
+    @property
+    def retained_pages(self) -> int:
+        return len(self._orders.retained)
+
+    @property
+    def next_expiry(self) -> float:
+        return self._orders.next_expiry
+
+    # -- dirty pages --------------------------------------------------------------------------------------------------
+
+    @property
+    def dirty_pages(self) -> int:
+        return len(self._dirty)
+
+    def mark_dirty(self, entry: Entry) -> None:
+        """Do not evict a visible page before `mark_clean`. Dropping it makes it clean."""
+        if not entry.dropped:
+            self._dirty.add(entry.slot)
+
+    def mark_clean(self, entry: Entry) -> None:
+        if not entry.dropped:
+            self._dirty.discard(entry.slot)
+
+    def coldest_dirty(self, n: int, skip: Collection[bytes] = ()) -> list[Page]:
+        """About `n` dirty pages, the coldest first, each behind the dirty pages that it follows.
+
+        None of `skip`, and no incomplete page. The last page brings all dirty pages that it follows, so the result may
+        be longer.
+        """
+        chosen: dict[bytes, Page] = {}
+        for key in self._orders:
+            if len(chosen) >= n:
+                break
+            family: list[Page] = []
+            while (entry := self._dirty_page(key)) is not None and key not in chosen and key not in skip:
+                family.append(entry)
+                key = entry.parent
+            chosen.update((page.key, page) for page in reversed(family))
+        return list(chosen.values())
+
+    def _dirty_page(self, key: bytes) -> Page | None:
+        slot = self.slot(key)
+        return self._page_at(key, slot) if slot is not None and slot in self._dirty else None
+
+    # -- victims ------------------------------------------------------------------------------------------------------
+
+    def family(self, pages: Iterable[Page]) -> set[bytes]:
+        """Keys of `pages` and of the pages before them, as far back as the tier has them without a gap.
+
+        A new page must not evict these: without its head, a tail is out of reach.
+        """
+        keys: set[bytes] = set()
+        for page in pages:
+            keys.add(page.key)
+            key = page.parent
+            while key in self and key not in keys:
+                keys.add(key)
+                key = self._parent(key)
+        return keys
+
+    def continuing(self, pages: Iterable[Page]) -> int:
+        """The number of `pages` whose prefix is in the tier, or among `pages`."""
+        keys: set[bytes] = set()
+        for page in pages:
+            if page.parent in keys or page.parent == page.namespace or page.parent in self:
+                keys.add(page.key)
+        return len(keys)
+
+    def _victims(
+        self, n: int, keep: Collection[bytes] = (), pages: Sequence[Page] = (), ahead: int = 0
+    ) -> Sequence[bytes]:
+        """Up to `n` pages to evict, coldest first, tails before heads; none of `keep`, nor of the family of `pages`. Up
+        to `ahead` more if they are tails.
+
+        A page that was passed over for its children goes as soon as the last of them is chosen, since it is colder than
+        all pages after it. A page that stays is deferred, so that not every call looks at it. Pages whose children
+        cannot go are taken only when no tail is left.
+        """
+        coldest = iter(self._orders)  # the orders are up to date from here on
+        victims = Victims(self._held, self._dirty, PENDING, self._orders.deferring())
+        # the first round looks for tails: only the family's end is one, since all its other pages have a child in it
+        if pages:
+            keep = {*keep, *(page.key for page in pages), *(page.parent for page in pages)}
+        if victims.look(self._columns, coldest, keep, n + ahead, tails_only=True) < n:
+            keep = {*keep, *self.family(pages)} if pages else keep
+            victims.look(self._columns, self._orders, keep, n, tails_only=False)
+        self._orders.defer_all(victims.passed)
+        return victims.chosen
 
     # -- slots without a page -----------------------------------------------------------------------------------------
 
@@ -141,22 +256,22 @@ class PageIndex(EvictablePages):
 
     def _inserted(self, pages: Sequence[Page], state: PageState) -> None:
         self.ages.came([page.key for page in pages])
-        if self._watcher is not None and state is not PENDING:
-            self._watcher.stored(pages)
+        if self.on_change is not None and state is not PENDING:
+            self.on_change("stored", pages)
 
     def commit(self, entry: Entry, state: PageState = VERIFIED) -> bool:
         """Make a reserved page visible; it stays leased. False if it was dropped meanwhile."""
         entry.state = state
-        if self._watcher is not None and not entry.dropped:
-            self._watcher.stored((entry.page,))
+        if self.on_change is not None and not entry.dropped:
+            self.on_change("stored", (entry.page,))
         return not entry.dropped
 
     def commit_all(self, entries: Iterable[Entry]) -> None:
         entries = list(entries)
         for entry in entries:
             entry.state = VERIFIED
-        if self._watcher is not None:
-            self._watcher.stored([entry.page for entry in entries if not entry.dropped])
+        if self.on_change is not None:
+            self.on_change("stored", [entry.page for entry in entries if not entry.dropped])
 
     def drop(self, entry: Entry, *, evicted: bool = False) -> None:
         """Make a page invisible now (a reserved one: undo the reservation); its slot goes with its last lease.
@@ -188,8 +303,8 @@ class PageIndex(EvictablePages):
         self._orders.remove(key)
         if (freed := gone[0][1]) is not None:
             self._orders.hasten(freed)
-        if visible and self._watcher is not None:
-            self._watcher.removed((key,))
+        if visible and self.on_change is not None:
+            self.on_change("removed", (key,))
 
     def lease(self, entry: Entry) -> None:
         entry.leases += 1
@@ -272,8 +387,8 @@ class PageIndex(EvictablePages):
         self._resting, self._orders, self._orphans, self._children = {}, orders, {}, children
         self._dirty = set()
         self.ages.clear()
-        if self._watcher is not None:
-            self._watcher.cleared()
+        if self.on_change is not None:
+            self.on_change("cleared", ())
         return detached
 
     def retire(self, slots: Iterable[int]) -> None:
@@ -299,18 +414,10 @@ class PageIndex(EvictablePages):
         self.evictions += len(keys)
         self.ages.evicted(keys)
         self.on_evict(keys)
-        if self._watcher is not None:
-            self._watcher.removed(keys)
+        if self.on_change is not None:
+            self.on_change("removed", keys)
 
     # -- all invariants -----------------------------------------------------------------------------------------------
-
-    def mend(self, elsewhere: Iterable[int] = ()) -> None:
-        """Free the slots that no page holds, and count followers anew. `elsewhere`: slots held outside the index."""
-        pages = list(self)
-        used = np.zeros(self.slots, np.bool_)
-        used[[*(e.slot for e in pages), *self._leaving, *elsewhere]] = True
-        self._free = FreeSlots.beside(used)
-        self._recount(pages)
 
     def check(self, elsewhere: Sequence[int] = ()) -> list[str]:
         """Violated invariants, recomputed from scratch. `elsewhere`: slots held outside the index."""

@@ -89,7 +89,7 @@ class PageTable:
         self._held: Counter[int] = Counter()  # leases on pages at rest, by slot: see `hold_run`
         self._children = array("i", bytes(4 * slots))  # number of pages that follow the page in the slot
         self._orphans: dict[bytes, int] = {}  # number of pages that follow an absent page, by its key
-        self._orders = Orders(policy, self.present, self.select)
+        self._orders = Orders(policy, self.present, self.all_keys)
 
     def __len__(self) -> int:
         return len(self._resting) + len(self._entries)
@@ -142,13 +142,9 @@ class PageTable:
     def retention(self, key: bytes) -> Retention | None:
         return self._orders.retained.get(key, DEFAULT) if key in self else None
 
-    def select(self, namespace: bytes | None = None) -> list[bytes]:
-        """Keys of all pages (of a namespace, if one is given), reserved ones included."""
-        if namespace is None:
-            return [*self._resting, *self._entries]
-        of = self._namespaces
-        resting = [key for key, slot in self._resting.items() if of[slot] == namespace]
-        return resting + [key for key, entry in self._entries.items() if entry.namespace == namespace]
+    def all_keys(self) -> list[bytes]:
+        """Keys of all pages, reserved ones included."""
+        return [*self._resting, *self._entries]
 
     # -- pages to work with -------------------------------------------------------------------------------------------
 
@@ -164,22 +160,8 @@ class PageTable:
         self._held.pop(slot, None)
         return entry
 
-    def pin(self, page: Page) -> Entry | None:
-        """`find` and `lease` in one, for a page whose name is at hand."""
-        key = page.key
-        slot = self._resting.pop(key, None)
-        if slot is None:
-            entry = self._entries.get(key)
-            if entry is None:
-                return None
-        else:
-            retention = self._orders.retained.get(key, DEFAULT)
-            entry = self._entries[key] = Entry(page, slot, VERIFIED, retention, self._held.pop(slot, 0))
-        entry.leases += 1
-        return entry
-
     def pin_run(self, pages: Sequence[Page], start: int, stop: int) -> list[Entry]:
-        """`pin` the pages of `pages[start:stop]` up to the first that is not visible."""
+        """Lease the pages of `pages[start:stop]` up to the first that is not visible."""
         take, entries, retained, held = self._resting.pop, self._entries, self._orders.retained, self._held
         pinned = []
         for i in range(start, stop):  # no slice: this may end at the first page, and is called for each
@@ -350,30 +332,13 @@ class PageTable:
         entry = self._entries.get(key)
         return self._parent_at(self._resting[key] if entry is None else entry.slot)
 
-    # -- all of them anew ---------------------------------------------------------------------------------------------
-
-    def _recount(self, pages: Collection[Entry]) -> None:
-        self._orders.bring_in()
-        slots = {e.key: e.slot for e in pages}
-        counts = Counter(self._followed(pages))
-        self._children = array("i", bytes(4 * self.slots))
-        for key in slots.keys() & counts.keys():
-            self._children[slots[key]] = counts.pop(key)
-        self._orphans = dict(counts)
-        for key, slot in slots.items():
-            if not self._children[slot]:
-                self._orders.hasten(key)
-
-    def _followed(self, pages: Collection[Entry]) -> Iterator[bytes]:
-        for entry in pages:
-            parent = self._parent_at(entry.slot)
-            if parent != self._namespaces[entry.slot]:
-                yield parent
+    # -- all invariants -----------------------------------------------------------------------------------------------
 
     def _disagreements(self, pages: Collection[Entry]) -> list[str]:
         problems = self._orders.check({e.key: e.retention for e in pages})
         counted = {e.key: self._children[e.slot] for e in pages if self._children[e.slot]} | self._orphans
-        if Counter(self._followed(pages)) != counted:
+        rows = [(self._parent_at(e.slot), self._namespaces[e.slot]) for e in pages]
+        if Counter(parent for parent, namespace in rows if parent != namespace) != counted:
             problems.append("pages that follow others are miscounted")
         if min(self._held.values(), default=1) < 1 or self._held.keys() - {*self._resting.values()}:
             problems.append("pages are held that are not at rest")

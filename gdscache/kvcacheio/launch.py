@@ -37,17 +37,17 @@ class Side:
     page_size * page_gap + l * layer_step + h * head_step`."""
 
     tensors: tuple[torch.Tensor, ...]  # K, or K and V: their bytes, or tables of one base a layer
-    first: int  # from the beginning of a tensor to its base
-    token_stride: int
-    page_gap: int
-    layer_step: int
-    head_step: int
-    page_size: int
-    tokens: int  # of the tensors, as far as known
-    table: bool
     item_size: int
     layers: int
     heads: int
+    tokens: int  # of the tensors, as far as known
+    token_stride: int
+    head_step: int
+    first: int = 0  # from the beginning of a tensor to its base
+    page_gap: int = 0
+    layer_step: int = 0
+    page_size: int = 1
+    table: bool = False
 
     def arguments(self) -> list[Any]:
         bases = [t.data_ptr() + self.first for t in self.tensors]
@@ -104,7 +104,6 @@ def tensor_side(
         head_step=page_bytes // head_num if head_num > 1 else 0,
         page_size=page_size,
         tokens=min(_MOST_TOKENS, *(t.nbytes // page_bytes * page_size for t in tensors)),
-        table=False,
         item_size=item_size,
         layers=len(layers),
         heads=head_num,
@@ -128,12 +127,8 @@ def table_side(tables: Sequence[torch.Tensor], item_size: int, num_layers: int, 
             raise TransferArgumentError(f"a table of {table.numel()} layers is too short for {num_layers}")
     return Side(
         tensors=tuple(tables),
-        first=0,
         token_stride=item_size,
-        page_gap=0,
-        layer_step=0,
         head_step=item_size // head_num if head_num > 1 else 0,
-        page_size=1,
         tokens=_MOST_TOKENS,
         table=True,
         item_size=item_size,

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeVar
 
 from gdscache.errors import GdsCacheError, IOFailedError
-from gdscache.mooncake.client import CODES, NO_MASTER, Client, MooncakeLink
+from gdscache.mooncake.client import CODES, NO_MASTER, MooncakeClient, MooncakeLink
 from gdscache.runtime.threads import Flag, log_failure, start
 
 PROBE_S, PROBES_S = 0.2, 5.0  # seconds between the first two probes; they double up to the second
@@ -72,7 +72,7 @@ class Lines:
 
     def __init__(self, pool: MooncakeLink, *, deadline: float, most: int) -> None:
         self.breaker = Breaker(pool.master)
-        self.client: Client | None = None
+        self.client: MooncakeClient | None = None
         self.counts: Counter[str] = Counter()
         self.longest = 0.0  # seconds of the longest call
         self._pool = pool
@@ -89,7 +89,7 @@ class Lines:
         ]
         start(self._threads, self.breaker.end)
 
-    def call(self, kind: str, work: Callable[[Client], _T]) -> _T:
+    def call(self, kind: str, work: Callable[[MooncakeClient], _T]) -> _T:
         """`work(client)` in this thread, after others of the kind. Raises `IOFailedError` while the breaker is open."""
         changed = self.breaker.changed
         with changed:
@@ -113,7 +113,7 @@ class Lines:
     def _under_way(self, kind: str) -> int:
         return sum(kind == other for other, _ in self._running)
 
-    def begin(self, work: Callable[[Client], object], over: Callable[[], object] = lambda: None) -> None:
+    def begin(self, work: Callable[[MooncakeClient], object], over: Callable[[], object] = lambda: None) -> None:
         def ask() -> None:
             with contextlib.ExitStack() as end, self._logged():
                 end.callback(over)
@@ -124,7 +124,7 @@ class Lines:
             self._waiting.append(ask)
             self.breaker.changed.notify_all()
 
-    def finish(self, work: Callable[[Client], _T]) -> _T | None:
+    def finish(self, work: Callable[[MooncakeClient], _T]) -> _T | None:
         """`begin`, and wait for the call, `deadline` seconds at most; None if it was refused or has not ended."""
         answer: list[_T] = []
         over = Flag()

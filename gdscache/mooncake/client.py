@@ -1,7 +1,7 @@
-"""The contract of a Mooncake Store: objects by name, put from and got into registered memory, many at a time.
+"""Clients of a Mooncake Store: objects by name, put from and got into registered memory, many at a time.
 
-`MooncakeClient` is the package `mooncake-transfer-engine`; tests have others. Each call answers per object, in the
-store's own codes. Calls have no deadline: with the master dead each takes 4 s (see `mooncake/calls.py`).
+Each call answers per object, in the store's own codes. Calls have no deadline: with the master dead each takes 4 s (see
+`mooncake/calls.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import importlib
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from gdscache.errors import InvalidValueError, MissingPackageError, TierUnavailableError
 from gdscache.sizes import about, parse_size
@@ -83,41 +83,12 @@ def size_of(segment: object) -> int:
         raise InvalidValueError(f"the mooncake tier's segment: {error}", 'give bytes, or text as "4GiB"') from error
 
 
-class Client(Protocol):
-    """A connection to the pool. Thread-safe. `pieces`: `(address, bytes)` of each object's parts, in order.
-
-    Each call returns a code an object, or raises the library's `RuntimeError`.
-    """
-
-    def exist(self, names: Sequence[str]) -> list[int]:
-        """1 if an object exists, 0 if not, else a code. Each 1 keeps it from eviction for some seconds."""
-        ...
-
-    def put(self, names: Sequence[str], pieces: Sequence[Sequence[tuple[int, int]]]) -> list[int]:
-        """`DONE`, also if an object of that name exists, which stays as it is."""
-        ...
-
-    def get(self, names: Sequence[str], pieces: Sequence[Sequence[tuple[int, int]]]) -> list[int]: ...
-
-    def remove(self, names: Sequence[str]) -> list[int]: ...
-
-    def remove_matching(self, pattern: str) -> int:
-        """Remove the objects whose names match a regular expression; returns their number, or a code."""
-        ...
-
-    def register(self, address: int, nbytes: int) -> int:
-        """Announce memory that objects are put from and got into, once."""
-        ...
-
-    def unregister(self, address: int) -> int: ...
-
-    def close(self) -> None: ...
-
-
 class MooncakeClient:
-    """A `Client` of the real store. Its `setup` tries for a minute and a half if the master does not answer.
+    """A connection to the pool, by the package `mooncake-transfer-engine`. Thread-safe. `pieces`: `(address, bytes)` of
+    each object's parts, in order. Each call returns a code an object, or raises the library's `RuntimeError`.
 
-    Raises `TierUnavailableError`, and the errors of `load_package`.
+    Making one takes a minute and a half if the master does not answer. Raises `TierUnavailableError`, and the errors of
+    `load_package`.
     """
 
     def __init__(self, address: MooncakeAddress) -> None:
@@ -143,9 +114,11 @@ class MooncakeClient:
             )
 
     def exist(self, names: Sequence[str]) -> list[int]:
+        """1 if an object exists, 0 if not, else a code. Each 1 keeps it from eviction for some seconds."""
         return list(self._store.batch_is_exist(list(names)))
 
     def put(self, names: Sequence[str], pieces: Sequence[Sequence[tuple[int, int]]]) -> list[int]:
+        """`DONE`, also if an object of that name exists, which stays as it is."""
         return list(self._store.batch_put_from_multi_buffers(list(names), *_columns(pieces), self._how))
 
     def get(self, names: Sequence[str], pieces: Sequence[Sequence[tuple[int, int]]]) -> list[int]:
@@ -155,9 +128,11 @@ class MooncakeClient:
         return list(self._store.batch_remove(list(names), True))
 
     def remove_matching(self, pattern: str) -> int:
+        """Remove the objects whose names match a regular expression; returns their number, or a code."""
         return int(self._store.remove_by_regex(pattern, True))
 
     def register(self, address: int, nbytes: int) -> int:
+        """Announce memory that objects are put from and got into, once."""
         return int(self._store.register_buffer(address, nbytes))
 
     def unregister(self, address: int) -> int:
@@ -165,13 +140,6 @@ class MooncakeClient:
 
     def close(self) -> None:
         self._store.close()
-
-
-class MooncakeQueries(MooncakeClient):
-    """A `Client` that only asks: it listens nowhere, and moves no bytes."""
-
-    def __init__(self, address: MooncakeAddress) -> None:
-        super().__init__(dataclasses.replace(address, protocol=_QUERIES, devices="", segment=0))
 
 
 def _columns(pieces: Sequence[Sequence[tuple[int, int]]]) -> tuple[list[list[int]], list[list[int]]]:
@@ -195,11 +163,13 @@ def load_package() -> ModuleType:
         ) from error
 
 
-Connect = Callable[[MooncakeAddress], tuple[Client, Client]]
+Connect = Callable[[MooncakeAddress], tuple[MooncakeClient, MooncakeClient]]
 
 
-def mooncake(address: MooncakeAddress) -> tuple[Client, Client]:
-    return MooncakeClient(address), MooncakeQueries(address)
+def mooncake(address: MooncakeAddress) -> tuple[MooncakeClient, MooncakeClient]:
+    """A client that moves bytes, and one that only asks: it listens nowhere."""
+    asks = dataclasses.replace(address, protocol=_QUERIES, devices="", segment=0)
+    return MooncakeClient(address), MooncakeClient(asks)
 
 
 class MooncakeLink:
@@ -212,7 +182,7 @@ class MooncakeLink:
     """
 
     def __init__(
-        self, address: MooncakeAddress, connect: Connect, probe: str, come_back: Callable[[Client], bool]
+        self, address: MooncakeAddress, connect: Connect, probe: str, come_back: Callable[[MooncakeClient], bool]
     ) -> None:
         self.address = address
         self.master = address.master
@@ -221,8 +191,8 @@ class MooncakeLink:
         self.come_back = come_back
         self._memory: dict[int, int] = {}  # address -> bytes
         self._registering = threading.Lock()
-        self._client: Client | None = None
-        self._queries: Client | None = None
+        self._client: MooncakeClient | None = None
+        self._queries: MooncakeClient | None = None
 
     def reachable(self) -> bool:
         """Whether a process listens there: the store's own client would try for a minute and a half."""
@@ -233,7 +203,7 @@ class MooncakeLink:
             return False
         return True
 
-    def connect(self) -> Client:
+    def connect(self) -> MooncakeClient:
         """The client of all calls. It may take minutes. Raises `GdsCacheError`."""
         client, queries = self._connect(self.address)
         with self._registering, contextlib.ExitStack() as undo:
@@ -260,7 +230,7 @@ class MooncakeLink:
         assert self._queries is not None, "not connected"
         return self._queries.exist(names)
 
-    def leave(self, client: Client) -> None:
+    def leave(self, client: MooncakeClient) -> None:
         with self._registering:
             for place in self._memory:
                 client.unregister(place)
@@ -270,7 +240,7 @@ class MooncakeLink:
             self._client = self._queries = None
 
 
-def _announce(client: Client, place: int, nbytes: int) -> None:
+def _announce(client: MooncakeClient, place: int, nbytes: int) -> None:
     code = client.register(place, nbytes)
     if code != DONE:
         raise TierUnavailableError(

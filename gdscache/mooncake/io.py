@@ -24,7 +24,7 @@ from gdscache.cuda.host_memory import HostBuffer
 from gdscache.errors import IOFailedError, PageBytesError, PageGoneError, StorageError, TierAnswerError
 from gdscache.limits import KEY_BYTES
 from gdscache.mooncake.calls import Lines
-from gdscache.mooncake.client import CODES, DONE, GONE, MISFIT, NO_MASTER, NO_SPACE, Client
+from gdscache.mooncake.client import CODES, DONE, GONE, MISFIT, NO_MASTER, NO_SPACE, MooncakeClient
 from gdscache.native import layer_sums
 from gdscache.pages.checksum import Checksums, bound, unbound
 from gdscache.pages.keys import Page
@@ -86,7 +86,6 @@ class MooncakeFiles(Transport):
         lines: Lines,
         name_of: Callable[[Page], str],
         written: Callable[[Sequence[int]], None],
-        batch: int = BATCH_PAGES,
     ) -> None:
         super().__init__(2 * SIDE_BY_SIDE + 1)  # if all calls hang, one thread is left to refuse others
         self.pages: list[Page | None] = [None] * slots
@@ -97,9 +96,8 @@ class MooncakeFiles(Transport):
         self._lines = lines
         self._name_of = name_of
         self._written = written
-        self._batch = max(1, min(int(batch), BATCH_PAGES))
         self._gave_up = 0.0  # the last time that a put waited for room in vain
-        area = self._batch * TRAILER_BYTES
+        area = BATCH_PAGES * TRAILER_BYTES
         self._trailers = HostBuffer(self.threads * area, "off", TRAILER_BYTES, setting="pool trailers")
         # offsets of free areas for one call's trailers, enough for all threads
         self._areas: SimpleQueue[int] = SimpleQueue()
@@ -142,7 +140,7 @@ class MooncakeFiles(Transport):
             raise _failed("a part of an object, or memory of a device", "give the pages a CPU tier", errno.EINVAL)
         place, error = address_of(memory), None
         while moved < count and error is None:
-            slots = range(first + moved, first + min(count, moved + self._batch))
+            slots = range(first + moved, first + min(count, moved + BATCH_PAGES))
             ends = self._ends(call, slots, [place + (slot - first) * extent for slot in slots])
             good = list(itertools.takewhile(lambda end: end[1] is None, ends))
             moved += len(good)
@@ -185,7 +183,7 @@ class MooncakeFiles(Transport):
             self._written([slots[n] for n, (_, error) in ends.items() if error is None])
         return [ends[n] for n in range(len(slots))]
 
-    def _put_all(self, client: Client, names: list[str], objects: list[_Pieces], ends: dict[int, _End]) -> None:
+    def _put_all(self, client: MooncakeClient, names: list[str], objects: list[_Pieces], ends: dict[int, _End]) -> None:
         begun, pause = time.monotonic(), FULL_S
         until = begun + (FULL_LONGEST_S if begun > self._gave_up + FULL_AGAIN_S else 0.0)
         codes = client.exist(names)  # putting an existing object is done at once, and changes nothing

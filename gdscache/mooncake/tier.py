@@ -20,15 +20,15 @@ from gdscache.index.table import PENDING, Entry, PageState
 from gdscache.limits import MAX_SECONDS
 from gdscache.mooncake.calls import Lines
 from gdscache.mooncake.client import (
-    Client,
     Connect,
     MooncakeAddress,
+    MooncakeClient,
     MooncakeLink,
     load_package,
     mooncake,
     size_of,
 )
-from gdscache.mooncake.io import BATCH_PAGES, MOST_LAYERS, SIDE_BY_SIDE, MooncakeFiles
+from gdscache.mooncake.io import MOST_LAYERS, SIDE_BY_SIDE, MooncakeFiles
 from gdscache.pages.checksum import Checksums
 from gdscache.pages.keys import Page
 from gdscache.pages.layout import PageLayout
@@ -50,7 +50,7 @@ class MooncakeTier(DurableTier):
     `master`: host:port. `segment`: memory of this process that it adds to the pool (bytes, or text as "4GiB"); 0: none.
     `replicas`: copies of each page. `tenant`: the store's name for this group of users, whose pages it keeps apart.
     `hostname`: the name by which other machines reach this process. `devices`: RDMA devices. `deadline`: seconds of a
-    call, after which the pool is not used until it answers again. `batch`: pages of a call, 128 at most.
+    call, after which the pool is not used until it answers again.
 
     Many methods: those of `DurableTier`, and the questions to the pool.
     """
@@ -74,11 +74,9 @@ class MooncakeTier(DurableTier):
         replicas: int = 1,
         tenant: str = "default",
         deadline: float = 2.0,
-        batch: int = BATCH_PAGES,
     ) -> None:
-        for key, number in (("deadline", deadline), ("batch", batch)):
-            if not isinstance(number, int | float) or isinstance(number, bool) or not 0 < number <= MAX_SECONDS:
-                raise InvalidValueError(f"the mooncake tier's {key} is {number!r}", "give a number above 0")
+        if not isinstance(deadline, int | float) or isinstance(deadline, bool) or not 0 < deadline <= MAX_SECONDS:
+            raise InvalidValueError(f"the mooncake tier's deadline is {deadline!r}", "give a number above 0")
         if layout.n_layers > MOST_LAYERS:
             raise GeometryError(
                 f"the model has {layout.n_layers} layers, the trailer of a page has room for {MOST_LAYERS} checksums",
@@ -94,7 +92,7 @@ class MooncakeTier(DurableTier):
         address = MooncakeAddress(master, protocol, devices, metadata, hostname, size_of(segment), replicas, tenant)
         self._link = MooncakeLink(address.checked(), self.connection(), f"{PREFIX}/probe", self._come_back)
         self._lines = Lines(self._link, deadline=deadline, most=SIDE_BY_SIDE)
-        self.io = MooncakeFiles(layout, self.index.slots, self._lines, self._name_of, self._written, batch)
+        self.io = MooncakeFiles(layout, self.index.slots, self._lines, self._name_of, self._written)
         self._link.register(*self.io.buffer)
         changed = self._lines.breaker.changed
         with changed:
@@ -114,7 +112,7 @@ class MooncakeTier(DurableTier):
         if isinstance(memory, memoryview):
             self._link.register(address_of(memory), memory.nbytes)
 
-    def _come_back(self, client: Client) -> bool:
+    def _come_back(self, client: MooncakeClient) -> bool:
         """The pool answers (again), and may have lost everything: forget its pages, and do the removals that are still
         owed."""
         with self.lock:
@@ -212,7 +210,7 @@ class MooncakeTier(DurableTier):
                 self._owed[digest] = f"^{re.escape(_directory(digest))}.*"
         self._lines.finish(self._pay)
 
-    def _pay(self, client: Client) -> None:
+    def _pay(self, client: MooncakeClient) -> None:
         for digest, pattern in list(self._owed.items()):
             code = client.remove_matching(pattern)
             if code < 0:

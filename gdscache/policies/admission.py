@@ -204,7 +204,8 @@ class EnduranceBudget:
 
 
 class Admission:
-    """A policy, the prefix and the budget together. Refusals are counted by cause, and logged.
+    """A policy, the prefix and the budget together, for a tier of `slots` pages. Refusals are counted by cause, and
+    logged.
 
     Causes: the policy's name, "queue_full", "no_prefix", "endurance". Pages offered are `admitted` + `refused`.
     Remembers up to 4,096 refused pages besides the policy's state. The manager's lock guards it.
@@ -212,19 +213,24 @@ class Admission:
 
     def __init__(
         self,
-        policy: AdmissionPolicy,
+        name: str,
+        slots: int,
         extent_bytes: int,
-        budget: EnduranceBudget | None = None,
+        endurance: int | None = None,
+        *,
+        offers: int = LIMITS.admission_offers,
+        clock: Callable[[], float] = time.monotonic,
         kept: int = REFUSED_KEPT,
         log: LimitedLog | None = None,
     ) -> None:
+        """`name`: of the policy; `second_offer` admits a page at its `offers`th offer. `endurance`: bytes a day."""
         self._kept = kept
         self._log = LimitedLog() if log is None else log
         self.admitted = 0
         self.refused: Counter[str] = Counter()
-        self._policy = policy
+        self._policy: AdmissionPolicy = ADMISSIONS[name](slots, offers)
         self._extent_bytes = extent_bytes
-        self._budget = budget
+        self._budget = None if endurance is None else EnduranceBudget(endurance, clock)
         self._lately: OrderedDict[bytes, None] = OrderedDict()  # refused pages, not used since
 
     @property
@@ -317,19 +323,3 @@ class Admission:
                 "let store.admission choose the pages that are written"
             )
         return self._policy.explain(page.key, victim)
-
-
-def open_admission(
-    name: str,
-    slots: int,
-    extent_bytes: int,
-    endurance: int | None = None,
-    *,
-    offers: int = LIMITS.admission_offers,
-    clock: Callable[[], float] = time.monotonic,
-    log: LimitedLog | None = None,
-) -> Admission:
-    """A policy by its name and a budget in bytes a day, for a tier of `slots` pages. `second_offer` admits a page at
-    its `offers`th offer."""
-    budget = None if endurance is None else EnduranceBudget(endurance, clock)
-    return Admission(ADMISSIONS[name](slots, offers), extent_bytes, budget, log=log)

@@ -208,9 +208,8 @@ class Guarded:
         return () if self.following else self._order.deferring()
 
     def __iter__(self) -> Iterator[bytes]:
-        return self._as_lru() if self.following else iter(self._order)
-
-    def _as_lru(self) -> Iterator[bytes]:
+        if not self.following:
+            return iter(self._order)
         return chain.from_iterable(iter(self._shadow.walk(), [])) if self._recency is None else iter(self._recency)
 
     # -- the judge ----------------------------------------------------------------------------------------------------

@@ -81,17 +81,10 @@ class RemoteSlab:
     def hand_over(self) -> Descriptors:
         return Descriptors((), self.slab.stretch, 0)
 
-    def check(self) -> tuple[list[str], dict[int, int]]:
-        """See `Slab.check`. Of a file that is too short, the shortest shard counts."""
-        problems, short = list[str](), dict[int, int]()
-        for _, message in self._ranks.call("check", self._space, self._ranks.owners):
-            problems += message.fields["problems"]
-            for number, slots in message.fields["short"]:
-                short[number] = min(slots, short.get(number, slots))
-        return problems, short
-
-    def lengthen(self) -> None:
-        self._ranks.call("lengthen", self._space, self._ranks.owners)
+    def check(self) -> list[str]:
+        """See `Slab.check`."""
+        answers = self._ranks.call("check", self._space, self._ranks.owners)
+        return [problem for _, message in answers for problem in message.fields["problems"]]
 
     def flush(self) -> None:
         """Make ended writes of every shard survive a loss of power. Raises `IOFailedError`, `RankLostError`."""

@@ -134,7 +134,6 @@ class Service:
             "start": self._near(self._start),
             "flush": self._flush,
             "check": self._check,
-            "lengthen": self._lengthen,
             "bad": self._bad_slots,
         }
         self._workers = Workers(WAITING, "gdscache-rank")
@@ -321,12 +320,7 @@ class Service:
         return {}
 
     def _check(self, fields: dict[str, Any], given: _Given) -> Mapping[str, Any]:
-        problems, short = self._files[fields["space"]].slab.check()
-        return {"problems": problems, "short": [[number, slots] for number, slots in short.items()]}
-
-    def _lengthen(self, fields: dict[str, Any], given: _Given) -> Mapping[str, Any]:
-        self._files[fields["space"]].slab.lengthen()
-        return {}
+        return {"problems": self._files[fields["space"]].slab.check()}
 
     def _bad_slots(self, fields: dict[str, Any], given: _Given) -> Mapping[str, Any]:
         extents = self._memories[fields["space"]]

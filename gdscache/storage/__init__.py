@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from pathlib import Path
@@ -91,13 +92,49 @@ def _choose(transport: str, directory: Path, device: str, gds: Switch) -> tuple[
     """(transport to open, kvikio's compat mode or `off` if cuFile or nixl move GPU memory, the reason)."""
     may, on_gpu = transport in ("auto", *GDS), device.startswith("cuda")
     if gds == "on" or (gds == "auto" and may and on_gpu):
-        from gdscache.storage.gds import choose
-
-        return choose(transport, directory, device, required=gds == "on")
+        return _choose_for_gpu(transport, directory, device, required=gds == "on")
     if not may:
         return transport, "auto", "configured"
     why = "gds is off" if on_gpu else f"the device is {device}"
     return ("posix", "auto", why) if transport == "auto" else (transport, "on", f"configured, for host memory: {why}")
+
+
+def _choose_for_gpu(transport: str, directory: Path, device: str, *, required: bool) -> tuple[str, Switch, str]:
+    """The transport to open for files in `directory`: its name, kvikio's compat mode or `off` if cuFile or nixl move
+    GPU memory, and the reason. `required`: only proven GPUDirect Storage is accepted.
+
+    Raises `TransportUnavailableError` with the reason and the setting to change.
+    """
+    from gdscache.storage import probe
+
+    if required and transport not in ("auto", *GDS):
+        raise _no_gds(f"transport {transport} does not use it")
+    if required and not device.startswith("cuda"):
+        raise _no_gds(f"the device is {device}")
+    name = "cufile" if transport == "auto" else transport
+    any_path = transport in ("cufile", "kvikio") and not required
+    ok, cause = False, probe.no_gds_driver()
+    if any_path or not cause:
+        ok, mode, cause = dataclasses.astuple(probe.probe(name, directory, int(device.partition(":")[2] or 0)))
+        if mode == "gds":
+            return name, "off", f"GPUDirect Storage works: {cause}"
+    if required:
+        raise _no_gds(cause)
+    if transport == "auto":
+        return "posix", "auto", f"no GPUDirect Storage: {cause}"
+    if name == "nixl":
+        return "nixl", "on", f"configured, for host memory only; no GPUDirect Storage: {cause}"
+    if not ok:
+        raise TransportUnavailableError(f"{name} does not work in {directory}: {cause}", "set transport to posix")
+    # Without proof, kvikio runs without cuFile; for `cufile`, its own compat mode or P2PDMA was asked for.
+    return name, "off" if name == "cufile" else "on", f"configured, but no GPUDirect Storage: {cause}"
+
+
+def _no_gds(cause: str) -> TransportUnavailableError:
+    return TransportUnavailableError(
+        f"gds is on, but GPUDirect Storage is not proven to work: {cause}",
+        "set gds to auto, or repair GPUDirect Storage (gdscheck -p shows its missing parts)",
+    )
 
 
 def _bad_class(target: str, cause: str) -> TransportUnavailableError:

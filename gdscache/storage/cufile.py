@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from gdscache.errors import DeadlineError, DeviceError, NativeCallError, TransportUnavailableError
 from gdscache.native import CuFiles, error_of
@@ -23,6 +23,8 @@ from gdscache.storage.native import NativeTransport
 
 if TYPE_CHECKING:
     import torch
+
+    from gdscache.cuda.driver import Driver
 
 PROC_MODULES = "/proc/modules"
 CONFIGURATION = Path("/etc/cufile.json")
@@ -39,15 +41,6 @@ _LIBRARIES = (
 _T = TypeVar("_T")
 
 
-class GpuDriver(Protocol):
-    """A CUDA driver, and the primary context of the memory's device. See `gdscache.cuda.driver.Driver`."""
-
-    library: str
-
-    @property
-    def context(self) -> int: ...
-
-
 class CufileTransport(NativeTransport):
     """Moves host memory, and with `gpu` that of its device, by `threads` threads of the library.
 
@@ -62,7 +55,7 @@ class CufileTransport(NativeTransport):
     Raises `DeadlineError`, as `open` and `register` do, if it does not answer within `CALL_S`.
     """
 
-    def __init__(self, threads: int, direct_io: Switch = "auto", *, gpu: GpuDriver | None = None) -> None:
+    def __init__(self, threads: int, direct_io: Switch = "auto", *, gpu: Driver | None = None) -> None:
         self.memory_kinds = frozenset({"host"} if gpu is None else {"host", "cuda"})
         self._registered: dict[int, int] = {}  # bytes, by first address
         self._hangs = False  # a call has not answered, and may still use its arguments
@@ -78,7 +71,7 @@ class CufileTransport(NativeTransport):
     def is_own(self) -> bool:
         return type(self) is CufileTransport
 
-    def _opened(self, gpu: GpuDriver) -> CuFiles:
+    def _opened(self, gpu: Driver) -> CuFiles:
         if not os.path.exists(PROC_MODULES):
             raise TransportUnavailableError(
                 f"cuFile never answers on a kernel without {PROC_MODULES}", "set gds to off, or transport to posix"

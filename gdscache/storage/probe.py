@@ -4,7 +4,6 @@ process."""
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import importlib.util
 import os
@@ -21,6 +20,7 @@ from gdscache.storage.trial import run_child
 PROBE_BYTES = 4 << 20
 PROC_MODULES = Path("/proc/modules")
 NVIDIA_FS_STATS = Path("/proc/driver/nvidia-fs/stats")
+_MOVES = {"cufile": "cuFile", "nixl": "GDS_MT of NIXL"}  # the bytes of these transports of ours
 
 _KVIKIO_CHILD = """
 import os, sys
@@ -44,33 +44,24 @@ with open(path, "rb") as plain:
 file.close()
 """
 
-# The child's work with a transport of ours, which `transport(device)` opens.
 _TRANSPORT_CHILD = """
 import sys
 from pathlib import Path
 from gdscache.errors import StorageError
 from gdscache.storage.trial import write_and_read
 
-path, device, nbytes, seconds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
+path, device, name, nbytes, seconds = Path(sys.argv[1]), f"cuda:{sys.argv[2]}", sys.argv[3], *map(float, sys.argv[4:])
 try:
-    with transport(device) as opened:
-        write_and_read(opened, path, f"cuda:{device}", nbytes, seconds)
+    if name == "nixl":
+        from gdscache.storage.nixl import NixlTransport
+        transport = NixlTransport(threads=2, gds=True)
+    else:
+        from gdscache.storage.cufile import open_cufile
+        transport = open_cufile(2, "auto", device)
+    with transport:
+        write_and_read(transport, path, device, int(nbytes), seconds)
 except StorageError as error:
     sys.exit(error.message)
-"""
-
-_CUFILE = """
-def transport(device):
-    import torch
-    from gdscache.cuda.driver import Driver
-    from gdscache.storage.cufile import CufileTransport
-    return CufileTransport(threads=2, gpu=Driver(torch.device("cuda", device)))
-"""
-
-_NIXL = """
-def transport(device):
-    from gdscache.storage.nixl import NixlTransport
-    return NixlTransport(threads=2, gds=True)
 """
 
 
@@ -88,23 +79,24 @@ def no_gds_driver() -> str:
     return "" if NVIDIA_FS_STATS.exists() else f"no nvidia-fs driver counts I/O ({NVIDIA_FS_STATS} is missing)"
 
 
-def probe_kvikio(
-    directory: Path, device_index: int, deadline_s: float = 20.0, *, missing: Callable[[], str] | None = None
-) -> ProbeResult:
+def probe(transport: str, directory: Path, device_index: int, deadline_s: float = 20.0) -> ProbeResult:
     """Write and read a few MiB between GPU memory and a temporary file in `directory`, and compare the bytes.
 
-    At most two children run, one with cuFile and one without, each killed after `deadline_s` seconds. The answer is
-    `gds` only if the nvidia-fs driver counted the I/O; it counts for the whole machine, and only while its statistics
-    are on. `missing()`, by default `kvikio_missing`, first names a missing requirement. Raises `IOFailedError` if the
-    directory takes no file.
+    `transport`: `cufile`, `kvikio` or `nixl`. One child, for kvikio a second one without cuFile, each killed after
+    `deadline_s` seconds. The answer is `gds` only if the nvidia-fs driver counted the I/O, else `compat` (the bytes are
+    right) or `posix`; the driver counts for the whole machine, and only while its statistics are on. Raises
+    `IOFailedError` if the directory takes no file.
     """
-    cause = (kvikio_missing if missing is None else missing)()
-    if cause:
-        return ProbeResult(False, "posix", cause)
+    if transport == "kvikio" and importlib.util.find_spec("kvikio") is None:
+        return ProbeResult(False, "posix", "kvikio is not installed")
     with _file(directory) as name:
+        place = [name, str(device_index)]
+        if transport != "kvikio":
+            what, arguments = _MOVES[transport], [*place, transport, str(PROBE_BYTES), str(deadline_s)]
+            return _counted(what, lambda: run_child(_TRANSPORT_CHILD, arguments, deadline_s).cause)
 
         def refusal(mode: str) -> str:
-            return run_child(_KVIKIO_CHILD, [name, str(device_index), mode, str(PROBE_BYTES)], deadline_s).cause
+            return run_child(_KVIKIO_CHILD, [*place, mode, str(PROBE_BYTES)], deadline_s).cause
 
         found = _counted("cuFile", lambda: refusal("OFF"))
         if found.ok:
@@ -112,28 +104,6 @@ def probe_kvikio(
         if cause := refusal("ON"):
             return ProbeResult(False, "posix", f"{found.reason}; kvikio without cuFile: {cause}")
         return ProbeResult(True, "compat", found.reason)
-
-
-def probe_cufile(directory: Path, device_index: int, deadline_s: float = 20.0) -> ProbeResult:
-    """The same with the transport `cufile`. One child, and `posix` if it fails."""
-    return probe_transport(_CUFILE, "cuFile", directory, device_index, deadline_s)
-
-
-def probe_nixl(directory: Path, device_index: int, deadline_s: float = 20.0) -> ProbeResult:
-    """The same with GDS_MT of the transport `nixl`."""
-    return probe_transport(_NIXL, "GDS_MT of NIXL", directory, device_index, deadline_s)
-
-
-def probe_transport(opened: str, what: str, directory: Path, device_index: int, deadline_s: float) -> ProbeResult:
-    """Write and read a few MiB between GPU memory and a temporary file in `directory` with a transport of ours.
-
-    `opened`: Python code with a function `transport(device)` that opens it. `what`: its name. One child, killed after
-    `deadline_s` seconds. The answer is `gds` only if the nvidia-fs driver counted the I/O, else `compat` (the bytes are
-    right) or `posix`. Raises `IOFailedError` if the directory takes no file.
-    """
-    with _file(directory) as name:
-        arguments = [name, str(device_index), str(PROBE_BYTES), str(deadline_s)]
-        return _counted(what, lambda: run_child(opened + _TRANSPORT_CHILD, arguments, deadline_s).cause)
 
 
 def _counted(what: str, refused: Callable[[], str]) -> ProbeResult:
@@ -170,14 +140,3 @@ def gds_operations() -> tuple[int, int]:
     text = text_of(NVIDIA_FS_STATS)
     reads, writes = (re.search(rf"^{kind}\s*:.*?\bn=(\d+)", text, re.MULTILINE) for kind in ("Reads", "Writes"))
     return int(reads[1]) if reads else 0, int(writes[1]) if writes else 0
-
-
-def kvikio_missing() -> str:
-    """Why kvikio cannot be tried for GPU memory here; an empty string if it can."""
-    if importlib.util.find_spec("kvikio") is None:
-        return "kvikio is not installed"
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        return f"no CUDA driver: {error}"
-    return ""

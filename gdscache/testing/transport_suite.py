@@ -21,15 +21,15 @@ except ImportError as error:
         f"the suite for transports needs pytest, which cannot be imported: {error}", "install gdscache[test]"
     ) from error
 
-_CASES = "gdscache.testing.suite_bytes"
+_CASES = "gdscache.testing.cases"
 if _CASES not in sys.modules:
     pytest.register_assert_rewrite(_CASES)
 
-from gdscache.testing.suite_bytes import BytesCases  # noqa: E402
+from gdscache.testing.cases import Cases  # noqa: E402
 
 __all__ = ["TransportSuite"]
 
 
-class TransportSuite(BytesCases):
+class TransportSuite(Cases):
     """Subclass it, and give `make_transport`. `memory_kinds`: the kinds of memory to test, of those the transport can
     move."""

@@ -66,11 +66,9 @@ class Tier(abc.ABC):
     def describe(self) -> dict[str, Any]:
         """The tier's own part of `stats()`: location and means of access."""
 
-    def check(self, lock: threading.RLock, *, fix: bool) -> list[str]:
-        """Contradictions between the tier's index, slots and bytes; `fix` drops the pages concerned.
-
-        Takes the manager's `lock` itself, since it may read files.
-        """
+    def check(self, lock: threading.RLock) -> list[str]:
+        """Contradictions between the tier's index, slots and bytes. Takes the manager's `lock` itself, since it may
+        read files."""
         with lock:
             return self.index.check()
 

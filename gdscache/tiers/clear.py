@@ -95,7 +95,7 @@ class Clearing:
                 for namespace in namespaces:
                     self._epochs[namespace] = self._epochs.get(namespace, 0) + 1
                 self._swept = namespaces
-                keys = [tier.index.select(None) for tier in self._tiers.values()]
+                keys = [tier.index.all_keys() for tier in self._tiers.values()]
             for piece in self._pieces(itertools.chain.from_iterable(keys)):
                 with self._lock:
                     for name, tier in self._tiers.items():

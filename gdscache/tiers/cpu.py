@@ -33,22 +33,17 @@ class CpuTier(Tier):
     def capacity(self) -> int:
         return self.extents.nbytes
 
-    def check(self, lock: threading.RLock, *, fix: bool) -> list[str]:
-        problems = super().check(lock, fix=fix)
+    def check(self, lock: threading.RLock) -> list[str]:
+        problems = super().check(lock)
         with lock:
             found = [self.index.find(page.key) for page in list(self.index) if page.state is PageState.VERIFIED]
             pages = {page.slot: page for page in found if page is not None}
             for page in pages.values():
                 self.index.lease(page)
         try:
-            bad = self.extents.bad_slots([*pages])
-            with lock:
-                for slot, layer in bad.items():
-                    problems.append(
-                        f"page {pages[slot].key.hex()[:16]}: the bytes of layer {layer} differ from the stored ones"
-                    )
-                    if fix:
-                        self.index.drop(pages[slot])
+            for slot, layer in self.extents.bad_slots([*pages]).items():
+                key = pages[slot].key.hex()[:16]
+                problems.append(f"page {key}: the bytes of layer {layer} differ from the stored ones")
         finally:
             with lock:
                 self.index.release_all(pages.values())
@@ -70,7 +65,7 @@ class Bounce:
         self.name, self.only = "bounce" + PLAIN * plain, only
         self.extents = extents
         half = extents.slots // 2
-        self.stores = SlotShare(range(half))
+        self.stores = SlotShare(half)
         self.loads = range(half, 2 * half)  # the executor gives these out
         self._quarantine = quarantine
         quarantine.add_memory(f"{self.name}_stores", self.stores.slots, only=only)

@@ -17,9 +17,9 @@ _NOTED = 1 << 13  # evicted pages that may wait for `bring_in`
 class PageFates:
     """Notes of pages that went, or never came. The manager's lock guards it.
 
-    Evictions are in a filter: at least the last `evictions`, up to twice as many, in `nbytes` that never change (4 to 8
-    for each of `evictions`). It knows all of these, and takes some 2 % of other pages for evicted. `evict` only notes
-    keys, which `bring_in` adds later, many at once.
+    Evictions are in a filter: at least the last `evictions`, up to twice as many, in memory that never changes: 4 to 8
+    bytes for each of `evictions`. It knows all of these, and takes some 2 % of other pages for evicted. `evict` only
+    notes keys, which `bring_in` adds later, many at once.
     """
 
     def __init__(self, evictions: int, kept: int = KEPT) -> None:
@@ -28,10 +28,6 @@ class PageFates:
         self._causes: OrderedDict[bytes, Told] = OrderedDict()
         self.bad: dict[bytes, BadPage] = {}  # the last bad pages, the oldest first
         self._kept = kept
-
-    @property
-    def nbytes(self) -> int:
-        return self.evicted.nbytes
 
     @property
     def waiting(self) -> int:

@@ -67,7 +67,7 @@ class GpuTier(Tier):
             if event is not None:
                 event.wait(torch.cuda.current_stream(self.paged.device))
 
-    def check(self, lock: threading.RLock, *, fix: bool) -> list[str]:
+    def check(self, lock: threading.RLock) -> list[str]:
         with lock:
             return self.index.check(elsewhere=list(self.private))
 

@@ -26,7 +26,7 @@ from gdscache.tiers.base import DurableTier, Lease, Tier
 from gdscache.tiers.clear import PAUSE_S, Clearing
 from gdscache.tiers.expiry import Expiry
 from gdscache.tiers.fates import PageFates
-from gdscache.tiers.measures import Measures
+from gdscache.tiers.measures import Measures, nested
 from gdscache.tiers.pins import Pin, Pins
 from gdscache.tiers.quarantine import Quarantine
 from gdscache.tracing import OFF, Timeline
@@ -379,10 +379,10 @@ class TierManager:
         with self.lock:
             return dict(self.counts)
 
-    def check(self, fix: bool = False) -> list[str]:
+    def check(self) -> list[str]:
         """Contradictions in any tier. For a quiet engine: work in flight holds slots of its own."""
         with self.clearing.alone:  # a clear holds slots outside the index
-            return [f"{name}: {p}" for name, tier in self.tiers.items() for p in tier.check(self.lock, fix=fix)]
+            return [f"{name}: {p}" for name, tier in self.tiers.items() for p in tier.check(self.lock)]
 
     def _describe(self, lease: Lease) -> dict[str, Any]:
         left = self.pins.seconds_left(lease)
@@ -393,9 +393,7 @@ class TierManager:
         self.busy.tell()
         with self.lock:
             self.expire()
-            groups: dict[str, dict[str, Any]] = {}
-            for (group, name), n in sorted(self.counts.items()):
-                groups.setdefault(group, {})[name] = n
+            groups = nested(dict(sorted(self.counts.items())))
             tiers = {
                 name: {
                     "kind": tier.kind,

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from gdscache.histograms import SECONDS, SIZE_CLASSES, Buckets, Histogram, size_class
+from gdscache.histograms import SECONDS, SIZE_CLASSES, Histogram, size_class
 from gdscache.moves import PLANES
 from gdscache.pages.layout import PLAIN
 
@@ -76,19 +76,17 @@ class Measures:
             self._moved[source, target] += pages
 
     def describe(self) -> dict[str, Any]:
-        moved: dict[str, dict[str, int]] = {}
-        for (source, target), pages in self._moved.items():
-            moved.setdefault(source, {})[target] = pages
         return {
-            "load_seconds": _by_tier_and_size(self._loads),
-            "store_seconds": _by_tier_and_size(self._stores),
+            "load_seconds": nested({key: histogram.describe() for key, histogram in self._loads.items()}),
+            "store_seconds": nested({key: histogram.describe() for key, histogram in self._stores.items()}),
             "wait_seconds": {what: histogram.describe() for what, histogram in self._waits.items()},
-            "moved_pages": moved,
+            "moved_pages": nested(self._moved),
         }
 
 
-def _by_tier_and_size(histograms: Mapping[tuple[str, str], Histogram]) -> dict[str, dict[str, Buckets]]:
-    found: dict[str, dict[str, Buckets]] = {}
-    for (tier, size), histogram in histograms.items():
-        found.setdefault(tier, {})[size] = histogram.describe()
+def nested(figures: Mapping[tuple[str, str], Any]) -> dict[str, dict[str, Any]]:
+    """Figures by their first name, then by their second."""
+    found: dict[str, dict[str, Any]] = {}
+    for (first, second), figure in figures.items():
+        found.setdefault(first, {})[second] = figure
     return found

@@ -304,9 +304,6 @@ class Pins:
 
     # -- their ends ---------------------------------------------------------------------------------------------------
 
-    def live(self, pin: Pin) -> bool:
-        return pin._lease in self._pins
-
     def end(self, pin: Pin) -> None:
         if self._pins.pop(pin._lease, None) is None:
             return

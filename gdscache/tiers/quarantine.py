@@ -15,10 +15,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from gdscache.runtime.limited_log import LimitedLog
 from gdscache.tiers.failed_reads import FailedReads
+
+if TYPE_CHECKING:
+    from gdscache.moves import Moving
 
 _log = logging.getLogger("gdscache.ssd")
 _OFF_ABOVE, _ON_BELOW = 4, 8  # off above a quarter of a memory, on again at an eighth or less
@@ -38,12 +41,6 @@ class Late:
     tier: str
     slot: int
     give_back: Callable[[], object]
-
-
-class Unended(Protocol):
-    """A move with late pages: see `Moving.on_end`."""
-
-    def on_end(self, callback: Callable[[int], None]) -> None: ...
 
 
 class Quarantine:
@@ -71,9 +68,8 @@ class Quarantine:
         self._off_alone: set[str] = set()
         # memories that count the slots of late requests themselves
         self._holds: dict[str, Callable[[], int]] = {}
-        self._requests: Counter[str] = (
-            Counter()
-        )  # late requests by memory; each holds a slot where `_holds` has no count
+        # late requests by memory; each holds a slot where `_holds` has no count
+        self._requests: Counter[str] = Counter()
         self._late: Counter[str] = Counter()  # by op
         self._counts = {"switch_offs": 0, "held": 0, "ended": 0}
         self._reading: Counter[tuple[str, int]] = Counter()  # tier and slot of late reads
@@ -97,7 +93,7 @@ class Quarantine:
             if held is not None:
                 self._holds[name] = held
 
-    def hold(self, submission: Unended, late: Mapping[int, Late]) -> None:
+    def hold(self, submission: Moving, late: Mapping[int, Late]) -> None:
         """Take over late pages of a move, by their index in it. The lock may be held."""
         if not late:
             return

@@ -15,7 +15,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,7 +27,7 @@ from gdscache.disk.catalog_file import lacking_room
 from gdscache.disk.directory import CacheDirectory
 from gdscache.disk.slab import Slab
 from gdscache.disk.slab_io import SlabFiles, SlabIO
-from gdscache.errors import IOFailedError, LockLostError, StorageError
+from gdscache.errors import IOFailedError, LockLostError
 from gdscache.index.index import PageIndex
 from gdscache.index.retention import DEFAULT, HIGHEST, LOWEST, Retention
 from gdscache.index.table import Entry, PageState
@@ -179,10 +178,6 @@ class SsdTier(DurableTier):
     @property
     def direct(self) -> bool:
         return self.route is not None and self.route.route == "direct"
-
-    @property
-    def catalog_path(self) -> Path:
-        return self._catalog.path
 
     @property
     def capacity(self) -> int:
@@ -405,10 +400,10 @@ class SsdTier(DurableTier):
         if why := self.lock_lost(thorough=True):
             raise LockLostError(f"{why}: {self.path} is not this engine's alone any more", LOST_HINT)
 
-    def check(self, lock: threading.RLock, *, fix: bool) -> list[str]:
+    def check(self, lock: threading.RLock) -> list[str]:
         if why := self.lock_lost(thorough=True):
             return [f"{why}; the tier has stopped: close and open the engine"]
-        damaged = self._check_slab(lock, fix=fix)
+        damaged = self.io.check()
         with self._commit_lock:
             try:
                 rows, kept = self._catalog.rows(), _in_range(self._catalog.retentions())
@@ -416,8 +411,6 @@ class SsdTier(DurableTier):
                 return [*damaged, error.message]
             with lock:
                 problems = self.index.check(elsewhere=list(self._returned))
-                if fix and problems:
-                    self.index.mend(elsewhere=self._returned)
                 for slot in self._doomed:
                     rows.pop(slot, None)
                 pages = {e.slot: e for e in self.index if e.state is not PageState.PENDING}
@@ -425,30 +418,10 @@ class SsdTier(DurableTier):
                 missing = [e for slot, e in pages.items() if rows.get(slot) != e.key]
                 known = {slot: _kept(e.retention) for slot, e in pages.items() if rows.get(slot) == e.key}
                 wrong = [s for s, r in known.items() if s not in self._retained and r != kept.get(s, _kept(DEFAULT))]
-                if fix:
-                    self._retained.update((slot, pages[slot].key) for slot in wrong)
-                for entry in filter(None, [self.index.find(e.key) for e in missing if fix]):
-                    self.index.drop(entry)
-            if fix and unknown:
-                self._catalog.commit((), unknown, {})
         problems += damaged
         problems += [f"the catalogue has another retention for the page in slot {slot}" for slot in wrong]
         problems += [f"the catalogue's row for slot {slot} names no page" for slot in unknown]
         return problems + [f"page {e.key.hex()[:16]} in slot {e.slot} has no row in the catalogue" for e in missing]
-
-    def _check_slab(self, lock: threading.RLock, *, fix: bool) -> list[str]:
-        problems, short = self.io.check()
-        if fix and short:
-            with lock:
-                places = [(entry, *self._slab.locate(entry.slot)) for entry in self.index]
-                lost = [e.key for e, n, at in places if n in short and at >= short[n] * self.layout.extent_bytes]
-                for entry in filter(None, map(self.index.find, lost)):
-                    self.index.drop(entry)
-            try:
-                self.io.lengthen()
-            except StorageError as error:
-                problems.append(error.message)
-        return problems
 
     def describe(self) -> dict[str, Any]:
         return {

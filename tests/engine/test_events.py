@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
+from examples.shared_pool.view import CacheView
 from gdscache import CacheEngine
 from gdscache.errors import InvalidValueError
 from gdscache.events.base import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, KVEventHub, Place
-from gdscache.events.view import CacheView
 from gdscache.pages.keys import Page
 from tests.support.helpers import WAIT, Host, OpenEngine, OpenHost, drop_from, prompt, quiet, run, until
 
 ON: dict[str, Any] = {}
-CPU, SSD, ALL = Place("CPU", "LOCAL", "cpu"), Place("STORAGE", "LOCAL", "ssd"), Place("", "", "")
+CPU, SSD = Place("CPU", "LOCAL", "cpu"), Place("STORAGE", "LOCAL", "ssd")
 
 
 class Heard:
@@ -145,13 +145,13 @@ def test_what_finds_no_room_leaves_a_number_out() -> None:
         gate.wait(WAIT)
 
     hub.add(slow)
-    hub.note("stored", CPU, [page(0)])
+    hub.note(CPU, "stored", [page(0)])
     until(lambda: len(heard) == 1, "the first is told")
-    hub.note("stored", CPU, [page(1), page(2)])
-    hub.note("stored", CPU, [page(3), page(4), page(5)])  # two more than there is room for
+    hub.note(CPU, "stored", [page(1), page(2)])
+    hub.note(CPU, "stored", [page(3), page(4), page(5)])  # two more than there is room for
     gate.set()
     until(lambda: len(heard) == 2, "the second is told")
-    hub.note("removed", CPU, [page(0).key])
+    hub.note(CPU, "removed", [page(0).key])
     hub.close()
     assert [batch.seq for batch in heard] == [0, 2, 3]
     assert hub.describe()["dropped_pages"] == 3
@@ -170,10 +170,10 @@ def test_a_callback_that_raises_harms_no_other(caplog: pytest.LogCaptureFixture)
 
     hub.add(raises)
     remove = hub.add(heard.append)
-    hub.note("stored", CPU, [page(0)])
+    hub.note(CPU, "stored", [page(0)])
     until(lambda: len(heard) == 1, "the other hears")
     remove()
-    hub.note("stored", CPU, [page(1)])
+    hub.note(CPU, "stored", [page(1)])
     hub.close()
     assert len(heard) == 1
     assert "background work broke off" in caplog.text
@@ -182,10 +182,10 @@ def test_a_callback_that_raises_harms_no_other(caplog: pytest.LogCaptureFixture)
 def test_pages_that_do_not_follow_each_other_are_events_of_their_own() -> None:
     hub, heard = KVEventHub(4, queue=100), list[KVEventBatch]()
     hub.add(heard.append)
-    hub.note("stored", CPU, [page(0), page(1), page(5), page(6)])
-    hub.note("removed", SSD, [page(1).key])
-    hub.note("cleared", ALL, ())
-    hub.note("cleared", ALL, ())
+    hub.note(CPU, "stored", [page(0), page(1), page(5), page(6)])
+    hub.note(SSD, "removed", [page(1).key])
+    hub.note(CPU, "cleared", ())
+    hub.note(SSD, "cleared", ())
     hub.close()
     events = [event for batch in heard for event in batch.events]
     first, second, removed, cleared = events

@@ -126,15 +126,15 @@ def test_a_bad_page_within_a_merged_read_costs_its_own_suffix(
 # -- memory and files ------------------------------------------------------------------------------------------------
 
 
-def test_check_finds_and_mends_a_bad_page_of_the_cpu_pool(open_host: OpenHost) -> None:
+def test_check_finds_a_bad_page_of_the_cpu_pool(open_host: OpenHost) -> None:
     host, tokens = kept(open_host, 3)
     cpu = host.engine.manager.cpu
-    cpu.extents.memory(slot_of(host.engine, tokens, 1, "cpu"))[0] ^= 1
-    report = host.engine.check(fix=True)
-    assert (len(report.problems), report.fixed, report.ok) == (1, True, True)
-    assert host.engine.check().problems == ()
-    assert host.engine.lookup(tokens).tiers == ("cpu", "ssd", "cpu")
-    assert host.load(tokens).tokens == 12
+    byte = cpu.extents.memory(slot_of(host.engine, tokens, 1, "cpu"))[:1]
+    byte[0] ^= 1
+    [problem] = host.engine.check().problems
+    assert "differ from the stored ones" in problem
+    byte[0] ^= 1
+    assert host.engine.check().ok
 
 
 def test_a_bad_page_of_the_cpu_pool_is_not_written_on_unseen(open_host: OpenHost) -> None:
@@ -188,11 +188,8 @@ def test_a_slab_truncated_while_it_is_open(open_host: OpenHost, slab: Path, cpu:
     lost = [i for i, slot in enumerate(slots) if slot >= cut]
     assert [i for i, status in enumerate(report.pages) if status is PageStatus.SHORT_READ] == lost
     assert misses(host.engine) == {"short_read": len(lost)}
-    assert not host.engine.check().ok
+    assert "slab-0.bin has" in host.engine.check().problems[0]
     assert tokens_of(host.engine, tokens) == 20, "the file may come back whole"
-    assert "slab-0.bin has" in host.engine.check(fix=True).problems[0]  # and it has its size again
-    assert tokens_of(host.engine, tokens) == 4 * lost[0]
-    settle(host.engine)
     host.engine.close()
     host = open_host(cpu=cpu)
     assert host.load(tokens).tokens == 4 * lost[0]
@@ -245,14 +242,15 @@ def test_checksums_that_are_gone_or_of_another_page(open_host: OpenHost, slab: P
 
 
 @pytest.mark.parametrize("change", ["place = 11", "key = zeroblob(32)"])
-def test_check_mends_a_row_that_names_no_page_and_a_page_without_row(open_host: OpenHost, change: str) -> None:
+def test_check_finds_a_row_that_names_no_page_and_a_page_without_row(open_host: OpenHost, change: str) -> None:
     host, tokens = kept(open_host, 3, cpu=None)
     ssd = host.engine.manager.ssd
     with ssd._catalog._transaction() as writer:
         writer.execute(f"UPDATE pages SET {change} WHERE place = ?", (slot_of(host.engine, tokens, 2),))
     assert len(host.engine.check().problems) == 2
     assert tokens_of(host.engine, tokens) == 12
-    assert host.engine.check(fix=True).fixed
+    host.engine.close()
+    host = open_host(cpu=None)
     assert host.engine.check().problems == ()
     assert host.load(tokens).tokens == 8
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
+from examples.shared_pool.view import CacheView
 from gdscache import CacheEngine, HybridEngine, PageHashes, PageStatus, RankAddress
 from gdscache.errors import (
     CapacityError,
@@ -31,7 +32,6 @@ from gdscache.errors import (
     TokensError,
 )
 from gdscache.events.base import BlockStored, KVEventBatch
-from gdscache.events.view import CacheView
 from gdscache.gate.fit import ENOUGH
 from gdscache.gate.gate import EXPLORE_EVERY
 from gdscache.metrics import EngineCollector
@@ -951,11 +951,11 @@ def test_stats_and_checks_name_the_groups(open_hybrid: OpenHybrid) -> None:
     assert host.engine.check().ok
     engine = host.of("window")[0]
     slot = engine.manager.cpu.index.get(host.key("window", PROMPT, 11)).slot
-    engine.manager.cpu.extents.memory(slot)[0] ^= 1
+    byte = engine.manager.cpu.extents.memory(slot)[:1]
+    byte[0] ^= 1
     [problem] = host.engine.check().problems
     assert problem.startswith("full, window: cpu: ")
-    assert host.engine.check(fix=True).ok
-    assert host.engine.check().problems == ()
+    byte[0] ^= 1
 
 
 def test_metrics_of_each_pool(open_hybrid: OpenHybrid) -> None:

@@ -118,7 +118,7 @@ def test_locks_are_taken_in_one_order(
             elif what == "invalidate":
                 engine.invalidate(engine.namespace("another"))
             elif what == "check":
-                engine.manager.check(fix=True)
+                engine.manager.check()
             elif what == "prefetch":
                 engine.prefetch(draw.choice(prompts)).cancel()
             elif what == "evict" and cpu is not None:

@@ -458,7 +458,7 @@ class Run:
         engine, namespace = self.cache.engines[pool], self.cache.namespaces(self._session.salt)[group]
         with engine.manager.lock:
             index = engine.manager.tiers[tier].index
-            return engine, index.slots_of(index.select(namespace))
+            return engine, [page.slot for page in index if page.namespace == namespace]
 
     def flip(self, tier: str, group: int, zero: bool = False) -> int:
         """One bit is another in each page that a tier has of a group, on the last rank alone if there are several; or
@@ -491,7 +491,7 @@ class Run:
         manager, namespace, lost = self.cache.engines[pool].manager, self.cache.namespaces(self._session.salt)[group], 0
         with manager.lock:
             for tier in manager.tiers.values():
-                for key in tier.index.select(namespace):
+                for key in [page.key for page in tier.index if page.namespace == namespace]:
                     tier.index.drop(tier.index.get(key))
                     lost += 1
         return lost

@@ -14,8 +14,9 @@ VLLM = os.environ.get("GDSCACHE_VLLM_PYTHON", "")
 
 ROUND = """
 import sys, time
-from gdscache.events.socket import ZmqPublisher, ZmqSubscriber
-from gdscache.events.view import CacheView
+from examples.shared_pool.subscriber import ZmqSubscriber
+from examples.shared_pool.view import CacheView
+from gdscache.events.socket import ZmqPublisher
 from gdscache.events.base import *
 out, again = "ipc://%s/out" % sys.argv[1], "ipc://%s/again" % sys.argv[1]
 publisher = ZmqPublisher(out, again, "kv", 6)

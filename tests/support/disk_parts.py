@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gdscache.config.pools import PLAIN_DIRECTORY
+from gdscache.disk.catalog import Catalog
 from tests.support.helpers import MHA, PACKED, WAIT, Host, expected, make_config, narrowed, prompt
 
 SLOTS = 48
@@ -33,6 +34,13 @@ def ssd_config(path: Path, slots: int = SLOTS, *, pack: bool = False) -> dict[st
     return make_config(
         path, model=PACKED if pack else MHA, cpu=None, ssd=-(-slots * 16 // 15) if pack else slots, bounce=8
     )
+
+
+def sums_of(catalog: Catalog, slots: Sequence[int], layers: int = LAYERS) -> list[Any]:
+    """The checksums of each slot in a catalogue, None where it has none of so many layers."""
+    found, sums = catalog.checksum_rows(slots, layers)
+    known = dict(zip(found.tolist(), sums, strict=True))
+    return [known.get(int(slot)) for slot in slots]
 
 
 @contextlib.contextmanager

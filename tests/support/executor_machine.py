@@ -18,7 +18,6 @@ from gdscache.arrays import integers
 from gdscache.disk.slab import Slab
 from gdscache.disk.slab_io import SlabIO
 from gdscache.errors import NativeCallError
-from gdscache.extents.base import Reserved
 from gdscache.extents.host import HostExtents
 from gdscache.kernels.copies import PageCopies
 from gdscache.moves import PageStatus
@@ -152,11 +151,11 @@ def _executor(machine: Machine, case: Case) -> Iterator[NativeExecutor]:
         executor.close()
 
 
-def _memory(layout: PageLayout, found: Bytes, undo: contextlib.ExitStack, on_gpu: bool) -> Reserved:
+def _memory(layout: PageLayout, found: Bytes, undo: contextlib.ExitStack, on_gpu: bool) -> Any:
     extents: Any = FakeDeviceExtents(layout, found.size) if on_gpu else HostExtents(layout, found.size, "off")
     undo.callback(extents.close)
     _bytes(extents)[:] = found.reshape(-1)
-    return extents  # type: ignore[no-any-return]
+    return extents
 
 
 def _bytes(extents: Any) -> Bytes:

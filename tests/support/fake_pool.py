@@ -16,9 +16,9 @@ from gdscache.mooncake.client import (
     NO_MASTER,
     NO_SPACE,
     TRANSFER_FAILED,
-    Client,
     Connect,
     MooncakeAddress,
+    MooncakeClient,
 )
 from gdscache.mooncake.tier import MooncakeTier
 from tests.support.helpers import MHA, layout_of
@@ -57,7 +57,7 @@ class FakePool:
         self.dead = False
 
 
-class FakeClient:
+class FakeClient(MooncakeClient):
     def __init__(self, pool: FakePool) -> None:
         self.pool = pool
         self.registered: dict[int, int] = {}
@@ -159,7 +159,7 @@ class FakeMooncakeTier(MooncakeTier):
         return connect
 
 
-def connect(address: MooncakeAddress) -> tuple[Client, Client]:
+def connect(address: MooncakeAddress) -> tuple[MooncakeClient, MooncakeClient]:
     pool = POOLS[address.master]
     return FakeClient(pool), FakeClient(pool)
 

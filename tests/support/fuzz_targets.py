@@ -42,7 +42,7 @@ from gdscache.policies.sketch import RecentCounter
 from gdscache.runtime.latencies import SlowLoad, Summary
 from gdscache.tiers.fates import LEAST, PageFates
 from gdscache.tiers.ssd import _retentions
-from tests.support.disk_parts import COLUMNS, opened, served, store
+from tests.support.disk_parts import COLUMNS, opened, served, store, sums_of
 from tests.support.fuzz_base import BreachError, Seeds, Target, require
 from tests.support.helpers import MHA, layout_of
 from tests.support.places import ROOT
@@ -564,7 +564,7 @@ def used(folder: Path, image: bytes | None, log: bytes) -> None:
                 require(not found.dropped, f"rows are dropped at a second open: {dict(found.dropped)}")
             new = next((slot for slot in range(SLOTS) if slot not in found.slots), None)
             try:
-                for sums in catalog.checksums(range(SLOTS)):
+                for sums in sums_of(catalog, range(SLOTS)):
                     require(sums is None or sums.dtype == np.uint64, "no checksums")
                 catalog.checksum_rows(range(0, SLOTS, 2), LAYERS)
                 catalog.retentions()

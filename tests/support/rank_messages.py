@@ -116,7 +116,7 @@ def lead(line: Connection, config: dict[str, Any], addresses: list[RankAddress],
                 drop_from(engine, "cpu")
                 line.send(None)
             elif what == "check":
-                line.send(engine.check(fix=True).problems)
+                line.send(engine.check().problems)
     line.send(trap.seen)
 
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import errno
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gdscache.extents.base import Extents
 from gdscache.moves.library import DIGEST, MoveLimits, NativeMoves, Space
+from gdscache.pages.checksum import layer_checksums
 from gdscache.tiers.cpu import Bounce
 from tests.support.hooks import Job, hooks
 from tests.support.host_copies import HostCopies
@@ -146,7 +147,7 @@ class SteppedMachine:
         self.done += 1
         sums: Checksums
         if job.kind == DIGEST:
-            sums = np.stack([extents.digest(place, job.layers) for place in places])
+            sums = np.stack([_digest(extents, place, job.layers) for place in places])
         else:
             sums = self._copies.copy(extents, places, job.blocks, job.layers, sums=True)
         hooks.copy_ended(self.moves, job.number, sums if job.sums else None)
@@ -241,3 +242,9 @@ class SteppedIO:
         if not self._left:
             self._files.flying.remove(self)
         hooks.io_ended(self._files.machine.moves, self.job.number, [page], error)
+
+
+def _digest(extents: Any, slot: int, layers: range) -> Checksums:
+    if isinstance(extents, Window):
+        return extents.digest(slot, layers)
+    return layer_checksums(extents.memory(slot), extents.layout.layer_bounds[layers.start : layers.stop])

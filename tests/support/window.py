@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
 from gdscache.arrays import Int64Array
-from gdscache.extents.base import Reserved
 from gdscache.pages.checksum import Checksums, layer_checksums
 
 
@@ -19,7 +20,7 @@ class Window:
 
     fence_slots = 0
 
-    def __init__(self, extents: Reserved, within: range, span: tuple[int, int]) -> None:
+    def __init__(self, extents: Any, within: range, span: tuple[int, int]) -> None:
         start, stop = span
         self._extents = extents
         self._part = stop - start

@@ -76,7 +76,7 @@ struct Columns {
     Array<int32_t> children;
 };
 
-// The search of index/eviction.py for pages to evict.
+// The search of index/index.py for pages to evict.
 class Victims {
 public:
     // `orders`: those in which a page may be deferred.
@@ -85,7 +85,7 @@ public:
         for (const nb::handle order : kept_) orders_.push_back(nb::cast<const LifetimeOrder*>(order));
     }
 
-    // Look at `keys`, the coldest first, until `wanted` pages are chosen. See `EvictablePages._victims`. Returns the
+    // Look at `keys`, the coldest first, until `wanted` pages are chosen. See `PageIndex._victims`. Returns the
     // number of pages chosen by now.
     size_t look(nb::handle table, nb::handle keys, const nb::object& keep, size_t wanted, bool tails_only) {
         const Columns columns(table);

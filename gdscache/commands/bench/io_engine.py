@@ -125,7 +125,7 @@ class ColdEngine:
         """Load every page from the SSD into the planes, from the call to the verdict, without the lookup."""
         index = self._cpu.index
         with self.engine.manager.lock:
-            for key in index.select(None):
+            for key in index.all_keys():
                 if (entry := index.find(key)) is not None:
                     index.drop(entry)
         self._drop_cached()

@@ -25,7 +25,7 @@ from gdscache.load.report import LoadPart
 from gdscache.load.run import LoadRun
 from gdscache.moves import Moving
 from gdscache.pages.keys import Page
-from gdscache.policies.admission import open_admission
+from gdscache.policies.admission import Admission
 from gdscache.store.earned_offers import EarnedOffers
 from gdscache.store.outlets import Outlet
 from gdscache.store.plan import StorePlanner
@@ -108,10 +108,9 @@ class Hierarchy:
             slots, reserve = config.ssd.capacity // extent, limits.ssd_reserve
             self.ssd = ModelSsd(slots, extent, config.eviction, reserve, config.model.kept_groups)
             asked = config.store.admission, slots, extent, config.ssd.endurance
-            admission = open_admission(*asked, offers=limits.admission_offers, clock=clock.time)
+            admission = Admission(*asked, offers=limits.admission_offers, clock=clock.time)
             outlets = [Outlet(self.ssd, admission, config.store.queue // extent)]
-            half = config.host_buffer // extent // 2
-            self.spare = VirtualShare(clock, range(half, 2 * half))
+            self.spare = VirtualShare(clock, config.host_buffer // extent // 2)
         index = None if self.cpu is None else self.cpu.index
         earned = EarnedOffers(index, outlets, config.store.write_policy, limits.write_hits)
         lock = threading.RLock()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -31,10 +30,6 @@ class ModelTier(Tier):
 
     def describe(self) -> dict[str, Any]:
         return {}
-
-    def check(self, lock: threading.RLock, *, fix: bool) -> list[str]:
-        with lock:
-            return self.index.check()
 
     def close(self) -> None: ...
 

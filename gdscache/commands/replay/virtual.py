@@ -107,7 +107,7 @@ class VirtualExecutor:
 class VirtualShare(SlotShare):
     """A pool that virtual steps can wait for. `freed` fires when slots come back."""
 
-    def __init__(self, clock: Clock, slots: range) -> None:
+    def __init__(self, clock: Clock, slots: int) -> None:
         super().__init__(slots)
         self._clock = clock
         self.freed = Done(clock)

@@ -25,6 +25,7 @@ from gdscache.commands.inspect import inspect, verify
 from gdscache.disk import catalog_file, catalog_image, conversion, slab
 from gdscache.disk.catalog import Catalog, PageRecord, Recovered
 from gdscache.errors import CapacityError, ExtentSizeError, IOFailedError, NoSpaceError, ShardsError, StorageError
+from tests.support.disk_parts import sums_of
 from tests.support.helpers import Host, make_config, prompt
 from tests.support.places import ROOT
 
@@ -64,7 +65,7 @@ def state(path: Path) -> int:
 def whole(found: Recovered, catalog: Catalog, expected: dict[bytes, tuple[int, float | None]]) -> None:
     """Every page is there, with its checksums and its retention."""
     assert (len(found), found.dropped, found.set_aside) == (PAGES, {}, None)
-    assert all(sums is not None and len(sums) == 3 for sums in catalog.checksums(found.slots.tolist()))
+    assert all(sums is not None and len(sums) == 3 for sums in sums_of(catalog, found.slots.tolist()))
     keys = dict(zip(found.slots.tolist(), (key.tobytes() for key in found.keys), strict=True))
     assert {keys[slot]: kept for slot, kept in catalog.retentions().items()} == expected
 
@@ -246,7 +247,7 @@ def test_what_has_expired_or_cannot_be_a_row_goes_with_the_conversion(tmp_path: 
     with opened(path) as catalog:
         assert catalog.recover(9, NOW).dropped == {"expired": 2, "row": 1, "length": 1, "slot": 1}
     with opened(path) as catalog:
-        assert (len(catalog.recover(9, NOW)), catalog.count()) == (5, 5)
+        assert (len(catalog.recover(9, NOW)), len(catalog.rows())) == (5, 5)
 
 
 def test_a_commit_before_recovery_converts_too(tmp_path: Path) -> None:

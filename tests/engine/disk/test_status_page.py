@@ -142,7 +142,7 @@ def test_only_a_regular_file_will_do(tmp_path: Path, what: str) -> None:
     if what == "directory":
         (path / "status").mkdir()
     with pytest.raises(DirectoryNotWritableError if what == "nowhere" else NotARegularFileError):
-        status_page.StatusWriter(path, path / "catalog.sqlite", lambda: None)  # type: ignore[arg-type,return-value]
+        status_page.StatusWriter(path, lambda: None)  # type: ignore[arg-type,return-value]
 
 
 def test_an_engine_that_hangs_can_be_looked_at(host: Host, tmp_path: Path) -> None:

@@ -344,7 +344,7 @@ def test_a_bad_state_is_all_the_hit(tmp_path: Path, ranks: int) -> None:
         for one in engine.engine.engines:
             drop_from(one, "cpu")
         manager = engine.engine.engines[1].manager
-        (slot,) = manager.tiers["ssd"].index.slots_of(manager.tiers["ssd"].index.select(None))
+        (slot,) = manager.tiers["ssd"].index.slots_of(manager.tiers["ssd"].index.all_keys())
         flip_file(slab, slot * engine.engine.engines[1].layout.extent_bytes + 50)
         asked = request("bad")
         engine.table.add(asked)

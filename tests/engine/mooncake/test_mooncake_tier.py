@@ -170,9 +170,11 @@ def test_memory_is_registered_once_and_all_pieces_lie_in_it(open_host: OpenHost,
     assert sizes.count(16 * EXTENT) == 2
 
 
-def test_a_call_has_as_many_pages_as_it_may(open_host: OpenHost, master: str, pool: FakePool) -> None:
-    host = shared(open_host, master, options={"batch": 3}, cpu=32, bounce=32)
-    other = shared(open_host, master, options={"batch": 3}, cpu=32, bounce=32)
+def test_a_call_has_as_many_pages_as_it_may(
+    open_host: OpenHost, master: str, pool: FakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gdscache.mooncake.io.BATCH_PAGES", 3)
+    host, other = (shared(open_host, master, cpu=32, bounce=32) for _ in range(2))
     tokens = stored(host, pages=16)
     assert pool.largest == 3
     pool.largest = 0
@@ -593,7 +595,7 @@ def test_whatever_happens_no_byte_is_wrong(open_host: OpenHost, master: str, poo
     "options",
     [
         {"master": "nowhere"}, {"replicas": 0}, {"segment": "lots"}, {"deadline": 0}, {"deadline": "2"},
-        {"batch": -1}, {"protocol": 7},
+        {"protocol": 7},
     ],
 )  # fmt: skip
 def test_what_is_no_pool_is_refused(tmp_path: Any, master: str, options: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from gdscache.extents.host import HostExtents
 from gdscache.kernels.copies import PageCopies
 from gdscache.moves import PLANES, Move, PageStatus, Priority, Way
 from gdscache.moves.native import Machine, NativeExecutor
+from gdscache.pages.checksum import layer_checksums
 from gdscache.pages.planes import PagedPlanes
 from tests.support.helpers import MHA, Host, layout_of, prompt
 from tests.support.processes import CONTEXT
@@ -42,7 +43,7 @@ def machine() -> tuple[Machine, HostExtents]:
     for slot in range(SLOTS):
         draw = np.random.default_rng(slot)
         memory.memory(slot)[:] = draw.integers(0, 256, LAYOUT.extent_bytes, dtype=np.uint8).tobytes()
-        memory.sign(slot)
+        memory.checksums[slot] = layer_checksums(memory.memory(slot), LAYOUT.layer_bounds)
     planes = PagedPlanes.allocate(LAYOUT, SLOTS, torch.device("cpu"))
     return Machine(PageCopies(planes), {"cpu": memory}, {}), memory
 

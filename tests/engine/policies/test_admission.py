@@ -26,7 +26,6 @@ from gdscache.policies.admission import (
     EnduranceBudget,
     SecondOffer,
     TinyLFU,
-    open_admission,
 )
 from gdscache.policies.sketch import BloomFilter, FrequencySketch, RecentCounter
 from gdscache.runtime.limited_log import LimitedLog
@@ -62,7 +61,7 @@ def gate(
     log: LimitedLog | None = None,
     clock: Clock | None = None,
 ) -> Admission:
-    return open_admission(admission, slots, extent, endurance, clock=clock or Clock(), offers=offers, log=log)
+    return Admission(admission, slots, extent, endurance, clock=clock or Clock(), offers=offers, log=log)
 
 
 class Clock:
@@ -313,7 +312,7 @@ def test_the_memory_is_bounded_and_as_described(policy: str) -> None:
 
 
 def test_refused_pages_are_remembered_up_to_a_bound() -> None:
-    admission = Admission(SecondOffer(64, 2), EXTENT, kept=3)
+    admission = Admission("second_offer", 64, EXTENT, kept=3)
     parents = [page(i) for i in range(5)]
     children = [page(("child", i), parent.key) for i, parent in enumerate(parents)]
     for child in children:
@@ -322,9 +321,6 @@ def test_refused_pages_are_remembered_up_to_a_bound() -> None:
     for parent in parents:
         admission.admit(parent)
     assert [admission.admit(child) for child in reversed(children)] == ["no_prefix", "no_prefix", "", "", ""]
-
-
-# -- the budget in the gate ------------------------------------------------------------------------------------------
 
 
 # -- all of it against a model ---------------------------------------------------------------------------------------
@@ -349,7 +345,7 @@ def test_the_gate_is_its_model(
     slots, clock = 20, Clock()
     pages = [p for seed in range(3) for p in prefix(seed, 4)]
     endurance = None if daily is None else daily * 10
-    admission = open_admission(policy, slots, 10, endurance, offers=offers, clock=clock)
+    admission = Admission(policy, slots, 10, endurance, offers=offers, clock=clock)
     model = ExactAdmission(
         policy, offers, ExactRecent(REMEMBERED * slots, offers - 1), ExactFrequency(10 * slots), 4096
     )
@@ -511,7 +507,7 @@ def test_a_budget_that_no_page_fits_into_is_refused_with_the_figures(tmp_path: P
     for part in ("ssd.endurance", f"{8 * extent - 1:,}", "an eighth", "64KiB"):
         assert part in str(caught.value)
     config = Config.from_dict(make_config(tmp_path, ssd_options={"endurance": 8 * extent}))
-    assert open_admission("all", 12, extent, config.ssd.endurance, clock=Clock()).admit(page(1)) == ""
+    assert Admission("all", 12, extent, config.ssd.endurance, clock=Clock()).admit(page(1)) == ""
 
 
 def test_the_settings_reach_the_policy() -> None:

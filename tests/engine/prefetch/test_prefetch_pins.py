@@ -626,7 +626,7 @@ class ClaimsMachine(RuleBasedStateMachine):
                 asked.pages = asked.pages[: self.good(asked)]
                 asked.holds = {n: ages for n, ages in asked.holds.items() if n in asked.pages}
                 asked.settled = True
-                assert self.manager.pins.live(asked.claim) == bool(asked.pages)
+                assert (asked.claim._lease in self.manager.pins._pins) == bool(asked.pages)
                 if not asked.pages:
                     self.asked = [other for other in self.asked if other is not asked]
 

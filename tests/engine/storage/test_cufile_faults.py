@@ -96,9 +96,7 @@ class Machine:
 
     def ask(self, name: str, deadline_s: float) -> ProbeResult:
         self.has_a_torch_for(name)
-        kvikio = functools.partial(probe.probe_kvikio, missing=lambda: "")
-        asked = {"kvikio": kvikio, "nixl": probe.probe_nixl, "cufile": probe.probe_cufile}
-        return asked[name](self.directory, 0, deadline_s)
+        return probe.probe(name, self.directory, 0, deadline_s)
 
     def is_left_alone(self) -> None:
         """No child lives, and no file of theirs is left."""
@@ -159,9 +157,7 @@ def test_when_cufile_never_opens_auto_goes_on_and_on_does_not(
     """`auto` says in one line what it chose and why not GDS; `on` fails with the cause and what to change."""
     machine.goes_wrong(OPEN_HANGS)
     machine.has_a_torch_for(name)
-    for module, function in ((probe, "probe_kvikio"), (probe, "probe_cufile"), (probe, "probe_nixl")):
-        quick = functools.partial(getattr(module, function), deadline_s=DEADLINE_S[name])
-        monkeypatch.setattr(module, function, quick)
+    monkeypatch.setattr(probe, "probe", functools.partial(probe.probe, deadline_s=DEADLINE_S[name]))
     options: dict[str, Any] = {"directory": machine.directory, "device": "cuda:0", "threads": 1, "direct_io": "auto"}
     wanted = "auto" if name == "cufile" else name
     with caplog.at_level(logging.INFO, "gdscache.storage"), open_transport(wanted, gds="auto", **options) as transport:

@@ -26,10 +26,6 @@ def opened(tmp_path: Path, transport: str = "auto", device: str = "cpu", gds: st
     return open_transport(transport, directory=tmp_path, device=device, threads=1, direct_io="auto", gds=gds)
 
 
-def nothing_missing() -> str:
-    return ""
-
-
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str, str | None]]:
     """What each cuFile transport from now on is made of: threads, direct I/O, and the driver of a GPU."""
     made: list[tuple[int, str, str | None]] = []
@@ -88,8 +84,7 @@ def test_auto_takes_cufile_for_proven_gds_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, ok: bool
 ) -> None:
     monkeypatch.setattr(probe, "no_gds_driver", lambda: "")
-    for name in ("cufile", "kvikio"):
-        monkeypatch.setattr(probe, f"probe_{name}", lambda *_: probe.ProbeResult(ok, mode, "because"))
+    monkeypatch.setattr(probe, "probe", lambda *_: probe.ProbeResult(ok, mode, "because"))
     with opened(tmp_path, device="cuda:0") as chosen:
         assert chosen.name in ("uring", "posix")
     for transport in ("auto", "cufile", "kvikio"):
@@ -99,15 +94,14 @@ def test_auto_takes_cufile_for_proven_gds_only(
         for transport in ("cufile", "kvikio"):
             with pytest.raises(TransportUnavailableError, match=f"{transport} does not work.*because"):
                 opened(tmp_path, transport, device="cuda:0")
-    for name in ("cufile", "kvikio"):
-        monkeypatch.setattr(probe, f"probe_{name}", lambda *_: pytest.fail("gds is off: nothing to probe"))
+    monkeypatch.setattr(probe, "probe", lambda *_: pytest.fail("gds is off: nothing to probe"))
     with opened(tmp_path, device="cuda:0", gds="off") as chosen:
         assert chosen.name in ("uring", "posix")
 
 
 def test_without_the_driver_nothing_is_probed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "no_gds_driver", lambda: "no driver")
-    monkeypatch.setattr(probe, "probe_cufile", lambda *_: pytest.fail("nothing could prove it"))
+    monkeypatch.setattr(probe, "probe", lambda *_: pytest.fail("nothing could prove it"))
     with opened(tmp_path, device="cuda:0") as chosen:
         assert chosen.name in ("uring", "posix")
     for transport in ("auto", "cufile"):
@@ -118,18 +112,18 @@ def test_without_the_driver_nothing_is_probed(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize("transport", ["auto", "cufile"])
 def test_cufile_is_opened_where_gds_is_proven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
     monkeypatch.setattr(probe, "no_gds_driver", lambda: "")
-    seen: list[tuple[Path, int]] = []
+    seen: list[tuple[str, Path, int]] = []
 
-    def proven(directory: Path, index: int) -> probe.ProbeResult:
-        seen.append((directory, index))
+    def proven(name: str, directory: Path, index: int) -> probe.ProbeResult:
+        seen.append((name, directory, index))
         return probe.ProbeResult(True, "gds", "counted")
 
-    monkeypatch.setattr(probe, "probe_cufile", proven)
+    monkeypatch.setattr(probe, "probe", proven)
     made = recorded(monkeypatch)
     for gds in ("auto", "on"):
         with opened(tmp_path, transport, device="cuda:3", gds=gds) as chosen:
             assert chosen.name == "cufile"
-    assert seen == [(tmp_path, 3)] * 2
+    assert seen == [("cufile", tmp_path, 3)] * 2
     assert made == [(1, "auto", "driver of cuda:3")] * 2
 
 
@@ -139,7 +133,7 @@ def test_cufile_by_name_takes_any_path_that_brings_the_bytes(
     """Its own compat mode, or P2PDMA, whose I/O nothing counts; and memory of the host alone where GDS is off."""
     made = recorded(monkeypatch)
     monkeypatch.setattr(probe, "no_gds_driver", lambda: "no driver")
-    monkeypatch.setattr(probe, "probe_cufile", lambda *_: probe.ProbeResult(True, "compat", "not counted"))
+    monkeypatch.setattr(probe, "probe", lambda *_: probe.ProbeResult(True, "compat", "not counted"))
     with caplog.at_level(logging.INFO, "gdscache.storage"):
         for device, gds in (("cuda:1", "auto"), ("cuda:1", "off"), ("cpu", "auto"), ("cpu", "off")):
             opened(tmp_path, "cufile", device, gds).close()
@@ -150,7 +144,7 @@ def test_cufile_by_name_takes_any_path_that_brings_the_bytes(
 
 @pytest.mark.skipif(has_libcuda(), reason="needs a machine without a CUDA driver")
 def test_cufile_without_a_driver_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "probe_cufile", lambda *_: probe.ProbeResult(True, "compat", "not counted"))
+    monkeypatch.setattr(probe, "probe", lambda *_: probe.ProbeResult(True, "compat", "not counted"))
     before = threading.active_count()
     with pytest.raises(TransportUnavailableError, match="CUDA driver") as caught:
         opened(tmp_path, "cufile", "cuda:0")
@@ -275,7 +269,8 @@ def test_only_counted_io_proves_gds(
     monkeypatch.setattr(probe, "NVIDIA_FS_STATS", stats)
     monkeypatch.setattr(probe, "PROC_MODULES", there)
     monkeypatch.setattr(probe, "run_child", child)
-    result = probe.probe_kvikio(folder, 0, missing=nothing_missing)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)  # kvikio is installed
+    result = probe.probe("kvikio", folder, 0)
     assert result.mode == want
     assert result.ok == (want != "posix")
     for refusal in refusals.values():
@@ -292,13 +287,14 @@ def test_cufile_is_not_asked_without_proc_modules(tmp_path: Path, monkeypatch: p
         return SimpleNamespace(cause="")
 
     monkeypatch.setattr(probe, "run_child", child)
-    assert probe.probe_kvikio(tmp_path, 0, missing=nothing_missing).mode == "compat"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)  # kvikio is installed
+    assert probe.probe("kvikio", tmp_path, 0).mode == "compat"
     assert asked == ["ON"]
 
 
 def test_probe_without_kvikio_or_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert probe.probe_kvikio(tmp_path, 0) == probe.ProbeResult(False, "posix", "kvikio is not installed")
+    assert probe.probe("kvikio", tmp_path, 0) == probe.ProbeResult(False, "posix", "kvikio is not installed")
     with pytest.raises(IOFailedError) as caught:
-        probe.probe_kvikio(tmp_path / "missing", 0, missing=nothing_missing)
+        probe.probe("cufile", tmp_path / "missing", 0)
     assert caught.value.errno == errno.ENOENT

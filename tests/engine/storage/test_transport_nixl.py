@@ -380,7 +380,7 @@ def test_cufile_needs_proc_modules(stand_in, tmp_path: Path, monkeypatch: pytest
         NixlTransport(1, gds=True)
     monkeypatch.setattr(probe, "PROC_MODULES", tmp_path / "missing")
     monkeypatch.setattr(probe, "run_child", lambda *_: pytest.fail("it would hang"))
-    assert probe.probe_nixl(tmp_path, 0).mode == "posix"
+    assert probe.probe("nixl", tmp_path, 0).mode == "posix"
 
 
 # The choice.
@@ -408,7 +408,7 @@ def test_gpu_memory_only_where_it_is_proven(
 
     monkeypatch.setattr(nixl_module, "NixlTransport", Recorded)
     monkeypatch.setattr(probe, "no_gds_driver", lambda: "")
-    monkeypatch.setattr(probe, "probe_nixl", lambda *_: probe.ProbeResult(mode != "posix", mode, "because"))
+    monkeypatch.setattr(probe, "probe", lambda *_: probe.ProbeResult(mode != "posix", mode, "because"))
     if want is None:
         with pytest.raises(errors.TransportUnavailableError):
             opened(tmp_path, device, gds)

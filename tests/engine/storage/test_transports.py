@@ -18,7 +18,7 @@ from gdscache.storage.files import probe_direct_io
 from gdscache.storage.kvikio import KvikioTransport
 from gdscache.storage.native import NativeTransport
 from gdscache.storage.nixl import NixlTransport
-from gdscache.testing.suite_bytes import BytesCases
+from gdscache.testing.cases import Cases
 from gdscache.testing.transport_suite import TransportSuite
 from tests.engine.storage.by_disk import NativeByDisk
 from tests.support.faults import Fault, FaultPlan, FaultRule, FaultyTransport
@@ -71,7 +71,7 @@ class TestUringBuffered(TransportSuite):
 
 @pytest.mark.suite
 @pytest.mark.usefixtures("_uring")
-class TestEverySectorByItself(BytesCases):
+class TestEverySectorByItself(Cases):
     sectors = 2048  # the whole file
     make_transport = TestUringBuffered.make_transport
 
@@ -130,7 +130,7 @@ def _cufile(tmp_path_factory: pytest.TempPathFactory) -> None:
     """A probe takes seconds, so there is one."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    if (found := probe.probe_kvikio(tmp_path_factory.mktemp("probe"), 0, 60)).mode != "gds":
+    if (found := probe.probe("kvikio", tmp_path_factory.mktemp("probe"), 0, 60)).mode != "gds":
         pytest.skip(f"cuFile does not work here: {found.reason}")
 
 

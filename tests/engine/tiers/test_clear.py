@@ -221,7 +221,7 @@ def test_of_two_rows_of_a_key_recovery_takes_the_new_one(open_host: OpenHost, sl
     def meanwhile() -> None:
         host.keep(tokens)
         catalogue = host.engine.manager.ssd._catalog  # type: ignore[union-attr]
-        assert catalogue.count() > 6, "no key has two rows: nothing is tested"
+        assert len(catalogue.rows()) > 6, "no key has two rows: nothing is tested"
         copy.mkdir(mode=0o700)
         for file in slab.iterdir():
             (copy / file.name).write_bytes(file.read_bytes())
@@ -302,7 +302,7 @@ def test_a_sequence_that_found_every_page_meanwhile_publishes_none(open_engine: 
         begun.append(engine.sequence(prompt(2, 4, extra=1)))
         begun[0].verify(WAIT)
 
-    with mock.patch.object(PageIndex, "select", _ascending(engine, prompt(1, 1))), between_pieces(engine, begin):
+    with mock.patch.object(PageIndex, "all_keys", _ascending(engine, prompt(1, 1))), between_pieces(engine, begin):
         engine.invalidate(engine.namespace())
     with begun[0] as seq:
         assert seq.cached_tokens == 16, "the sequence found nothing: nothing is tested"
@@ -314,8 +314,8 @@ def test_a_sequence_that_found_every_page_meanwhile_publishes_none(open_engine: 
 
 
 def _ascending(engine: CacheEngine, first: list[int]) -> Callable[..., list[bytes]]:
-    original, head = PageIndex.select, keys(engine, first)
-    return lambda index, namespace: sorted(original(index, namespace), key=lambda key: key not in head)
+    original, head = PageIndex.all_keys, keys(engine, first)
+    return lambda index: sorted(original(index), key=lambda key: key not in head)
 
 
 @pytest.mark.parametrize("salt", SALTS)

@@ -54,21 +54,14 @@ def test_a_store_reaches_every_tier_and_says_so(host: Host) -> None:
     settle(host.engine)
 
 
-def test_a_page_comes_from_the_fastest_tier_that_has_it(host: Host) -> None:
+def test_a_page_comes_from_the_fastest_tier_that_has_it_and_stays_in_the_cpu_tier(host: Host) -> None:
     tokens = stored(host)
     for names, first in ((("cpu", "ssd", "dict"), "cpu"), (("ssd", "dict"), "ssd"), (("dict",), "dict")):
         only(host, *names)
         assert host.engine.lookup(tokens).tiers == (first,) * PAGES
-        assert host.load(tokens).pages == (PageStatus.LOADED,) * PAGES  # and the bytes are right
+        assert host.load(tokens).bytes_by_tier == {first: PAGES * host.layout.page_bytes}  # and the bytes are right
+        assert host.engine.lookup(tokens).tiers == ("cpu",) * PAGES
         drop_from(host.engine, "cpu")
-    settle(host.engine)
-
-
-def test_what_is_loaded_from_it_stays_in_the_cpu_tier(host: Host) -> None:
-    tokens = stored(host)
-    only(host, "dict")
-    assert host.load(tokens).bytes_by_tier == {"dict": PAGES * host.layout.page_bytes}
-    assert host.engine.lookup(tokens).tiers == ("cpu",) * PAGES
     settle(host.engine)
 
 
@@ -87,34 +80,25 @@ def test_one_load_takes_pages_of_three_tiers(host: Host) -> None:
     settle(host.engine)
 
 
-def test_without_a_cpu_tier_its_pages_pass_through_the_reserve(open_host: OpenHost) -> None:
-    host = open_host(cpu=None, ssd=12, bounce=4, tiers=[entry(24)])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("dict", {"cpu": None, "ssd": 12, "bounce": 4, "tiers": [entry(24)]}),  # pages pass through the reserve
+        ("dict", {"cpu": None, "ssd": None, "bounce": 4, "tiers": [entry(24)]}),
+        ("farther", {"cpu": 8, "ssd": 12, "tiers": [entry(24), entry(24, name="farther")]}),
+    ],
+)
+def test_it_may_be_any_tier_behind_the_planes(open_host: OpenHost, name: str, options: dict[str, Any]) -> None:
+    host = open_host(**options)
     tokens = stored(host)
-    drop_from(host.engine, "ssd")
-    assert host.engine.lookup(tokens).tiers == ("dict",) * PAGES
-    assert host.load(tokens).pages == (PageStatus.LOADED,) * PAGES
+    only(host, name)
+    assert host.engine.lookup(tokens).tiers == (name,) * PAGES
+    assert host.load(tokens).bytes_by_tier == {name: PAGES * host.layout.page_bytes}
     settle(host.engine)
 
 
-def test_it_may_be_the_only_tier_behind_the_planes(open_host: OpenHost) -> None:
-    host = open_host(cpu=None, ssd=None, bounce=4, tiers=[entry(24)])
-    tokens = stored(host)
-    assert host.load(tokens).bytes_by_tier == {"dict": PAGES * host.layout.page_bytes}
-    settle(host.engine)
-
-
-def test_two_more_are_four_and_five(open_host: OpenHost) -> None:
-    host = open_host(cpu=8, ssd=12, tiers=[entry(24), entry(24, name="farther")])
-    tokens = stored(host)
-    only(host)
-    assert host.engine.lookup(tokens).tiers == ("farther",) * PAGES
-    assert host.load(tokens).pages == (PageStatus.LOADED,) * PAGES
-    settle(host.engine)
-
-
-FAILURES: list[
-    tuple[Exception | None, PageStatus, bool]
-] = [  # what the tier raises, the verdict, whether the page stays
+# What the tier raises, the verdict, whether the page stays.
+FAILURES: list[tuple[Exception | None, PageStatus, bool]] = [
     (None, PageStatus.CHECKSUM, False),  # but its bytes are wrong
     (errors.PageBytesError("found out"), PageStatus.CHECKSUM, False),
     (errors.PageGoneError("nowhere"), PageStatus.GONE, False),

@@ -19,7 +19,6 @@ from gdscache.config import SsdConfig
 from gdscache.disk.catalog import Catalog
 from gdscache.disk.slab_io import SlabIO
 from gdscache.errors import IOFailedError, NativeCallError
-from gdscache.index import eviction as eviction_module
 from gdscache.index import index as index_module
 from gdscache.index.retention import Retention
 from gdscache.native import LruShadow, Victims
@@ -52,7 +51,7 @@ class Failing:
             self._patch.setattr(of, name, self.around(of, name, half=half, disk=disk))
 
     def patch_index(self) -> None:
-        for module, real, names in ((guarded, LruShadow, SHADOW), (eviction_module, Victims, ("look",))):
+        for module, real, names in ((guarded, LruShadow, SHADOW), (index_module, Victims, ("look",))):
             self._patch.setattr(
                 module, real.__name__, type("Failing", (real,), {name: self.around(real, name) for name in names})
             )
@@ -153,7 +152,7 @@ def test_the_ssd_tier_is_whole_behind_each_call_that_fails(
         with failing.quiet():
             tier = opened(path)
         index, lock = tier.index, tier.lock
-        tried = tries(failing.quiet, index, lambda: tier.check(lock, fix=False))
+        tried = tries(failing.quiet, index, lambda: tier.check(lock))
 
         def drop_unlearned() -> None:
             """A load still reads it, and has yet to learn its checksums."""

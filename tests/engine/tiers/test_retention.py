@@ -707,13 +707,9 @@ def test_check_finds_a_catalogue_with_another_retention(open_host: OpenHost) -> 
     with sqlite3.connect(host.engine.config.ssd.path / "catalog.sqlite") as connection:
         connection.execute("UPDATE retention SET priority = 1 WHERE place = (SELECT min(place) FROM retention)")
     connection.close()
-    report = host.engine.check(fix=True)
-    assert len(report.problems) == 1
-    assert "retention" in report.problems[0]
-    assert report.ok
-    host.engine.drain(WAIT)
-    host.keep(prompt(2, 1))  # the next commit writes it down
-    assert host.engine.check().problems == ()
+    [problem] = host.engine.check().problems
+    assert "retention" in problem
+    host.engine.close()
 
 
 def test_a_sequence_commits_with_a_retention(open_engine: OpenEngine) -> None:

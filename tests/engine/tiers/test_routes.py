@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,11 +17,13 @@ import torch
 from gdscache import CacheEngine
 from gdscache.config import SsdConfig
 from gdscache.errors import ConfigError, ShortIOError, TransportUnavailableError
+from gdscache.index.index import PageIndex
 from gdscache.storage.base import Switch
 from gdscache.storage.nixl import NixlTransport
 from gdscache.tiers import ssd_route as routes
 from gdscache.tiers.ssd import SsdTier
 from tests.support.helpers import MHA, MLA, Host, drop_from, layout_of, make_config, prompt, settle
+from tests.support.index_machine import chain, put
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 ANY: Any = None  # nothing that could be measured: what looks at it fails
@@ -89,6 +92,39 @@ def test_pages_that_are_not_kept_pass_through_the_bounce_reserve(tmp_path: Path,
         host.load(tokens)
         assert host.engine.stats()["tiers"]["cpu"]["pages"] == 6
         settle(host.engine)
+
+
+def test_free_slots_are_tried_where_there_are_enough_and_may_be_written() -> None:
+    index = PageIndex(6)
+    put(index, chain(1, 3))
+    slots, free = routes._slots(index, 2)
+    assert (slots.tolist(), free) == ([3, 4], True)
+    slots, free = routes._slots(index, 4)
+    assert (slots.tolist(), free) == ([0, 1, 2, 3], False)
+
+
+@pytest.mark.parametrize(
+    ("reading", "copying", "straight", "byte", "route"),
+    [
+        (2.0, 1.0, 1.5, 0, "direct"),
+        (1.0, 2.0, 1.5, 0, "direct"),
+        (1.0, 1.0, 1.5, 0, "via_cpu"),
+        (2.0, 1.0, 1.5, 1, "via_cpu"),  # other bytes
+    ],
+)
+def test_the_faster_route_is_taken_where_its_bytes_are_right(
+    monkeypatch: pytest.MonkeyPatch, reading: float, copying: float, straight: float, byte: int, route: str
+) -> None:
+    times = iter((reading, copying, straight))
+    monkeypatch.setattr(routes, "_move", mock.Mock())
+    monkeypatch.setattr(routes, "_copy", torch.Tensor.copy_)
+    monkeypatch.setattr(routes, "_best", lambda action: (action(), next(times))[1])
+    host: Any = SimpleNamespace(slots=2, rows=torch.zeros(2, 8), buffer=mock.Mock(), layout=mock.Mock(extent_bytes=8))
+    there: Any = SimpleNamespace(rows=torch.full((2, 8), float(byte)))
+    index = PageIndex(2)
+    put(index, chain(1, 2))
+    with contextlib.ExitStack() as undo:
+        assert routes._measured(mock.Mock(), index, host, there, undo).route == route
 
 
 # -- on a GPU --------------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from gdscache.errors import CatalogVersionError, ExtentSizeError, ShardsError
 from gdscache.pages.checksum import bound, first_bad_layer, layer_checksums, unbound
 from gdscache.pages.keys import as_tokens, namespace_digest, page_keys
 from gdscache.pages.layout import PageLayout, Plane
+from tests.support.disk_parts import sums_of
 from tests.support.places import ROOT
 
 DOCUMENT = ROOT / "docs" / "format.md"
@@ -173,7 +174,7 @@ def build(path: Path) -> None:
     ):
         slab = Slab.open(path, LAYOUT.extent_bytes, 4)
         with open(slab.path, "r+b") as file:
-            file.seek(slab.offset(2))
+            file.seek(slab.locate(2)[1])
             file.write(PAGE)
         catalog.describe_namespace(namespace, FIELDS)
         catalog.commit([PageRecord(2, first, namespace, namespace, 192, 41, sums[0])], [], {})
@@ -281,11 +282,11 @@ def test_a_directory_written_by_hand_from_the_document_is_read(tmp_path: Path, w
             [2],
             [1800000000.5],
         ]
-        (stored,) = catalog.checksums([1])
+        (stored,) = sums_of(catalog, [1], 2)
     assert stored.astype("<u8").tobytes().hex() == BOUND_BYTES[0]
     (sums,) = unbound(stored[None], [bytes.fromhex(KEYS[0])])
     with open(slab.path, "rb") as file:
-        file.seek(slab.offset(1))
+        file.seek(slab.locate(1)[1])
         assert first_bad_layer(memoryview(file.read(4096)), LAYOUT.layer_bounds, sums) is None
 
 
@@ -349,7 +350,7 @@ def test_a_packed_page_is_refused_and_its_directory_is_not(tmp_path: Path) -> No
     with Catalog.open(tmp_path, extent_bytes=4096, durability="process") as catalog:
         found = catalog.recover(4)
         assert (found.slots.tolist(), found.dropped) == ([0], {"packed": 1})
-        assert catalog.count() == 1
+        assert len(catalog.rows()) == 1
 
 
 @pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)

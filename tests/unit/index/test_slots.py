@@ -74,7 +74,7 @@ class SlotsMachine(RuleBasedStateMachine):
             self.slots.give_all(some)
         else:
             for slot in some:
-                self.slots.give(slot)
+                self.slots.give_all([slot])
         self.free |= set(some)
 
     @rule()

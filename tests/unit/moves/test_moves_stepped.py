@@ -24,7 +24,7 @@ from gdscache.errors import EngineClosedError
 from gdscache.index.free_slots import SlotShare
 from gdscache.moves import PLANES
 from gdscache.pages.keys import Page
-from gdscache.policies.admission import open_admission
+from gdscache.policies.admission import Admission
 from gdscache.store.earned_offers import EarnedOffers
 from gdscache.store.outlets import Outlet
 from gdscache.store.plan import StorePlanner
@@ -107,11 +107,11 @@ class Run(Order):
         self.tiers: list[ModelTier] = [tier for tier in (self.cpu, self.ssd, self.far) if tier is not None]
         files = [tier for tier in (self.ssd, self.far) if tier is not None]
         limit = config.store.queue // 4096
-        outlets = [Outlet(tier, open_admission("all", small.ssd, 4096), limit) for tier in files]
+        outlets = [Outlet(tier, Admission("all", small.ssd, 4096), limit) for tier in files]
         earned = EarnedOffers(None if self.cpu is None else self.cpu.index, outlets, small.policy, hits=1)
         self.manager = TierManager(threading.RLock(), self.tiers, on_use=[earned.used])
         self.planner = StorePlanner(self.manager, config.store, 4096, outlets, earned)
-        self.spare = SlotShare(range(small.spare))
+        self.spare = SlotShare(small.spare)
         writers = {tier.name: TierWriter(self.manager, tier, executor, 4096) for tier in self.manager.files}
         self.storer = Storer(
             self.manager, self.planner, executor, self.spare, writers, 4096, config.store, config.deadline

@@ -18,11 +18,11 @@ def key(number: int) -> bytes:
 @pytest.mark.parametrize("evictions", [100, 5000, 20_000])
 def test_the_filter_is_bounded_and_remembers_as_many_as_it_says(evictions: int) -> None:
     fates = PageFates(evictions)
-    size, kept = fates.nbytes, max(LEAST, evictions)
+    size, kept = fates.evicted.nbytes, max(LEAST, evictions)
     assert 4 * kept <= size <= 8 * kept
     for at in range(0, 3 * kept, 37):
         fates.evict([key(n) for n in range(at, min(at + 37, 3 * kept))])
-    assert fates.nbytes == size
+    assert fates.evicted.nbytes == size
     assert fates.waiting <= (1 << 13) + 37
     assert all(fates.told(key(n)) == Told("evicted") for n in range(2 * kept, 3 * kept)), "one of the last is forgotten"
     never = 20_000
