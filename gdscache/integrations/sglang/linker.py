@@ -65,7 +65,7 @@ from gdscache.integrations.sglang.setup import (
     configuration,
     model_of,
 )
-from gdscache.integrations.watching import WeightWatch
+from gdscache.integrations.watching import CallWatch
 from gdscache.ranks.agreement import Agreement
 from gdscache.ranks.rank import Rank
 from gdscache.runtime.threads import log_failure
@@ -176,7 +176,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if PoolName.MAMBA in self.pools:  # SGLang registers it only with pools of tokens
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
         self._table = RankTable(self.counts) if self._lead is None else self._lead.table
-        self._watch = WeightWatch(WeightUpdater, WEIGHT_METHODS, self._weights_changed)
+        self._watch = CallWatch(WeightUpdater, WEIGHT_METHODS, self._weights_changed, self._weights_changed)
         if self._lead is not None and self._watch.last():  # written in another linker's time, in this process
             self._lead.cache.renew_salt()
 
@@ -308,7 +308,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             rank.left(LEFT_S)  # the leader stores the accepted pages
             rank.close()
 
-    def _weights_changed(self, method: str) -> None:
+    def _weights_changed(self, *call: Any) -> None:
         """Find no page of the old weights, and store none that SGLang still has: it flushes first.
 
         If SGLang has begun no prompt since the last flush, it has none.

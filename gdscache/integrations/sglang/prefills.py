@@ -9,7 +9,7 @@ import torch
 from sglang.srt.managers.tp_worker import TpModelWorker
 
 from gdscache.integrations.prefills import LEAST_TOKENS, Prefills
-from gdscache.integrations.watching import MethodWatch
+from gdscache.integrations.watching import CallWatch
 
 
 class PassTimes:
@@ -18,15 +18,15 @@ class PassTimes:
 
     def __init__(self, observe: Callable[[int, int, float], object], device: torch.device) -> None:
         self._prefills = Prefills(observe, device)
-        self._watch = MethodWatch(TpModelWorker, "forward_batch_generation", self._ended, self._begins)
+        self._watch = CallWatch(TpModelWorker, ["forward_batch_generation"], self._begins, self._ended)
 
     def close(self) -> None:
         self._watch.close()
 
-    def _begins(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _begins(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._prefills.begin(prefill_of(args[1] if len(args) > 1 else kwargs.get("batch")))
 
-    def _ended(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _ended(self, *call: Any) -> None:
         self._prefills.end()
 
 

@@ -49,7 +49,7 @@ from gdscache.integrations.sglang.setup import (
     configuration,
     storage_config_of,
 )
-from gdscache.integrations.watching import WeightWatch
+from gdscache.integrations.watching import CallWatch
 from gdscache.pages.keys import namespace_digest
 from gdscache.ranks.borrower import Borrower
 
@@ -85,7 +85,7 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
         self._place = RankPlace(storage_config.tp_rank, ranks, equal=ranks > 1 and storage_config.is_mla_model)
         self._pages: Pages | None = None
         self._told: ToldMetrics | None = None
-        self._watches: list[WeightWatch] = []
+        self._watches: list[CallWatch] = []
 
     def on_host_pools_registered(self) -> None:
         """Open the SSD tier over the pool's memory, on all ranks or on none."""
@@ -146,13 +146,15 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
         from_start = (
             get_context().config_leaf("hicache_storage_backend") is not None
         )  # None: attached to a running server
-        updates = WeightWatch(
-            WeightUpdater,
-            WEIGHT_METHODS,
-            lambda name: pages.weights_changed(ends=name == ENDS_UPDATE),
-            from_start=from_start,
-        )
-        flushes = WeightWatch(pool, [_FLUSH], lambda name: pages.flushed(), from_start=from_start)
+
+        def changed(name: str, *_: Any) -> None:
+            pages.weights_changed(ends=name == ENDS_UPDATE)
+
+        def flushed(*_: Any) -> None:
+            pages.flushed()
+
+        updates = CallWatch(WeightUpdater, WEIGHT_METHODS, changed, changed, from_start=from_start)
+        flushes = CallWatch(pool, [_FLUSH], flushed, flushed, from_start=from_start)
         self._watches = [updates, flushes]
         if updates.complete and not updates.last():
             return

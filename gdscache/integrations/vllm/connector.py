@@ -18,7 +18,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -48,7 +48,6 @@ from gdscache.integrations.group_fetching import GroupCache
 from gdscache.integrations.logs import follow
 from gdscache.integrations.settings import one_model
 from gdscache.integrations.vllm.cache_groups import block_tokens, groups_of, key_elements, state_layers
-from gdscache.integrations.vllm.early import refuse_at_start
 from gdscache.integrations.vllm.events import VllmEvents
 from gdscache.integrations.vllm.facts import model_of, weights_of
 from gdscache.integrations.vllm.groups import GroupTable, KeptStates
@@ -71,7 +70,7 @@ from gdscache.integrations.vllm.setup import (
     variables_of,
 )
 from gdscache.integrations.vllm.worker import EngineWorker, StoreOrder
-from gdscache.integrations.watching import ExecutorWatch, WeightWatch
+from gdscache.integrations.watching import CallWatch, ExecutorWatch
 from gdscache.metrics.mirror import Differences, News
 from gdscache.metrics.table import parts_of
 from gdscache.ranks.address import RankAddress
@@ -142,7 +141,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if role is not KVConnectorRole.SCHEDULER:
             return
         if self._separate:
-            self._watch: WeightWatch | ExecutorWatch = ExecutorWatch(
+            self._watch: CallWatch = ExecutorWatch(
                 Executor.get_class(vllm_config), WEIGHT_METHODS, self._is_mine, self._weights_written, self._workers_end
             )
             return
@@ -150,7 +149,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         with ExitStack() as undo:
             undo.callback(_SESSIONS.leave, self._engine_id, session)
             worker = resolve_obj_by_qualname(vllm_config.parallel_config.worker_cls)
-            self._watch = WeightWatch(worker, WEIGHT_METHODS, self._weights_written)
+            self._watch = CallWatch(worker, WEIGHT_METHODS, self._weights_written, self._weights_written)
             undo.pop_all()
         self._begin(session)
 
@@ -310,7 +309,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._drop_all(stale=False)
         return True
 
-    def _weights_written(self, method: str) -> None:
+    def _weights_written(self, method: str, *call: Any) -> None:
         """Called before and after a method that writes weights. vLLM's own cache has pages of the old weights until its
         reset."""
         if not self._table.stale:
@@ -509,15 +508,20 @@ def _options(vllm_config: Any) -> Options:
     return options
 
 
-def _refuse(vllm_config: Any) -> None:
-    """Refuse an unsupported setup before vLLM starts any worker, if this is its connector."""
+def _refuse(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Refuse an unsupported setup, if this is its connector, before vLLM loads weights.
+
+    vLLM makes its connectors later, in processes whose errors it reports in its own lines. Before, it calls
+    `Executor.get_class(config)` in the operator's process, which has imported this module.
+    """
+    (vllm_config,) = (*args, *kwargs.values())
     transfer = vllm_config.kv_transfer_config
     if transfer is not None and transfer.kv_connector == GdsCacheConnector.__name__:
         refuse_config(vllm_config)
         _options(vllm_config)
 
 
-refuse_at_start(Executor, _refuse)
+CallWatch(Executor, ["get_class"], before=_refuse)
 
 _QUIET = {"steps", "scheduler_seconds", "worker_seconds"}
 _QUIET_STEPS = 256  # this many steps with quiet counts only are reported together
