@@ -55,7 +55,7 @@ from gdscache.integrations.vllm.metrics import ENGINE, GdsCacheProm, GdsCacheSta
 from gdscache.integrations.vllm.planes import planes_of
 from gdscache.integrations.vllm.prefills import prefill_of
 from gdscache.integrations.vllm.ranks import Lead, Observed, RankBatch, RankWorker, addresses_of
-from gdscache.integrations.vllm.requests import LoadOrder, RequestTable
+from gdscache.integrations.vllm.requests import LoadOrder, RequestTable, StoreOrder
 from gdscache.integrations.vllm.session import Sessions, VllmSession
 from gdscache.integrations.vllm.setup import (
     WEIGHT_METHODS,
@@ -69,7 +69,7 @@ from gdscache.integrations.vllm.setup import (
     tells_events,
     variables_of,
 )
-from gdscache.integrations.vllm.worker import EngineWorker, StoreOrder
+from gdscache.integrations.vllm.worker import EngineWorker
 from gdscache.integrations.watching import CallWatch, ExecutorWatch
 from gdscache.metrics.mirror import Differences, News
 from gdscache.metrics.table import parts_of
@@ -163,13 +163,13 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         named = None if self._events is None else self._events.name
         waited = session.engines[0].observe_wait
         told: dict[str, Any] = {"wait": wait, "refuses": refuses, "waited": waited, "named": named}
+        told |= {"unused": session.unused, "counts": self._counts}
         if hybrid is not None:
             cache = GroupCache(session, hybrid, self._kv_cache_config.hash_block_size)
             every, adapts = hybrid.window_every, hybrid.config.store.window_every is None
             self._table: RequestTable = GroupTable(hybrid.groups, cache, every, self._states, adapts=adapts, **told)
         else:
             self._table = RequestTable(session, session.engine.layout.page_tokens, **told)
-        self._table.unused = session.unused
 
     @property
     def _overlapping(self) -> bool:
@@ -275,12 +275,8 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             stores: list[StoreOrder] = list(found)
             idle, loads = not step.num_scheduled_tokens, table.take_loads()
             orders = StepOrders(None if loads else prefill_of(step), idle, idle or bool(step.finished_req_ids))
-        deferred, self._counts["steps"] = table.take_deferred(), self._counts["steps"] + 1
-        self._counts["deferred"] += deferred
-        self._counts["late"] += table.late
-        self._counts.update({f"alone_{why}": count for why, count in table.alone.items()})
-        table.late = 0
-        table.alone.clear()
+        self._counts["steps"] += 1
+        deferred, table.deferred = table.deferred, False
         if self._lead is None:
             orders.loads, orders.stores = loads, stores
             self._joined.wait_until_read(fresh)
