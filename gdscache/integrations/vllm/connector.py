@@ -208,10 +208,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             {rank: facts.addresses for rank, facts in metadata.items()}, config.parallel_config.tensor_parallel_size
         )
         model = one_model({rank: facts.model for rank, facts in metadata.items()})
-        variables = variables_of(config.parallel_config)
-        settings = self._options.configuration(
-            model, lambda: weights_of(config), variables, events=tells_events(config)
-        )
+        settings = self._configuration(model)
         engine: CacheEngine | HybridEngine = (
             HybridEngine(settings, ranks=addresses) if self._grouped else CacheEngine(settings, ranks=addresses[0])
         )
@@ -360,12 +357,9 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return
 
         def make() -> VllmSession:
-            variables = variables_of(config.parallel_config)
-            settings = self._options.configuration(
-                model, lambda: weights_of(config), variables, events=tells_events(config)
-            )
             opens = HybridEngine if self._grouped else CacheEngine
-            return VllmSession(opens(settings, [(tensor,) for tensor in planes.tensors]), self._options.pin_seconds)
+            engine = opens(self._configuration(model), [(tensor,) for tensor in planes.tensors])
+            return VllmSession(engine, self._options.pin_seconds)
 
         self._session = session = _SESSIONS.open(self._engine_id, make)
         self._worker = worker = EngineWorker(session, planes.tensors, self._counts, overlapping=self._overlapping)
@@ -475,6 +469,11 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             else:
                 self._worker.close()
             _SESSIONS.leave(self._engine_id, session)
+
+    def _configuration(self, model: Mapping[str, object]) -> Config:
+        config = self._vllm_config
+        variables = variables_of(config.parallel_config)
+        return self._options.configuration(model, lambda: weights_of(config), variables, events=tells_events(config))
 
     @property
     def _joined(self) -> VllmSession:
