@@ -4,26 +4,16 @@ store and 1 us a page, for which an inference engine's loop does not wait."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from gdscache.runtime.threads import Flag, Workers
 
 
-class Reading(Protocol):
-    """The end of reads of blocks: an event of CUDA's, or of the host's."""
-
-    def done(self) -> bool:
-        """Whether the reads have ended; never waits."""
-
-    def synchronize(self) -> None:
-        """Wait for the end of the reads."""
-
-
 class Stored(Protocol):
-    """The handle of a store: a `StoreHandle`, or several as one."""
+    """The handle of a store: a `StoreHandle`, or several as one. Its event comes when nothing reads the blocks."""
 
     @property
-    def release_event(self) -> Reading: ...
+    def release_event(self) -> Any: ...
 
 
 class HandedStore:
@@ -40,7 +30,7 @@ class HandedStore:
 
     def done(self) -> bool:
         """Whether nothing reads its blocks any more; never waits."""
-        return self._handed.is_set() and (self._handle is None or self._handle.release_event.done())
+        return self._handed.is_set() and (self._handle is None or bool(self._handle.release_event.done()))
 
     def wait(self) -> None:
         self._handed.wait()

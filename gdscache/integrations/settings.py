@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from gdscache import arguments
 from gdscache.config import Config, labels, load_config, replaced
 from gdscache.config.file import read_mapping
-from gdscache.errors import RankMismatchError
+from gdscache.errors import ConfigError, InvalidValueError, RankMismatchError, UnknownKeyError
 from gdscache.pages.layout import DTYPE_BYTES
 
 if TYPE_CHECKING:
@@ -32,6 +33,29 @@ def engine_configuration(
     known = {} if variables is None else variables
     named = _read(config, model, source, known)
     return named if named.model.weights else _read(config, {**model, "weights": weights()}, source, known)
+
+
+def config_named(given: Mapping[str, Any], known: Collection[str], name: str, engine: str) -> str | Mapping[str, Any]:
+    """The key `config` of an integration's options. `known`: keys that they may have. `name`: of the options in
+    messages. `engine`: as `gdscache config init` names it. Raises `ConfigError` subclasses that name the key."""
+    if unknown := sorted(set(given) - set(known)):
+        raise UnknownKeyError(f"{name} has {', '.join(unknown)}", f"allowed keys: {', '.join(known)}")
+    config = given.get("config")
+    if not isinstance(config, (str, Mapping)):
+        raise ConfigError(
+            f"{name} names no configuration",
+            f'write one with `gdscache config init {engine}`, and pass {{"config": "gdscache.yaml"}}',
+        )
+    return config
+
+
+def switches_of(given: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """The given ones of these options. Raises `InvalidValueError` unless each is true or false."""
+    switches = {name: given[name] for name in names if name in given}
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise InvalidValueError(f"{name} is {arguments.shown(value)}", "pass true or false")
+    return switches
 
 
 def tiers_named(config: str | Mapping[str, Any]) -> dict[str, str]:

@@ -232,11 +232,6 @@ class GdsCache(DynamicCache):
         the bytes."""
         return self._rows.sources
 
-    @property
-    def load_seconds(self) -> float:
-        """Seconds of the slowest row's load; 0.0 if nothing was loaded."""
-        return self._rows.load_seconds
-
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:

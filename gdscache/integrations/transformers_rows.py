@@ -66,10 +66,6 @@ class PoolRows:
             )
         return {tier: tokens for tier, tokens in found.items() if tokens}
 
-    @property
-    def load_seconds(self) -> float:
-        return max((s.load.result().seconds for s in self._sequences if s.load is not None), default=0.0)
-
     def commit(self, number: int, row: Any) -> StoreHandle:
         sequence, page_tokens = self._sequences[number], self._engine.layout.page_tokens
         first, last = self._done[number], len(row) // page_tokens
@@ -116,7 +112,6 @@ class HybridRows:
         self._tokens = [as_tokens(prompt) for prompt in prompts]
         self._open = True
         self.sources: dict[str, int] = {}
-        self.load_seconds = 0.0
         hits = self._hits()
         self.cached_tokens = hits[0].tokens
         # Windows for other requests: where the prompt ends or parts, and at each `store.window_every`.
@@ -254,7 +249,7 @@ class HybridRows:
 
     def _take_prefix(self, hits: Sequence[HybridHit]) -> None:
         """Load row after row, through the same blocks."""
-        engine, found, longest = self._engine, Counter[str](), 0.0
+        engine, found = self._engine, Counter[str]()
         pages: list[list[list[torch.Tensor]]] = [[] for _ in self._parts]  # of each layer, of each row
         for hit in hits:
             with self._borrowed() as (take, used):
@@ -262,7 +257,6 @@ class HybridRows:
                 load = engine.load(hit, table)
                 used.append(load)
                 report = load.result()
-                longest = max(longest, report.seconds)
                 if not report.tokens:
                     self.cached_tokens = 0
                     return
@@ -276,5 +270,4 @@ class HybridRows:
             part.begin(
                 [torch.cat(plane) if len(rows) > 1 else plane[0] for plane in zip(*rows, strict=True)], hit.tokens
             )
-        self.load_seconds = longest
         self.sources = {tier: tokens for tier, tokens in found.items() if tokens}

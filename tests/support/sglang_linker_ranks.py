@@ -19,7 +19,6 @@ from gdscache.integrations.fetching import PinningCache
 from gdscache.integrations.settings import Rows, planes_section
 from gdscache.integrations.sglang.linker_ranks import (
     LeadTable,
-    OneLeading,
     PoolRanks,
     RankLoads,
     RankOffloads,
@@ -29,6 +28,7 @@ from gdscache.integrations.sglang.loads import STOPPED_S, LoadTable
 from gdscache.integrations.sglang.moves import LayerLoads
 from gdscache.integrations.sglang.pages import PageLinks
 from gdscache.integrations.sglang.planes import PoolPlanes
+from gdscache.integrations.sglang.served import SinglePool
 from tests.support.helpers import until
 
 LAYERS, BLOCKS, TOKENS, WIDTH = 2, 48, 4, 16
@@ -55,7 +55,7 @@ class Process:
         self.table = table
         self.ranks, self.leading = ranks, leading = (
             PoolRanks(PoolPlanes(self.planes, {}, []), [self.rank]),
-            engine and OneLeading(engine),
+            engine and SinglePool(engine, ranked=True),
         )
         self.offloads = RankOffloads(ranks, leading, self.counts)
         self.loads = RankLoads(ranks, leading, self.offloads)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from gdscache.errors import GdsCacheError
-from gdscache.integrations.sglang.host import lengths_of
 from gdscache.integrations.sglang.pages import digest, parent_of
-from gdscache.integrations.sglang.planes import KV
 from gdscache.moves import PageStatus
 from gdscache.ranks.borrower import Borrower
 from gdscache.runtime.threads import log_failure
@@ -23,7 +20,6 @@ class BorrowedPages:
     """
 
     def __init__(self, borrower: Borrower, page_tokens: int) -> None:
-        self.counts: Counter[str] = Counter()
         self._borrower, self._page_tokens = borrower, page_tokens
         self._epoch = 0
 
@@ -33,14 +29,6 @@ class BorrowedPages:
         except GdsCacheError as error:
             log_failure(error)
             return 0
-
-    def pool(self, name: str) -> BorrowedPages | None:
-        return self if name == KV else None
-
-    def lengths(
-        self, keys: Sequence[str], trailing: Mapping[str, int | None], before: Sequence[str] = ()
-    ) -> tuple[dict[str, int], list[int]]:
-        return lengths_of(self.exists(keys, before), trailing)
 
     def get(self, keys: Sequence[str], slots: Sequence[int], before: Sequence[str] = ()) -> list[bool]:
         blocks = (np.asarray(slots, np.int64) // self._page_tokens).reshape(-1, 1)

@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.utils import hash_str_to_int64
 
 from gdscache.engine.engine import CacheEngine
 from gdscache.events.names import EXPECTED, BlockName
-from gdscache.integrations.watching import MethodWatch
+from gdscache.integrations.watching import CallWatch
 
 _MEDIA = {"CPU": StorageMedium.CPU, "STORAGE": StorageMedium.DISK}
 
@@ -32,7 +32,7 @@ class SglangEvents:
         self._blocks: OrderedDict[int, BlockName] = OrderedDict()  # of SGLang's own events
         self._keys: OrderedDict[int, bytes] = OrderedDict()  # page keys of lookups and offloads
         self._events, self._stop = engine.named_events()
-        self._watch = MethodWatch(UnifiedRadixCache, "init_cache_linker", self._linked)
+        self._watch = CallWatch(UnifiedRadixCache, ["init_cache_linker"], after=self._linked)
 
     def close(self) -> None:
         """Stop watching. Repeated calls are fine."""
@@ -43,7 +43,7 @@ class SglangEvents:
         """SGLang has named pages by their hashes; `keys` are ours."""
         self._match([(hash_str_to_int64(one), key) for one, key in zip(hashes, keys, strict=True)], [])
 
-    def _linked(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _linked(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         tree, *rest = args
         if (rest[0] if rest else kwargs["cache_linker"]) is self._linker:
             tree.take_events = self._with_ours(tree.take_events)

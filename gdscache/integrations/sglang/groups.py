@@ -13,7 +13,7 @@ import torch
 
 from gdscache.errors import CacheLayoutUnsupportedError
 from gdscache.integrations.settings import Rows
-from gdscache.integrations.sglang.planes import KV, STATES, WINDOWS, PoolPlanes, device_planes, named, rows_of
+from gdscache.integrations.sglang.planes import KV, STATES, WINDOWS, PoolPlanes, device_planes, group_of, named, rows_of
 
 GROUPS = {"FULL": KV, "SWA": WINDOWS, "MAMBA": STATES}  # the pools of SGLang's components
 _HYBRID_POOLS = ("SWAKVPool", "HybridLinearKVPool")
@@ -58,14 +58,7 @@ def _joined(
         rows.append(planes.rows[at])
         layers.setdefault(layer, []).append(place)
         in_group[name].append(place)
-    groups: list[dict[str, object]] = []
-    for name, some in in_group.items():
-        about: dict[str, object] = {"name": name, "layers": some, "page_tokens": page_tokens}
-        if name == WINDOWS:
-            about["window"] = (window or 0) + 1  # with the token itself
-        elif name == STATES:
-            about["state"] = True
-        groups.append(about)
+    groups = [group_of(name, some, page_tokens, (window or 0) + 1) for name, some in in_group.items()]
     described = {name: {**planes.described, "layers": sorted(where)} for name, (planes, where) in own.items()}
     return PoolPlanes(tensors, {"pools": described, "window": window}, rows, groups, layers)
 

@@ -10,9 +10,7 @@ After a weight change the pool holds old pages until its flush. So nothing is st
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +18,6 @@ import numpy.typing as npt
 from gdscache.engine.engine import CacheEngine
 from gdscache.errors import DeadlineError, GdsCacheError
 from gdscache.integrations.sglang.pages import PageLinks
-from gdscache.integrations.sglang.planes import KV
 from gdscache.integrations.weights import fresh_salt
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.moves import PageStatus
@@ -31,16 +28,11 @@ from gdscache.runtime.threads import log_failure
 
 
 class HostPages:
-    """The SSD tier under one host pool. Thread-safe.
-
-    Many methods: HiCache's calls for one pool, and the steps that they share.
-    """
+    """The SSD tier under one host pool. Thread-safe."""
 
     def __init__(self, engine: CacheEngine) -> None:
         """The planes of `engine` are the pool's memory, a block a page."""
         self.engine = engine
-        self.counts: Counter[str] = Counter()
-        self._lock = threading.Lock()
         self._page_tokens = engine.layout.page_tokens
         self._links = PageLinks()
         self._salt = ""
@@ -58,7 +50,6 @@ class HostPages:
         found = 0
         with self._told():
             found = self._look(keys, before).tokens // self._page_tokens
-        self._count(asked=len(keys), found=found)
         return found
 
     def present(self, keys: Sequence[str], before: Sequence[str] = ()) -> bytes:
@@ -67,20 +58,6 @@ class HostPages:
         with self._told():
             found = self.engine.present(self._pages(keys, before, self._salt))
         return found
-
-    def pool(self, name: str) -> HostPages | None:
-        """The keeper of a pool, by SGLang's name; None for a pool that is not kept."""
-        return self if name == KV else None
-
-    @property
-    def by_groups(self) -> dict[str, CacheEngine]:
-        return {"": self.engine}
-
-    def lengths(
-        self, keys: Sequence[str], trailing: Mapping[str, int | None], before: Sequence[str] = ()
-    ) -> tuple[dict[str, int], list[int]]:
-        """See `PoolPages.lengths`: no other pool is kept."""
-        return lengths_of(self.exists(keys, before), trailing)
 
     def get(self, keys: Sequence[str], slots: Sequence[int], before: Sequence[str] = ()) -> list[bool]:
         """Bring pages into the pool, page `i` to the tokens from `slots[i]` on. Returns whether each page has come and
@@ -92,7 +69,6 @@ class HostPages:
             blocks = self._blocks(slots)[: len(hit.pages)]
             if len(blocks):
                 good[: len(blocks)] = self._load(self.engine.load(hit, blocks), len(blocks))
-        self._count(wanted=len(keys), loaded=sum(good))
         return good
 
     def set(self, keys: Sequence[str], slots: Sequence[int], before: Sequence[str] = ()) -> list[bool]:
@@ -101,12 +77,10 @@ class HostPages:
         self._used = True
         kept, salt = list[bool](), self._salt  # the salt before the flag: see `weights_changed`
         if self._held:
-            self._count(held=len(keys))
             return [False] * len(keys)
         for first in range(0, len(keys), self._at_once):
             part = slice(first, first + self._at_once)
             kept += self._set(keys[part], slots[part], [*before, *keys[:first]][-1:], salt)
-        self._count(offered=len(keys), stored=sum(kept))
         return kept
 
     def clear(self) -> None:
@@ -194,21 +168,9 @@ class HostPages:
     def _blocks(self, slots: Sequence[int]) -> npt.NDArray[np.int64]:
         return np.asarray(slots, np.int64) // self._page_tokens
 
-    def _count(self, **numbers: int) -> None:
-        with self._lock:
-            self.counts.update(numbers)
-
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:
         try:
             yield
         except GdsCacheError as error:
-            self._count(errors=1)
             log_failure(error)
-
-
-def lengths_of(found: int, trailing: Iterable[str]) -> tuple[dict[str, int], list[int]]:
-    """The answer to SGLang if only the pool of all tokens is kept and has the first `found` pages: the pages of each
-    pool, and the lengths at which all pools have their needed pages. `trailing`: the other pools."""
-    told = {KV: found, **dict.fromkeys(trailing, 0)}
-    return told, [] if len(told) > 1 else [*range(1, found + 1)]

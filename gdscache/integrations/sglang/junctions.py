@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import _PendingOffload
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from gdscache.integrations.watching import MethodWatch
+from gdscache.integrations.watching import CallWatch
 
 UNDER_WAY = 4096  # the latest offered pages and states: some are not stored yet
 
@@ -44,7 +44,7 @@ class Junctions:
         self._pages = max(1, -(-(window or 0) // page_tokens))  # of a window
         self.whole: int | None = None
         self._last: OrderedDict[tuple[str, str], None] = OrderedDict()
-        self._watch = MethodWatch(UnifiedRadixCache, "init_cache_linker", self._linked)
+        self._watch = CallWatch(UnifiedRadixCache, ["init_cache_linker"], after=self._linked)
 
     def close(self) -> None:
         self._watch.close()
@@ -61,7 +61,7 @@ class Junctions:
         """Forget the offers: they cannot be found any more, or SGLang's tree is empty."""
         self._last.clear()
 
-    def _linked(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _linked(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         tree, *rest = args
         if (rest[0] if rest else kwargs["cache_linker"]) is self._linker:
             tree.match_prefix = self._with_branches(tree, tree.match_prefix)

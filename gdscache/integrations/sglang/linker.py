@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import sglang
@@ -27,7 +27,6 @@ from sglang.srt.runtime_context import process_model_config
 from gdscache.config import EventsConfig
 from gdscache.cuda.streams import Event, record_on
 from gdscache.engine.engine import CacheEngine
-from gdscache.engine.hybrid import HybridEngine
 from gdscache.errors import CacheGroupsUnsupportedError, GdsCacheError
 from gdscache.integrations.fetching import Cache, PinningCache
 from gdscache.integrations.settings import one_model
@@ -37,18 +36,13 @@ from gdscache.integrations.sglang.groups import GROUPS, grouped_planes
 from gdscache.integrations.sglang.junctions import Junctions
 from gdscache.integrations.sglang.linker_ranks import (
     LEFT_S,
-    Leading,
     LeadTable,
-    OneLeading,
     PoolRanks,
     RankFacts,
     RankLoads,
     RankOffloads,
     RankTable,
-    SeveralLeading,
-    place_in,
     shard_of,
-    together,
 )
 from gdscache.integrations.sglang.loads import STOPPED_S, LoadTable, QueuedLoad
 from gdscache.integrations.sglang.metrics import ToldMetrics
@@ -56,8 +50,9 @@ from gdscache.integrations.sglang.moves import LayerLoads, Load, Offloads
 from gdscache.integrations.sglang.pages import PageLinks, digest
 from gdscache.integrations.sglang.planes import KV, device_planes
 from gdscache.integrations.sglang.prefills import PassTimes
+from gdscache.integrations.sglang.ranks import place_in, together
 from gdscache.integrations.sglang.refused import refuse_components, refuse_model, refuse_setup
-from gdscache.integrations.sglang.served import LinkedCache, LinkedFetch, PoolReaders, SeveralPools
+from gdscache.integrations.sglang.served import LinkedCache, LinkedFetch, PoolReaders, SeveralPools, SinglePool
 from gdscache.integrations.sglang.setup import (
     LINKER_OPTIONS,
     WEIGHT_METHODS,
@@ -65,7 +60,7 @@ from gdscache.integrations.sglang.setup import (
     configuration,
     model_of,
 )
-from gdscache.integrations.watching import WeightWatch
+from gdscache.integrations.watching import CallWatch
 from gdscache.ranks.agreement import Agreement
 from gdscache.ranks.rank import Rank
 from gdscache.runtime.threads import log_failure
@@ -76,7 +71,7 @@ class _Lead:
     """The leader's side: the engine, the state of requests, and the listeners. With several ranks, only the first one
     has it."""
 
-    engine: CacheEngine | HybridEngine
+    pools: SinglePool | SeveralPools
     cache: PinningCache
     pages: Cache
     table: LoadTable
@@ -104,8 +99,6 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.counts: Counter[str] = Counter()
         self._params, self._links = params, PageLinks()
         self._used = self._outdated = self._broken = False
-        self._one: CacheEngine | None = None  # of a model with one pool
-        self._hybrid: SeveralPools | None = None
         self._junctions: Junctions | None = None
         self._number, self._ranks = place_in(params.tp_cache_group)
         with contextlib.ExitStack() as undo:
@@ -157,13 +150,14 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def _open(self, undo: contextlib.ExitStack, facts: Sequence[RankFacts]) -> None:
         """Open the engine on the leading rank, and on each rank the movers of its part of the bytes."""
         self._lead = None if self._number else self._leading(undo, facts)
-        self.engine = None if self._lead is None else self._lead.engine
-        planes, rank, params, leading = self._planes, self._rank, self._params, self._leads_with()
+        leading = None if self._lead is None else self._lead.pools
+        self.engine = None if leading is None else leading.engine
+        planes, rank, params = self._planes, self._rank, self._params
         layers = max(planes.layers) + 1 if planes.groups else len(planes.tensors)
         self._rank_loads: RankLoads | None = None
         if rank is None:
             self.layer_done_counter = LayerLoads(self._begin_loads, layers, self.counts)
-            self._offloads = Offloads(self._hybrid or self._one, self.counts)
+            self._offloads = Offloads(leading, self.counts)
         else:
             self._offloads = offloads = RankOffloads(rank, leading, self.counts)
             self._rank_loads = RankLoads(rank, leading, offloads)
@@ -176,7 +170,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if PoolName.MAMBA in self.pools:  # SGLang registers it only with pools of tokens
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
         self._table = RankTable(self.counts) if self._lead is None else self._lead.table
-        self._watch = WeightWatch(WeightUpdater, WEIGHT_METHODS, self._weights_changed)
+        self._watch = CallWatch(WeightUpdater, WEIGHT_METHODS, self._weights_changed, self._weights_changed)
         if self._lead is not None and self._watch.last():  # written in another linker's time, in this process
             self._lead.cache.renew_salt()
 
@@ -191,34 +185,34 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if tells and config.events is None:
             config = config.model_copy(update={"events": EventsConfig()})
         of_pools = [*zip(*(its.addresses for its in facts), strict=True)]  # none of a single rank
-        engine: CacheEngine | HybridEngine
+        pools: SinglePool | SeveralPools
         if planes.groups:
-            self._hybrid = SeveralPools(config, planes, of_pools or None)
-            engine, parts = self._hybrid.engine, self._hybrid.engine.by_groups
+            pools = SeveralPools(config, planes, of_pools or None)
+            parts = pools.engine.by_groups
         else:
             engine = CacheEngine(config, ranks=of_pools[0]) if of_pools else CacheEngine(config, planes.tensors)
-            self._one, parts = engine, {"": engine}
-        undo.callback(engine.close, drain=False)
+            pools, parts = SinglePool(engine, ranked=bool(of_pools)), {"": engine}
+        undo.callback(pools.engine.close, drain=False)
         first, *others = parts.values()
         events = SglangEvents(first, self, params.page_size) if tells else None
         if events is not None:
             undo.callback(events.close)
         cache = PinningCache(first, options.pin_seconds + STOPPED_S, *others)
-        pages = cache if self._hybrid is None else LinkedCache(cache, self._hybrid.engine)
+        pages = LinkedCache(cache, pools.engine) if isinstance(pools, SeveralPools) else cache
         table = (LeadTable if of_pools else LoadTable)(
             pages,
             self._links,
             wait=options.ssd_wait if config.ssd is not None else 0.0,
             alone=self._alone,
             rest=cache.rest,
-            seconds=self._seconds,
+            seconds=pools.seconds,
             counts=self.counts,
         )
         told = ToldMetrics(parts, server)
         undo.callback(told.close)
-        times = PassTimes(engine.observe_prefill, self._device)
+        times = PassTimes(pools.engine.observe_prefill, self._device)
         undo.callback(times.close)
-        return _Lead(engine, cache, pages, table, events, told, times)
+        return _Lead(pools, cache, pages, table, events, told, times)
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         """The longest prefix that may be loaded, in pages, from the leading rank. SGLang intersects the ranks' answers,
@@ -242,7 +236,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         return [pages] if pages else []
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
-        return self._table.load(rid, _of_kv(transfers).keys or [], lambda: self._blocks_of(transfers))
+        return self._table.load(rid, _of_kv(transfers).keys or [], lambda: self._readers.begin(transfers))
 
     def start_layer_wise_loading(self) -> int:
         self._used = True
@@ -267,7 +261,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         ready = self.record_offload_ready() if self._device.type == "cuda" else [None]
         if self._junctions is not None:
             self._junctions.offered(transfers)
-        blocks = self._blocks_of(transfers)
+        blocks = self._readers.begin(transfers)
         self._name(keys)
         if self._lead is None:
             self._offloads.start(keys, blocks, "", ready[-1])
@@ -303,12 +297,12 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._offloads.close()
         if lead is not None:
             lead.told.close()
-            lead.engine.close()
+            lead.pools.engine.close()
         if rank is not None:
             rank.left(LEFT_S)  # the leader stores the accepted pages
             rank.close()
 
-    def _weights_changed(self, method: str) -> None:
+    def _weights_changed(self, *call: Any) -> None:
         """Find no page of the old weights, and store none that SGLang still has: it flushes first.
 
         If SGLang has begun no prompt since the last flush, it has none.
@@ -329,26 +323,16 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if self._junctions is not None:
             self._junctions.forget()
 
-    def _leads_with(self) -> Leading | None:
-        if self._hybrid is not None:
-            return SeveralLeading(self._hybrid)
-        return None if self._one is None else OneLeading(self._one)
-
     def _begin_loads(self, number: int, queued: Sequence[QueuedLoad]) -> Load:
         """For a single rank."""
-        engine = self._hybrid or self._one
-        assert engine is not None, "a single rank leads"
-        return engine.load_many([(one.hit(), one.blocks()) for one in queued], self._slots_free())
-
-    def _blocks_of(self, transfers: list[PoolTransfer]) -> Callable[[], Any]:
-        """Begin to read the block numbers of pages. Returns a function that waits for them."""
-        blocks = self._readers.begin(transfers)
-        return blocks if self._planes.groups or self._rank is not None else lambda: blocks()[KV]
+        assert self._lead is not None, "a single rank leads"
+        return self._lead.pools.load_many([(one.hit(), one.blocks()) for one in queued], self._slots_free())
 
     def _has(self, name: str, keys: Sequence[str]) -> bool:
-        assert self._hybrid is not None, "the leader knows"
-        assert self._lead is not None, "the leader knows"
-        return self._hybrid.has(name, [digest(key) for key in keys], self._lead.cache.salt)
+        lead = self._lead
+        assert lead is not None, "the leader knows"
+        assert isinstance(lead.pools, SeveralPools), "junctions are of hybrid models"
+        return lead.pools.has(name, [digest(key) for key in keys], lead.cache.salt)
 
     def _name(self, keys: Sequence[str]) -> None:
         """KV events may name these hashes of SGLang's."""
@@ -364,12 +348,6 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """Whether no request runs: none has a row."""
         rows = self._params.req_to_token_pool
         return bool(rows.available_size() >= rows.size)
-
-    def _seconds(self, pages: int) -> float | None:
-        """The expected seconds to bring `pages` pages from the SSD."""
-        if self._hybrid is not None:
-            return self._hybrid.seconds(pages)
-        return None if self._one is None else self._one.load_seconds("ssd", pages)
 
 
 def _of_kv(transfers: list[PoolTransfer]) -> PoolTransfer:

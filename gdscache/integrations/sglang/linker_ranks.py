@@ -24,20 +24,16 @@ import struct
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
-
-import numpy as np
-import torch
+from typing import Any
 
 from gdscache.cuda.streams import Event
-from gdscache.engine.engine import CacheEngine
-from gdscache.errors import EngineClosedError, GdsCacheError, LoadOrderError, RankError, RankLostError
+from gdscache.errors import EngineClosedError, GdsCacheError, LoadOrderError, RankLostError
 from gdscache.integrations.fetching import Fetched
-from gdscache.integrations.handing import Stored
+from gdscache.integrations.handing import HandedStore, Stored
 from gdscache.integrations.sglang.loads import LoadTable, QueuedLoad
 from gdscache.integrations.sglang.moves import Offloads
 from gdscache.integrations.sglang.planes import PoolPlanes
-from gdscache.integrations.sglang.served import AllRead, Blocks, SeveralPools
+from gdscache.integrations.sglang.served import AllRead, Blocks, LinkedStore, SeveralPools, SinglePool
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.load.report import LoadReport
 from gdscache.moves import PageStatus
@@ -51,7 +47,6 @@ ORDER_S = UNORDERED_S  # a rank's wait for the leader's orders: its own pass wai
 LEFT_S = 60.0  # the other ranks' stay at the end, while the leader stores its accepted pages
 _QUIET = b"quiet"
 _LENGTH = struct.Struct("<Q")
-_Made = TypeVar("_Made")
 _log = logging.getLogger("gdscache")
 
 
@@ -63,38 +58,6 @@ class RankFacts:
     addresses: Sequence[RankAddress]
     numbers: RankAddress
     model: dict[str, object]
-
-
-def place_in(group: Any) -> tuple[int, int]:
-    """This process's rank in a group of torch.distributed's, and the number of ranks. (0, 1) without a group."""
-    if group is None:
-        return 0, 1
-    return torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
-
-
-def together(group: Any, work: Callable[[], _Made]) -> list[_Made]:
-    """Call `work()` on every rank. Returns all ranks' results.
-
-    If one rank fails, all raise. Every rank enters the one collective, even after a failure.
-    """
-    _, ranks = place_in(group)
-    if ranks == 1:
-        return [work()]
-    made: _Made | None = None
-    error: Exception | None = None
-    try:
-        made = work()
-    except Exception as raised:  # noqa: BLE001 - the other ranks wait for this one's result
-        error = raised
-    message, hint = getattr(error, "message", repr(error)), getattr(error, "hint", "")
-    told: list[Any] = [None] * ranks
-    torch.distributed.all_gather_object(told, (made, error and (message, hint)), group=group)
-    if error is not None:
-        raise error
-    for rank, (_, failed) in enumerate(told):
-        if failed:
-            raise RankError(f"rank {rank} cannot be opened: {failed[0]}", failed[1] or "see its log")
-    return [made for made, _ in told]
 
 
 def shard_of(pool: Any, heads: int, rank: int, ranks: int) -> int:
@@ -166,53 +129,6 @@ class RankTable:
         self._queued.clear()
 
 
-class Leading(Protocol):
-    """The engine of all pools, on the leader."""
-
-    def plan(self, queued: Sequence[QueuedLoad]) -> Sequence[LayerwiseLoad | None]:
-        """Plan loads into positions of each pool's blocks. None: a pool without pages."""
-
-    def store(self, hashes: PageHashes | Sequence[str], blocks: Blocks, salt: str, after: StoreMark) -> Stored:
-        """Store pages of positions."""
-
-    def tell_ranks(self, number: int, what: bytes) -> None: ...
-
-
-class OneLeading:
-    """`Leading` of a model with one pool."""
-
-    def __init__(self, engine: CacheEngine) -> None:
-        self._engine = engine
-
-    def plan(self, queued: Sequence[QueuedLoad]) -> Sequence[LayerwiseLoad | None]:
-        ends = [*itertools.accumulate(one.pages for one in queued)]
-        places = [np.arange(end - one.pages, end) for one, end in zip(queued, ends, strict=True)]
-        return [self._engine.load_many([(one.hit(), some) for one, some in zip(queued, places, strict=True)])]
-
-    def store(self, hashes: PageHashes | Sequence[str], blocks: Blocks, salt: str, after: StoreMark) -> Stored:
-        return self._engine.store(hashes, np.arange(len(hashes)), salt=salt, after=after)
-
-    def tell_ranks(self, number: int, what: bytes) -> None:
-        self._engine.tell_ranks(number, what)
-
-
-class SeveralLeading:
-    """`Leading` of a hybrid model."""
-
-    def __init__(self, pools: SeveralPools) -> None:
-        self._pools = pools
-
-    def plan(self, queued: Sequence[QueuedLoad]) -> Sequence[LayerwiseLoad | None]:
-        return self._pools.load_at_positions([one.hit() for one in queued])
-
-    def store(self, hashes: PageHashes | Sequence[str], blocks: Blocks, salt: str, after: StoreMark) -> Stored:
-        assert isinstance(hashes, PageHashes), "the leader names pages"
-        return self._pools.store(hashes, blocks, salt=salt, after=after)
-
-    def tell_ranks(self, number: int, what: bytes) -> None:
-        self._pools.tell_ranks(number, what)
-
-
 class PoolRanks:
     """This process's ranks, one a pool. A failure of one is that of all."""
 
@@ -282,23 +198,11 @@ class RankedLoad:
         return [LoadReport(0, (status,) * pages, {}, seconds) for pages in self._pages]
 
 
-class _Told:
-    """An offload that the leader begins and ends."""
-
-    taken = True
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        """Nothing: the leader waits."""
-
-
 class RankOffloads(Offloads):
     """See `Offloads`. Each rank reports the places of the pages; the leader stores them."""
 
-    def __init__(self, ranks: PoolRanks, leading: Leading | None, counts: Counter[str]) -> None:
-        """`leading`: on the leader alone."""
+    def __init__(self, ranks: PoolRanks, leading: SinglePool | SeveralPools | None, counts: Counter[str]) -> None:
+        """`leading`: the engine of all pools, on the leader alone."""
         super().__init__(None, counts)
         self._ranks, self._leading = ranks, leading
         self._numbers = itertools.count(1)  # equal on all ranks
@@ -313,9 +217,14 @@ class RankOffloads(Offloads):
 
         def store() -> Stored:
             assert leading is not None, "the leader stores"
-            return leading.store(hashes, blocks(), salt, StoreMark(number, b""))
+            return leading.store(hashes, blocks(), salt=salt, after=StoreMark(number, b""))
 
-        self._offloads.append(_Told() if leading is None else self._thread.start(store))
+        if leading is not None:
+            handed = self._thread.start(store)
+        else:  # the leader begins and ends it
+            handed = HandedStore()
+            handed.hand_over(lambda: LinkedStore([]))
+        self._offloads.append(handed)
         self._counts.update(offloads=1, offloaded_pages=len(hashes))
 
     def pop(self) -> bool:
@@ -331,7 +240,7 @@ class RankOffloads(Offloads):
 class RankLoads:
     """Loads of this rank, and on the leader their plans."""
 
-    def __init__(self, ranks: PoolRanks, leading: Leading | None, offloads: RankOffloads) -> None:
+    def __init__(self, ranks: PoolRanks, leading: SinglePool | SeveralPools | None, offloads: RankOffloads) -> None:
         """`leading`: on the leader alone. `offloads`: of this rank."""
         self._ranks, self._leading = ranks, leading
         self._offloads = offloads
@@ -344,7 +253,7 @@ class RankLoads:
             return
         order = b""
         try:
-            loads = self._leading.plan(queued)
+            loads = self._leading.plan([one.hit() for one in queued])
             self._planned[number] = loads
             order = b"".join(_LENGTH.pack(len(one)) + one for one in [b"" if ld is None else ld.order for ld in loads])
         except GdsCacheError as error:

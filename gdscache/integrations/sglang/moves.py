@@ -18,7 +18,7 @@ import torch
 
 from gdscache.cuda.streams import Event, record_on
 from gdscache.errors import GdsCacheError
-from gdscache.integrations.handing import Stored, StoreThread
+from gdscache.integrations.handing import HandedStore, Stored, StoreThread
 from gdscache.integrations.sglang.loads import QueuedLoad
 from gdscache.moves import PageStatus
 from gdscache.pages.keys import PageHashes
@@ -183,24 +183,13 @@ class BlockReader:
         return [slot // self._page_tokens for slot in firsts.tolist()]
 
 
-class Handed(Protocol):
-    """A store as SGLang sees it: see `HandedStore`."""
-
-    @property
-    def taken(self) -> bool: ...
-
-    def done(self) -> bool: ...
-
-    def wait(self) -> None: ...
-
-
 class Offloads:
     """Stores that still read the pools' pages, the oldest first. A thread passes them on, in order."""
 
     def __init__(self, engine: Engine | None, counts: Counter[str]) -> None:
         self._engine = engine
         self._counts = counts
-        self._offloads: deque[Handed] = deque()
+        self._offloads: deque[HandedStore] = deque()
         self._thread = StoreThread("gdscache-offloads")
 
     def __len__(self) -> int:

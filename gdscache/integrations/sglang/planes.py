@@ -58,6 +58,12 @@ class PoolPlanes:
         return {**section, "groups": [dict(group) for group in self.groups]} if self.groups else section
 
 
+def group_of(name: str, layers: Sequence[int], page_tokens: int, window: int) -> dict[str, object]:
+    """A pool as one of `model.groups`. `window`: of a pool of windows, with the token itself."""
+    keeps: dict[str, object] = {"window": window} if name == WINDOWS else {"state": True} if name == STATES else {}
+    return {"name": name, "layers": layers, "page_tokens": page_tokens, **keeps}
+
+
 def named(
     planes: Sequence[torch.Tensor],
     dtype: torch.dtype | None = None,

@@ -5,18 +5,21 @@ SGLang names each pool, and asks for the lengths at which all pools have their p
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gdscache.engine.engine import CacheEngine
 from gdscache.engine.hybrid import HybridEngine
 from gdscache.errors import CacheGroupsUnsupportedError
+from gdscache.integrations.sglang.borrowed import BorrowedPages
 from gdscache.integrations.sglang.host import HostPages
 from gdscache.integrations.sglang.planes import (
     KV,
     STATES,
     WINDOWS,
     PoolPlanes,
+    group_of,
     host_planes,
     named,
     refuse_layout,
@@ -48,14 +51,7 @@ def pools_planes(pools: Mapping[str, Any], window: int | None) -> PoolPlanes:
     page = int(pools[KV].page_size)
     names = sorted(pools)
     each = {name: _state_planes(pool) if name == STATES else host_planes(pool) for name, pool in pools.items()}
-    groups: list[dict[str, object]] = []
-    for at, name in enumerate(names):
-        about: dict[str, object] = {"name": name, "layers": [at], "page_tokens": page}
-        if name == WINDOWS:
-            about["window"] = window or page
-        elif name == STATES:
-            about["state"] = True
-        groups.append(about)
+    groups = [group_of(name, [at], page, window or page) for at, name in enumerate(names)]
     return PoolPlanes(
         [each[name].tensors[0] for name in names],
         {"pools": {name: each[name].described for name in names}},
@@ -81,21 +77,20 @@ def _state_planes(pool: Any) -> PoolPlanes:
 
 
 class PoolPages:
-    """Pages of all pools. Thread-safe. Each pool is `HostPages` over an engine of its own."""
+    """Pages of all pools that are kept, by SGLang's names. Thread-safe."""
 
-    def __init__(self, engine: HybridEngine) -> None:
-        self.engine = engine
-        self.pools = {
-            name: HostPages(one) for names, one in zip(engine.names, engine.engines, strict=True) for name in names
-        }
+    def __init__(
+        self, pools: Mapping[str, HostPages | BorrowedPages], engine: CacheEngine | HybridEngine | None = None
+    ) -> None:
+        """`engine`: of this rank's own directory."""
+        self.pools, self.engine = pools, engine
 
-    def pool(self, name: str) -> HostPages | None:
-        """The keeper of a pool, by SGLang's name; None for a pool that is not kept."""
-        return self.pools.get(name)
-
-    @property
-    def by_groups(self) -> dict[str, CacheEngine]:
-        return self.engine.by_groups
+    @classmethod
+    def over(cls, engine: CacheEngine | HybridEngine) -> PoolPages:
+        if isinstance(engine, CacheEngine):
+            return cls({KV: HostPages(engine)}, engine)
+        each = zip(engine.names, engine.engines, strict=True)
+        return cls({name: HostPages(one) for names, one in each for name in names}, engine)
 
     def lengths(
         self, keys: Sequence[str], trailing: Mapping[str, int | None], before: Sequence[str] = ()
@@ -108,21 +103,13 @@ class PoolPages:
         whole = self.pools[KV].exists(keys, before)
         reach, found = {KV: whole}, [*range(1, whole + 1)]
         for name, pages in trailing.items():
-            there = self.pools[name].present(keys[:whole], before) if name in self.pools else bytes(whole)
+            pool = self.pools.get(name)
+            there = pool.present(keys[:whole], before) if isinstance(pool, HostPages) else bytes(whole)
             good = [n for n in range(1, whole + 1) if 0 not in there[max(0, n - (pages or n)) : n]]
             reach[name] = good[-1] if good else 0
             kept = set(good)
             found = [n for n in found if n in kept]
         return reach, found
-
-    def exists(self, keys: Sequence[str], before: Sequence[str] = ()) -> int:
-        return self.pools[KV].exists(keys, before)
-
-    def get(self, keys: Sequence[str], slots: Sequence[int], before: Sequence[str] = ()) -> list[bool]:
-        return self.pools[KV].get(keys, slots, before)
-
-    def set(self, keys: Sequence[str], slots: Sequence[int], before: Sequence[str] = ()) -> list[bool]:
-        return self.pools[KV].set(keys, slots, before)
 
     def clear(self) -> None:
         for pool in self.pools.values():
@@ -138,4 +125,7 @@ class PoolPages:
 
     def close(self) -> None:
         """Finish accepted stores, and close all engines. Repeated calls are fine."""
-        self.engine.close()
+        with contextlib.ExitStack() as ends:
+            for one in (self.engine, *self.pools.values()):
+                if one is not None:
+                    ends.callback(one.close)

@@ -9,25 +9,20 @@ import torch
 from sglang.srt.managers.tp_worker import TpModelWorker
 
 from gdscache.integrations.prefills import LEAST_TOKENS, Prefills
-from gdscache.integrations.watching import MethodWatch
+from gdscache.integrations.watching import CallWatch
 
 
-class PassTimes:
+class PassTimes(CallWatch):
     """Calls `observe(tokens, tokens before them, seconds)` for passes that compute a part of one prompt and load
     nothing, until `close`."""
 
     def __init__(self, observe: Callable[[int, int, float], object], device: torch.device) -> None:
-        self._prefills = Prefills(observe, device)
-        self._watch = MethodWatch(TpModelWorker, "forward_batch_generation", self._ended, self._begins)
+        prefills = Prefills(observe, device)
 
-    def close(self) -> None:
-        self._watch.close()
+        def begins(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            prefills.begin(prefill_of(args[1] if len(args) > 1 else kwargs.get("batch")))
 
-    def _begins(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self._prefills.begin(prefill_of(args[1] if len(args) > 1 else kwargs.get("batch")))
-
-    def _ended(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self._prefills.end()
+        super().__init__(TpModelWorker, ["forward_batch_generation"], begins, lambda *call: prefills.end())
 
 
 def prefill_of(batch: Any) -> tuple[int, int] | None:

@@ -6,11 +6,12 @@ all ranks have the same bytes (MLA), the first one keeps them, and the others re
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -21,6 +22,7 @@ from gdscache.errors import ParallelismUnsupportedError, RankError, ShardsError
 
 _OPEN = datetime.timedelta(minutes=30)  # for all ranks, while files are allocated
 _MARK = "rank"  # a file with the owner of a directory
+_Made = TypeVar("_Made")
 _RANK = re.compile(r"rank-\d+-of-(\d+)")
 
 
@@ -91,44 +93,54 @@ class RankPlace(NamedTuple):
 ALONE = RankPlace()
 
 
-class AllRanks:
-    """Steps that all ranks do together at their start; SGLang waits for all of them there too."""
+def place_in(group: Any) -> tuple[int, int]:
+    """This process's rank in a group of torch.distributed's, and the number of ranks. (0, 1) without a group."""
+    if group is None:
+        return 0, 1
+    return torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
 
-    def __init__(self, place: RankPlace) -> None:
-        """Made by all ranks alike. Raises `ParallelismUnsupportedError` if there are other processes."""
-        self._place = place
-        self._group: Any = None
-        if place.ranks == 1:
-            return
-        distributed = torch.distributed
-        if not distributed.is_initialized() or distributed.get_world_size() != place.ranks:
-            there = distributed.get_world_size() if distributed.is_initialized() else 1
-            raise ParallelismUnsupportedError(
-                f"{there} processes serve a model of tp_size {place.ranks}",
-                "set --tp-size alone: the ranks of one host are supported",
-            )
-        self._group = distributed.new_group(backend="gloo", timeout=_OPEN)
 
-    def each(self, work: Callable[[], str]) -> list[str]:
-        """Do this rank's work, and return all ranks' results. If one rank fails, all raise: that one its error, the
-        others a `RankError` that names it."""
-        said, error = "", None
-        try:
-            said = work()
-        except Exception as found:  # noqa: BLE001 - the other ranks wait
-            error = found
-        told: list[Any] = [(error is None, said if error is None else f"{type(error).__name__}: {error}")]
-        if self._group is not None:
-            told *= self._place.ranks
-            torch.distributed.all_gather_object(told, told[0], group=self._group)
-        if error is not None:
-            raise error
-        for rank, (good, text) in enumerate(told):
-            if not good:
-                raise RankError(f"rank {rank} has no storage: {text}", "see the log of that rank")
-        return [text for _, text in told]
+def together(group: Any, work: Callable[[], _Made]) -> list[_Made]:
+    """Call `work()` on every rank. Returns all ranks' results.
 
-    def close(self) -> None:
-        if self._group is not None:
-            torch.distributed.destroy_process_group(self._group)
-            self._group = None
+    If one rank fails, all raise. Every rank enters the one collective, even after a failure.
+    """
+    _, ranks = place_in(group)
+    if ranks == 1:
+        return [work()]
+    made: _Made | None = None
+    error: Exception | None = None
+    try:
+        made = work()
+    except Exception as raised:  # noqa: BLE001 - the other ranks wait for this one's result
+        error = raised
+    message, hint = getattr(error, "message", repr(error)), getattr(error, "hint", "")
+    told: list[Any] = [None] * ranks
+    torch.distributed.all_gather_object(told, (made, error and (message, hint)), group=group)
+    if error is not None:
+        raise error
+    for rank, (_, failed) in enumerate(told):
+        if failed:
+            raise RankError(f"rank {rank} cannot be opened: {failed[0]}", failed[1] or "see its log")
+    return [made for made, _ in told]
+
+
+@contextlib.contextmanager
+def storage_group(place: RankPlace) -> Iterator[Any]:
+    """A group for the joint start of all ranks' storages, made by all ranks alike; SGLang waits for all of them there
+    too. None of a single rank. Raises `ParallelismUnsupportedError` if there are other processes."""
+    if place.ranks == 1:
+        yield None
+        return
+    distributed = torch.distributed
+    there = distributed.get_world_size() if distributed.is_initialized() else 1
+    if there != place.ranks:
+        raise ParallelismUnsupportedError(
+            f"{there} processes serve a model of tp_size {place.ranks}",
+            "set --tp-size alone: the ranks of one host are supported",
+        )
+    group = distributed.new_group(backend="gloo", timeout=_OPEN)
+    try:
+        yield group
+    finally:
+        distributed.destroy_process_group(group)

@@ -8,6 +8,7 @@ tokens as names; a state has that of the page before it.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 
 from gdscache.config import Config
 from gdscache.cuda.streams import Event
+from gdscache.engine.engine import CacheEngine
 from gdscache.engine.hybrid import HybridEngine
 from gdscache.engine.hybrid_handles import HybridHit, HybridLoad
 from gdscache.errors import LoadOrderError
@@ -24,10 +26,11 @@ from gdscache.groups.names import GroupNames
 from gdscache.integrations.fetching import PinningCache
 from gdscache.integrations.group_fetching import GroupFetch
 from gdscache.integrations.sglang.moves import BlockReader
-from gdscache.integrations.sglang.planes import PoolPlanes
+from gdscache.integrations.sglang.planes import KV, PoolPlanes
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.load.report import LoadReport
 from gdscache.moves import PageStatus
+from gdscache.pages.hit import Hit
 from gdscache.pages.keys import PageHashes
 from gdscache.pages.reasons import CACHED
 from gdscache.ranks.address import RankAddress
@@ -51,6 +54,34 @@ class PoolReaders:
         return lambda: {name: wait() for name, wait in begun.items()}
 
 
+class SinglePool:
+    """The engine of a model whose layers all keep all tokens, with the calls of `SeveralPools`."""
+
+    def __init__(self, engine: CacheEngine, *, ranked: bool = False) -> None:
+        self.engine = engine
+        self._ranked = ranked
+
+    def load_many(self, requests: Sequence[tuple[Hit, Blocks]], after: Event = None) -> LayerwiseLoad:
+        return self.engine.load_many([(hit, blocks[KV]) for hit, blocks in requests], after)
+
+    def plan(self, hits: Sequence[Hit]) -> list[LayerwiseLoad | None]:
+        ends = itertools.accumulate(len(hit.pages) for hit in hits)
+        return [
+            self.engine.load_many([(h, np.arange(end - len(h.pages), end)) for h, end in zip(hits, ends, strict=True)])
+        ]
+
+    def store(self, tokens: Any, slots: Blocks, *, salt: str = "", after: Event = None) -> StoreHandle:
+        own = np.arange(len(tokens)) if self._ranked else slots[KV]
+        return self.engine.store(tokens, own, salt=salt, after=after)
+
+    def tell_ranks(self, number: int, what: bytes) -> None:
+        self.engine.tell_ranks(number, what)
+
+    def seconds(self, pages: int) -> float | None:
+        """The expected seconds to bring `pages` pages from the SSD."""
+        return self.engine.load_seconds("ssd", pages)
+
+
 class SeveralPools:
     """The engine of a hybrid model's pools."""
 
@@ -66,7 +97,7 @@ class SeveralPools:
     def load_many(self, requests: Sequence[tuple[HybridHit, Blocks]], after: Event = None) -> LinkedLoad:
         return LinkedLoad(self.engine.load_many(requests, after), self._places, self.engine.alignment)
 
-    def load_at_positions(self, hits: Sequence[HybridHit]) -> list[LayerwiseLoad | None]:
+    def plan(self, hits: Sequence[HybridHit]) -> list[LayerwiseLoad | None]:
         """Plan loads into positions of each pool's blocks, request after request; a pool without pages has None."""
         at, requests = Counter[str](), list[tuple[HybridHit, Blocks]]()
         for hit in hits:
@@ -74,7 +105,7 @@ class SeveralPools:
             at.update({name: len(its) for name, its in hit.pages.items()})
         return self.engine.load_many(requests).by_pool
 
-    def store(self, tokens: PageHashes, slots: Blocks, *, salt: str = "", after: Event = None) -> LinkedStore:
+    def store(self, tokens: Any, slots: Blocks, *, salt: str = "", after: Event = None) -> LinkedStore:
         """Begin to store pages of a node of SGLang's tree, which ends with them. `slots`: blocks of each group for its
         last held pages, `NONE` for dropped ones; with several ranks, the leader's.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from gdscache import arguments
@@ -13,11 +13,9 @@ from gdscache.config import Config
 from gdscache.errors import (
     ConfigError,
     InterfaceUnsupportedError,
-    InvalidValueError,
-    UnknownKeyError,
     WeightsNotFoundError,
 )
-from gdscache.integrations.settings import engine_configuration
+from gdscache.integrations.settings import config_named, engine_configuration, switches_of
 from gdscache.integrations.sglang.facts import directory_of, facts_of
 from gdscache.integrations.sglang.loads import LOOKED_S
 from gdscache.integrations.sglang.planes import PoolPlanes
@@ -61,35 +59,21 @@ class LinkerOptions:
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> LinkerOptions:
         """Raises `ConfigError` subclasses that name the key."""
-        config = _config_of(given, [field.name for field in dataclasses.fields(cls)], LINKER_OPTIONS, "sglang")
-        untried = given.get("untried", cls.untried)
-        if not isinstance(untried, bool):
-            raise InvalidValueError(f"untried is {arguments.shown(untried)}", "pass true or false")
+        config = config_named(given, [field.name for field in dataclasses.fields(cls)], LINKER_OPTIONS, "sglang")
+        switches = switches_of(given, "untried")
         wait = given.get("ssd_wait", cls.ssd_wait)
         wait = arguments.span(wait, "ssd_wait", _LONGEST, zero=True)  # 0: no wait
         pins = arguments.span(given.get("pin_seconds", cls.pin_seconds), "pin_seconds", 2 * _LONGEST, LOOKED_S + wait)
-        return cls(config=config, ssd_wait=wait, pin_seconds=pins, untried=untried)
+        return cls(config=config, ssd_wait=wait, pin_seconds=pins, **switches)
 
 
 def storage_config_of(given: Mapping[str, Any]) -> str | Mapping[str, Any]:
     """The key `config` of HiCache's extra configuration. Raises `ConfigError` subclasses that name the key."""
-    config = _config_of(given, ["config", *_OWN_OF_SGLANG], STORAGE_OPTIONS, "sglang-hicache")
+    config = config_named(given, ["config", *_OWN_OF_SGLANG], STORAGE_OPTIONS, "sglang-hicache")
     if not given.get("interface_v1"):
         raise InterfaceUnsupportedError(
             f"{STORAGE_OPTIONS} has no interface_v1: HiCache would copy each page once more",
             'add "interface_v1": 1 to it',
-        )
-    return config
-
-
-def _config_of(given: Mapping[str, Any], known: Collection[str], name: str, engine: str) -> str | Mapping[str, Any]:
-    if unknown := sorted(set(given) - set(known)):
-        raise UnknownKeyError(f"{name} has {', '.join(unknown)}", f"allowed keys: {', '.join(known)}")
-    config = given.get("config")
-    if not isinstance(config, (str, Mapping)):
-        raise ConfigError(
-            f"{name} names no configuration",
-            f'write one with `gdscache config init {engine}`, and pass {{"config": "gdscache.yaml"}}',
         )
     return config
 

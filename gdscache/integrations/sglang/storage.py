@@ -11,7 +11,6 @@ docs/sglang.md lists supported and refused settings. This class passes SGLang's 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -40,7 +39,7 @@ from gdscache.integrations.sglang.host import HostPages
 from gdscache.integrations.sglang.metrics import ToldMetrics
 from gdscache.integrations.sglang.planes import KV, PoolPlanes
 from gdscache.integrations.sglang.pools import PoolPages, pools_planes, refuse_pool
-from gdscache.integrations.sglang.ranks import AllRanks, RankPlace
+from gdscache.integrations.sglang.ranks import RankPlace, storage_group, together
 from gdscache.integrations.sglang.refused import refuse_model, refuse_setup
 from gdscache.integrations.sglang.setup import (
     ENDS_UPDATE,
@@ -49,11 +48,10 @@ from gdscache.integrations.sglang.setup import (
     configuration,
     storage_config_of,
 )
-from gdscache.integrations.watching import WeightWatch
+from gdscache.integrations.watching import CallWatch
 from gdscache.pages.keys import namespace_digest
 from gdscache.ranks.borrower import Borrower
 
-Pages = HostPages | PoolPages | BorrowedPages
 _FLUSH = "clear"  # the host pool's method that ends a flush, and begins a new pool
 _log = logging.getLogger("gdscache")
 _SIZES = ("pp_size", "attn_cp_size", "dcp_size")
@@ -83,22 +81,19 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
             )
         self._config = storage_config_of(storage_config.extra_config or {})
         self._place = RankPlace(storage_config.tp_rank, ranks, equal=ranks > 1 and storage_config.is_mla_model)
-        self._pages: Pages | None = None
+        self._pages: PoolPages | None = None
         self._told: ToldMetrics | None = None
-        self._watches: list[WeightWatch] = []
+        self._watches: list[CallWatch] = []
 
     def on_host_pools_registered(self) -> None:
         """Open the SSD tier over the pool's memory, on all ranks or on none."""
         self.close()
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
-            everyone = AllRanks(self._place)
-            try:
-                addresses = everyone.each(self._open_directory)
+            with storage_group(self._place) as group:
+                addresses = together(group, self._open_directory)
                 if self._place.equal:
-                    everyone.each(functools.partial(self._borrow, addresses[0]))
-            finally:
-                everyone.close()
+                    together(group, lambda: self._borrow(addresses[0]))
             undo.pop_all()
 
     def _open_directory(self) -> str:
@@ -107,14 +102,16 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
             return ""
         planes = self._planes()
         config = self._configuration(planes)
-        pages = PoolPages(HybridEngine(config, planes.tensors)) if planes.groups else _alone(config, planes)
-        self._pages = pages
+        engine = (HybridEngine if planes.groups else CacheEngine)(config, planes.tensors)
+        self._pages = pages = PoolPages.over(engine)
         assert config.ssd is not None, "the SSD tier"
         self._place.claim(config.ssd.path)
         if self._place.rank == 0:  # its figures are those of all ranks
-            self._told = ToldMetrics(pages.by_groups, self._server)
+            parts = engine.by_groups if isinstance(engine, HybridEngine) else {"": engine}
+            self._told = ToldMetrics(parts, self._server)
         self._watch(pages, type(self.mem_pool_host))
-        return pages.lend() if isinstance(pages, HostPages) and self._place.equal else ""
+        kept = pages.pools[KV]
+        return kept.lend() if isinstance(kept, HostPages) and self._place.equal else ""
 
     def _planes(self) -> PoolPlanes:
         pools = {KV: self.mem_pool_host} | {str(name): pool for name, pool in self._registered.items()}
@@ -127,32 +124,33 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
         text = self._model.hf_text_config
         return pools_planes(pools, getattr(text, "sliding_window", None))
 
-    def _borrow(self, address: str) -> str:
+    def _borrow(self, address: str) -> None:
         if not self._place.leads:
             planes = self._planes()
             config = self._configuration(planes)
             namespace = namespace_digest(config.model.namespace_fields())
             borrower = Borrower(planes.tensors, config, namespace, address, self._place.rank)
-            self._pages = BorrowedPages(borrower, config.model.page_tokens)
+            self._pages = PoolPages({KV: BorrowedPages(borrower, config.model.page_tokens)})
             self._watch(self._pages, type(self.mem_pool_host))
-        return ""
 
     def _configuration(self, planes: PoolPlanes) -> Config:
         about = self._server, self._model, planes, sglang.__version__, STORAGE_OPTIONS
         return configuration(self._config, *about, cpu=False, place=self._place)
 
-    def _watch(self, pages: Pages, pool: type[Any]) -> None:
+    def _watch(self, pages: PoolPages, pool: type[Any]) -> None:
         """Watch changes of the weights while `pages` is open, and count those before it in this process."""
         from_start = (
             get_context().config_leaf("hicache_storage_backend") is not None
         )  # None: attached to a running server
-        updates = WeightWatch(
-            WeightUpdater,
-            WEIGHT_METHODS,
-            lambda name: pages.weights_changed(ends=name == ENDS_UPDATE),
-            from_start=from_start,
-        )
-        flushes = WeightWatch(pool, [_FLUSH], lambda name: pages.flushed(), from_start=from_start)
+
+        def changed(name: str, *_: Any) -> None:
+            pages.weights_changed(ends=name == ENDS_UPDATE)
+
+        def flushed(*_: Any) -> None:
+            pages.flushed()
+
+        updates = CallWatch(WeightUpdater, WEIGHT_METHODS, changed, changed, from_start=from_start)
+        flushes = CallWatch(pool, [_FLUSH], flushed, flushed, from_start=from_start)
         self._watches = [updates, flushes]
         if updates.complete and not updates.last():
             return
@@ -178,20 +176,20 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
         return getattr(self, "registered_pools", {})
 
     def exists(self, key: str) -> bool:
-        return self._open.exists([key]) == 1
+        return self.batch_exists([key]) == 1
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        return self._open.exists(keys, _before(extra_info))
+        return self._open.pools[KV].exists(keys, _before(extra_info))
 
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        return self._open.get(keys, self._slots(host_indices), _before(extra_info))
+        return self._open.pools[KV].get(keys, self._slots(host_indices), _before(extra_info))
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        return self._open.set(keys, self._slots(host_indices), _before(extra_info))
+        return self._open.pools[KV].set(keys, self._slots(host_indices), _before(extra_info))
 
     def batch_exists_v2(
         self,
@@ -222,27 +220,19 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
     def _transfer(
         self, transfer: PoolTransfer, extra_info: HiCacheStorageExtraInfo | None, *, store: bool
     ) -> list[bool]:
-        keys, pages = transfer.keys or [], self._open.pool(str(transfer.name))
+        keys, pages = transfer.keys or [], self._open.pools.get(str(transfer.name))
         if pages is None or transfer.host_indices is None:
             return [False] * len(keys)
         slots = self._slots(transfer.host_indices, self._registered.get(transfer.name, self.mem_pool_host))
         return (pages.set if store else pages.get)(keys, slots, _before(extra_info))
 
-    # --- calls that would copy each page once more
+    def get(self, *args: Any, **kwargs: Any) -> Any:
+        """For all calls that would copy each page once more."""
+        raise InterfaceUnsupportedError(
+            "get() and set() hand over copies of pages", f'add "interface_v1": 1 to {STORAGE_OPTIONS}'
+        )
 
-    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
-        raise _copying("get")
-
-    def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> Any:
-        raise _copying("batch_get")
-
-    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        raise _copying("set")
-
-    def batch_set(
-        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
-    ) -> bool:
-        raise _copying("batch_set")
+    batch_get = set = batch_set = get
 
     def clear(self) -> None:
         self._open.clear()
@@ -262,11 +252,12 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
     @property
     def engine(self) -> CacheEngine | HybridEngine:
         """The engine, for `stats()` and the like, of a rank that has one."""
-        assert isinstance(self._pages, (HostPages, PoolPages)), "the first rank has it"
-        return self._pages.engine
+        engine = self._open.engine
+        assert engine is not None, "the first rank has it"
+        return engine
 
     @property
-    def _open(self) -> Pages:
+    def _open(self) -> PoolPages:
         assert self._pages is not None, "no host pool was registered, or the storage was closed"
         return self._pages
 
@@ -276,15 +267,5 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
         return found
 
 
-def _alone(config: Config, planes: PoolPlanes) -> HostPages:
-    return HostPages(CacheEngine(config, planes.tensors))
-
-
 def _before(extra_info: HiCacheStorageExtraInfo | None) -> Sequence[str]:
     return (extra_info.prefix_keys if extra_info is not None else None) or ()
-
-
-def _copying(name: str) -> InterfaceUnsupportedError:
-    return InterfaceUnsupportedError(
-        f"{name}() hands over copies of pages", f'add "interface_v1": 1 to {STORAGE_OPTIONS}'
-    )

@@ -18,7 +18,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -48,7 +48,6 @@ from gdscache.integrations.group_fetching import GroupCache
 from gdscache.integrations.logs import follow
 from gdscache.integrations.settings import one_model
 from gdscache.integrations.vllm.cache_groups import block_tokens, groups_of, key_elements, state_layers
-from gdscache.integrations.vllm.early import refuse_at_start
 from gdscache.integrations.vllm.events import VllmEvents
 from gdscache.integrations.vllm.facts import model_of, weights_of
 from gdscache.integrations.vllm.groups import GroupTable, KeptStates
@@ -56,7 +55,7 @@ from gdscache.integrations.vllm.metrics import ENGINE, GdsCacheProm, GdsCacheSta
 from gdscache.integrations.vllm.planes import planes_of
 from gdscache.integrations.vllm.prefills import prefill_of
 from gdscache.integrations.vllm.ranks import Lead, Observed, RankBatch, RankWorker, addresses_of
-from gdscache.integrations.vllm.requests import LoadOrder, RequestTable
+from gdscache.integrations.vllm.requests import LoadOrder, RequestTable, StoreOrder
 from gdscache.integrations.vllm.session import Sessions, VllmSession
 from gdscache.integrations.vllm.setup import (
     WEIGHT_METHODS,
@@ -70,8 +69,8 @@ from gdscache.integrations.vllm.setup import (
     tells_events,
     variables_of,
 )
-from gdscache.integrations.vllm.worker import EngineWorker, StoreOrder
-from gdscache.integrations.watching import ExecutorWatch, WeightWatch
+from gdscache.integrations.vllm.worker import EngineWorker
+from gdscache.integrations.watching import CallWatch, ExecutorWatch
 from gdscache.metrics.mirror import Differences, News
 from gdscache.metrics.table import parts_of
 from gdscache.ranks.address import RankAddress
@@ -142,7 +141,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if role is not KVConnectorRole.SCHEDULER:
             return
         if self._separate:
-            self._watch: WeightWatch | ExecutorWatch = ExecutorWatch(
+            self._watch: CallWatch = ExecutorWatch(
                 Executor.get_class(vllm_config), WEIGHT_METHODS, self._is_mine, self._weights_written, self._workers_end
             )
             return
@@ -150,7 +149,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         with ExitStack() as undo:
             undo.callback(_SESSIONS.leave, self._engine_id, session)
             worker = resolve_obj_by_qualname(vllm_config.parallel_config.worker_cls)
-            self._watch = WeightWatch(worker, WEIGHT_METHODS, self._weights_written)
+            self._watch = CallWatch(worker, WEIGHT_METHODS, self._weights_written, self._weights_written)
             undo.pop_all()
         self._begin(session)
 
@@ -164,13 +163,13 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         named = None if self._events is None else self._events.name
         waited = session.engines[0].observe_wait
         told: dict[str, Any] = {"wait": wait, "refuses": refuses, "waited": waited, "named": named}
+        told |= {"unused": session.unused, "counts": self._counts}
         if hybrid is not None:
             cache = GroupCache(session, hybrid, self._kv_cache_config.hash_block_size)
             every, adapts = hybrid.window_every, hybrid.config.store.window_every is None
             self._table: RequestTable = GroupTable(hybrid.groups, cache, every, self._states, adapts=adapts, **told)
         else:
             self._table = RequestTable(session, session.engine.layout.page_tokens, **told)
-        self._table.unused = session.unused
 
     @property
     def _overlapping(self) -> bool:
@@ -209,10 +208,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             {rank: facts.addresses for rank, facts in metadata.items()}, config.parallel_config.tensor_parallel_size
         )
         model = one_model({rank: facts.model for rank, facts in metadata.items()})
-        variables = variables_of(config.parallel_config)
-        settings = self._options.configuration(
-            model, lambda: weights_of(config), variables, events=tells_events(config)
-        )
+        settings = self._configuration(model)
         engine: CacheEngine | HybridEngine = (
             HybridEngine(settings, ranks=addresses) if self._grouped else CacheEngine(settings, ranks=addresses[0])
         )
@@ -276,12 +272,8 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             stores: list[StoreOrder] = list(found)
             idle, loads = not step.num_scheduled_tokens, table.take_loads()
             orders = StepOrders(None if loads else prefill_of(step), idle, idle or bool(step.finished_req_ids))
-        deferred, self._counts["steps"] = table.take_deferred(), self._counts["steps"] + 1
-        self._counts["deferred"] += deferred
-        self._counts["late"] += table.late
-        self._counts.update({f"alone_{why}": count for why, count in table.alone.items()})
-        table.late = 0
-        table.alone.clear()
+        self._counts["steps"] += 1
+        deferred, table.deferred = table.deferred, False
         if self._lead is None:
             orders.loads, orders.stores = loads, stores
             self._joined.wait_until_read(fresh)
@@ -310,7 +302,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._drop_all(stale=False)
         return True
 
-    def _weights_written(self, method: str) -> None:
+    def _weights_written(self, method: str, *call: Any) -> None:
         """Called before and after a method that writes weights. vLLM's own cache has pages of the old weights until its
         reset."""
         if not self._table.stale:
@@ -365,12 +357,9 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return
 
         def make() -> VllmSession:
-            variables = variables_of(config.parallel_config)
-            settings = self._options.configuration(
-                model, lambda: weights_of(config), variables, events=tells_events(config)
-            )
             opens = HybridEngine if self._grouped else CacheEngine
-            return VllmSession(opens(settings, [(tensor,) for tensor in planes.tensors]), self._options.pin_seconds)
+            engine = opens(self._configuration(model), [(tensor,) for tensor in planes.tensors])
+            return VllmSession(engine, self._options.pin_seconds)
 
         self._session = session = _SESSIONS.open(self._engine_id, make)
         self._worker = worker = EngineWorker(session, planes.tensors, self._counts, overlapping=self._overlapping)
@@ -481,6 +470,11 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._worker.close()
             _SESSIONS.leave(self._engine_id, session)
 
+    def _configuration(self, model: Mapping[str, object]) -> Config:
+        config = self._vllm_config
+        variables = variables_of(config.parallel_config)
+        return self._options.configuration(model, lambda: weights_of(config), variables, events=tells_events(config))
+
     @property
     def _joined(self) -> VllmSession:
         assert self._session is not None, "the connector was shut down"
@@ -509,15 +503,20 @@ def _options(vllm_config: Any) -> Options:
     return options
 
 
-def _refuse(vllm_config: Any) -> None:
-    """Refuse an unsupported setup before vLLM starts any worker, if this is its connector."""
+def _refuse(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Refuse an unsupported setup, if this is its connector, before vLLM loads weights.
+
+    vLLM makes its connectors later, in processes whose errors it reports in its own lines. Before, it calls
+    `Executor.get_class(config)` in the operator's process, which has imported this module.
+    """
+    (vllm_config,) = (*args, *kwargs.values())
     transfer = vllm_config.kv_transfer_config
     if transfer is not None and transfer.kv_connector == GdsCacheConnector.__name__:
         refuse_config(vllm_config)
         _options(vllm_config)
 
 
-refuse_at_start(Executor, _refuse)
+CallWatch(Executor, ["get_class"], before=_refuse)
 
 _QUIET = {"steps", "scheduler_seconds", "worker_seconds"}
 _QUIET_STEPS = 256  # this many steps with quiet counts only are reported together

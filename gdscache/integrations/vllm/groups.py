@@ -12,6 +12,7 @@ one where a prompt parted on request.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
@@ -21,24 +22,10 @@ from gdscache.groups.names import GroupNames, GroupPage
 from gdscache.groups.partings import Partings
 from gdscache.integrations.fetching import Fetch
 from gdscache.integrations.group_fetching import GroupCache, GroupFetch, GroupPart
-from gdscache.integrations.vllm.requests import HASH_BYTES, LOOK_AGAIN_S, Known, LoadOrder, RequestTable, trace_of
-from gdscache.pages.keys import Page
+from gdscache.integrations.vllm.requests import HASH_BYTES, Known, LoadOrder, RequestTable, StoreOrder, trace_of
 
 Tables = Sequence[Sequence[int]]  # the block table of each group
 NULL = 0  # vLLM's block for "no block"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class GroupStoreOrder:
-    """Pages of a request in one pool that are in `blocks` once the step is computed."""
-
-    request_id: str
-    named: tuple[Page, ...]
-    blocks: tuple[int, ...]
-    pool: int = 0
-
-    def pages(self, namespace: bytes) -> Sequence[Page]:
-        return self.named
 
 
 @dataclasses.dataclass(slots=True)
@@ -108,9 +95,8 @@ class GroupTable(RequestTable):
     ) -> None:
         """`every`: tokens between kept windows of a prompt; 0: windows only where prompts end or part. `adapts`: fewer
         while requests part often. `settings`: of `RequestTable`."""
-        super().__init__(_NoPages(), alignment(groups), **settings)
+        super().__init__(cache, alignment(groups), **settings)
         self._groups = groups
-        self._of_groups = cache
         self._every = every
         self._partings = Partings(groups, every, adapts=adapts)
         self._least = min(group.page_tokens for group in groups)
@@ -135,35 +121,6 @@ class GroupTable(RequestTable):
         """See `RequestTable.finish`. No block is kept after a request's end, so that vLLM's cache can be reset."""
         super().finish(request_id)
         self._fresh |= self.states.finish(request_id)
-
-    def place(self, request: Any, blocks: Any, tokens: int) -> None:
-        """The request has got `blocks`, a table a group, and `tokens` tokens are to be loaded."""
-        known, size = self._known.get(request.request_id), self.page_tokens
-        tables: Tables = blocks
-        local = 0 if known is None else known.local * size
-        for group, table in zip(self._groups, tables, strict=True):
-            self._fresh.update(table[local // group.page_tokens :])
-        self._fresh.discard(NULL)
-        if not isinstance(known, _GroupKnown):
-            return
-        fetch, length = known.fetch, local + tokens
-        if fetch is None:  # a load between steps is over, or there was nothing to load
-            if known.offered is None and not known.refused:
-                self._offer(known, local, 0, 0)
-            return
-        assert isinstance(fetch, GroupFetch), "a fetch of one group"
-        known.sources = fetch.sources(known.local, tokens // size)
-        if fetch.cached > length // size:
-            self._say_unused(known, fetch, length // size)
-        self._offer(known, length, fetch.found.tokens + fetch.found.declined, fetch.parted)
-        known.fetch, known.since, known.asked, known.answered = None, None, None, False
-        if not tokens:
-            fetch.release()
-            return
-        orders = self._orders(request, fetch, tables, local, length, between=known.between)
-        if not orders:  # the next token attends to none of the pages, as after a chunk's end
-            fetch.release()
-        self._loads += orders
 
     def stores(
         self,
@@ -212,12 +169,12 @@ class GroupTable(RequestTable):
                     wanted[g].append(number)
                     places[g, number] = block
                     self.states.keep(request_id, block)
-            self._of_groups.stand(known.names, wanted)
+            self._cache.stand(known.names, wanted)
             for pool, chain in enumerate(known.names.chain(wanted, known.last)):
                 if chain:
                     known.last[pool] = chain[-1]
                     blocks = tuple(places[at] for at in zip(chain.groups, chain.numbers, strict=True))
-                    yield GroupStoreOrder(request_id, chain.pages, blocks, pool)
+                    yield StoreOrder(request_id, chain.pages, 0, blocks, pool)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -231,28 +188,23 @@ class GroupTable(RequestTable):
         return True
 
     def _new(self, request: Any, refused: bool) -> Known:
-        return _GroupKnown(request, refused, names=self._of_groups.names())
+        return _GroupKnown(request, refused, names=self._cache.names())
 
-    def _begin(self, known: Known) -> Fetch:
-        assert isinstance(known, _GroupKnown)
-        self._name(known)
-        known.late, known.looked = False, self._clock()
-        tokens, size = known.request.num_tokens, self.page_tokens
-        fetch = known.fetch = self._of_groups.fetch(known.names, (tokens - 1) // size * size, tokens)
+    def _fetch(self, known: Any, most: int) -> Fetch:
+        fetch: Fetch = self._cache.fetch(known.names, most * self.page_tokens, known.request.num_tokens)
         return fetch
 
-    def _outgrown(self, known: Known, fetch: Fetch, most: int, now: float) -> bool:
-        if fetch.cached >= most or now < known.looked + LOOK_AGAIN_S:
-            return False
-        known.looked = now
-        assert isinstance(known, _GroupKnown)
-        assert isinstance(fetch, GroupFetch), "a fetch of one group"
-        longest, whole = self._of_groups.reach(known.names, most * self.page_tokens)
+    def _reach(self, known: Any, fetch: Any, most: int) -> int:
+        """See `RequestTable._reach`. Notes in the fetch where the request parts from others by now."""
+        longest, whole = self._cache.reach(known.names, most * self.page_tokens)
         fetch.parted = max(fetch.parted, whole)
-        return longest > fetch.cached * self.page_tokens
+        return int(longest // self.page_tokens)
 
-    def _name(self, known: Known) -> None:
-        assert isinstance(known, _GroupKnown)
+    def _written(self, blocks: Any, local: int) -> Set[int]:
+        tables, tokens = zip(self._groups, blocks, strict=True), local * self.page_tokens
+        return {*itertools.chain(*(table[tokens // group.page_tokens :] for group, table in tables))} - {NULL}
+
+    def _name(self, known: Any) -> None:
         hashes, have = known.request.block_hashes, known.names.digests
         if len(hashes) > have:
             known.names.extend([bytes(some).ljust(HASH_BYTES, b"\0") for some in hashes[have:]])
@@ -262,10 +214,12 @@ class GroupTable(RequestTable):
                     first, stop = (n * size // group.page_tokens for n in (have, len(hashes)))
                     self._named(known.request, g, first, known.names.keys(g, first, stop))
 
-    def _offer(self, known: _GroupKnown, there: int, hit: int, whole: int) -> None:
-        """Note the pages that need a store. `there`: tokens in the request's blocks before this step. `hit`: tokens of
-        these from our tiers. `whole`: the tokens up to which our tiers have all pages of full attention."""
+    def _offer(self, known: Any, there: int, fetch: Any) -> None:
+        """Note the pages that need a store."""
         size, prompt = self.page_tokens, known.request.num_tokens
+        there *= size
+        hit = 0 if fetch is None else fetch.found.tokens + fetch.found.declined  # tokens, like `there`
+        whole = 0 if fetch is None else fetch.parted  # our tiers have all pages of full attention up to this token
         ends = {(prompt - 1) // size * size, prompt // size * size, *((whole // size * size,) if whole > hit else ())}
         if there > hit:  # vLLM's own cache has windows that our tiers lack
             ends.add(there)
@@ -281,13 +235,13 @@ class GroupTable(RequestTable):
             self._least
         )
 
-    def _orders(
-        self, request: Any, fetch: GroupFetch, tables: Tables, local: int, length: int, *, between: bool
-    ) -> list[LoadOrder]:
-        """The fetch's pages that go into blocks, pool by pool. Raises `InterfaceUnsupportedError` if vLLM wants other
-        pages: its rules differ from those of the hit."""
+    def _orders(self, known: Any, fetch: Any, tables: Any, there: int) -> list[LoadOrder]:
+        """See `RequestTable._orders`: pool by pool. None if the next token attends to none of the pages, as after a
+        chunk's end. Raises `InterfaceUnsupportedError` if vLLM wants other pages: its rules differ from those of the
+        hit."""
         orders: list[LoadOrder] = []
-        request_id, trace = request.request_id, trace_of(request)
+        local, length = known.local * self.page_tokens, there * self.page_tokens
+        request_id, trace = known.request.request_id, trace_of(known.request)
         for pool, pages in enumerate(fetch.pages):
             numbers: list[int] = []
             blocks: list[int] = []
@@ -298,7 +252,7 @@ class GroupTable(RequestTable):
                     blocks.append(table[one.number])
             if blocks:
                 part = GroupPart(fetch, pool, numbers)
-                orders.append(LoadOrder(request_id, part, 0, tuple(blocks), between, pool, trace))
+                orders.append(LoadOrder(request_id, part, 0, tuple(blocks), known.between, pool, trace))
         wanted = sum(
             block != NULL
             for group, table in zip(self._groups, tables, strict=True)
@@ -312,16 +266,3 @@ class GroupTable(RequestTable):
                 "use one of the versions of vLLM that docs/vllm.md names",
             )
         return orders
-
-
-class _NoPages:
-    """Stands for the cache of one-group models, which is not used here."""
-
-    def fetch(self, hashes: Any, pages: int) -> Fetch:
-        raise AssertionError("a request of a hybrid model is named by its groups")
-
-    def cached(self, hashes: Any) -> int:
-        raise AssertionError("a request of a hybrid model is named by its groups")
-
-    def keys(self, hashes: Any) -> Sequence[bytes]:
-        raise AssertionError("a request of a hybrid model is named by its groups")

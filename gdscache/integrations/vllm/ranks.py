@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING
 from gdscache.cuda.streams import Event
 from gdscache.errors import GdsCacheError, RankMismatchError
 from gdscache.integrations.prefills import Prefills
-from gdscache.integrations.vllm.requests import LoadOrder
+from gdscache.integrations.vllm.requests import LoadOrder, StoreOrder
 from gdscache.integrations.vllm.worker import (
     BegunLoad,
     LoadBatch,
     Loads,
-    PoolStores,
-    StoreOrder,
+    Place,
     Stores,
     begin_loads,
     end_step,
@@ -42,20 +41,12 @@ Observed = tuple[int, int, float]  # of `CacheEngine.observe_prefill`
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class RankPlace:
-    """Blocks for pages of a request: see `worker.Place`."""
-
-    request_id: str
-    blocks: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class RankOrder:
     """A load in one pool, for ranks. `order`: for `Rank.load`; empty if the load could not be begun."""
 
     pool: int
     order: bytes
-    places: tuple[RankPlace, ...]
+    places: Sequence[Place]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,8 +86,7 @@ class Lead:
         self._counts = counts
         self._marks = [Marks(engine) for engine in engines]
         self._loads = Loads(0, counts, overlapping=overlapping)
-        pools = zip(engines, self._marks, strict=True)
-        self._stores = PoolStores([Stores(engine, marks, counts, self._loads.prove) for engine, marks in pools])
+        self._stores = Stores(engines, self._marks, counts, self._loads.prove)
         self._computed: Sequence[StoreOrder] = ()  # by the step before, whose end this process does not see
         self._untold: list[LoadBatch] = []  # batches whose orders have not come
 
@@ -154,13 +144,10 @@ class Lead:
             if batch.between and not all(load is None or load.ordered for load in loads):
                 self._untold.append(batch)
                 continue
-            told.append(RankBatch(tuple(_order(one) for one in batch.pools), batch.between))
+            orders = (b"" if load is None else load.order for load in loads)
+            pools = zip(batch.pools, orders, strict=True)
+            told.append(RankBatch(tuple(RankOrder(of.pool, order, of.places) for of, order in pools), batch.between))
         return told
-
-
-def _order(one: BegunLoad) -> RankOrder:
-    places = tuple(RankPlace(place.request_id, place.blocks) for place in one.places)
-    return RankOrder(one.pool, b"" if one.load is None else one.load.order, places)
 
 
 class RankWorker:

@@ -13,10 +13,10 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from typing import Any
 
-from gdscache.integrations.fetching import ENDING_S, Cache, Fetch, Fetched
+from gdscache.integrations.fetching import ENDING_S, Fetch, Fetched
 from gdscache.pages.keys import Page, PageHashes
 
 LOOK_AGAIN_S = 1.0  # a waiting request is looked up again after this time
@@ -43,16 +43,18 @@ class LoadOrder:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoreOrder:
-    """Pages of a request from `first` on are in `blocks` once the step is computed."""
+    """Pages of a request in one pool that are in `blocks` once the step is computed. `names`: of pages of the request,
+    which begin with page `first` there."""
 
     request_id: str
-    hashes: PageHashes
+    names: PageHashes | Sequence[Page]
     first: int
     blocks: tuple[int, ...]
-    pool: ClassVar[int] = 0
+    pool: int = 0
 
     def pages(self, namespace: bytes) -> Sequence[Page]:
-        return self.hashes.pages(namespace)[self.first : self.first + len(self.blocks)]
+        names = self.names.pages(namespace) if isinstance(self.names, PageHashes) else self.names
+        return names[self.first : self.first + len(self.blocks)]
 
 
 @dataclasses.dataclass(slots=True)
@@ -82,11 +84,14 @@ class Known:
 
 
 class RequestTable:
-    """All requests of vLLM's scheduler. Not thread-safe: the scheduler is one thread."""
+    """All requests of vLLM's scheduler. Not thread-safe: the scheduler is one thread.
+
+    Many methods: vLLM's calls, and the steps in them that a hybrid model takes in its own way.
+    """
 
     def __init__(
         self,
-        cache: Cache,
+        cache: Any,
         page_tokens: int,
         *,
         wait: float,
@@ -94,10 +99,13 @@ class RequestTable:
         clock: Callable[[], float] = time.monotonic,
         waited: Callable[[float], object] = lambda seconds: None,
         named: Callable[[Any, int, int, Sequence[bytes]], object] | None = None,
+        unused: Callable[[str, Any, int, str], object] = lambda request_id, fetch, first, why: None,
+        counts: Counter[str] | None = None,
     ) -> None:
-        """`wait`: seconds of "not yet" for a request, at most. `refuses`: the reason to leave a request alone, or "".
-        `waited`: called with each request's wait. `named(request, group, first, keys)`: called with the keys of pages
-        from `first` on, if KV events are on."""
+        """`cache`: a `Cache`, or a `GroupCache` of a `GroupTable`. `wait`: seconds of "not yet" for a request, at most.
+        `refuses`: the reason to leave a request alone, or "". `waited`: called with each request's wait.
+        `named(request, group, first, keys)`: called with the keys of pages from `first` on, if KV events are on.
+        `unused`: called with cached pages that a request computes."""
         self._cache = cache
         self.page_tokens = page_tokens
         self._wait = wait
@@ -105,16 +113,13 @@ class RequestTable:
         self._clock = clock
         self._waited = waited
         self._named = named
+        self._unused = unused
         self._known: dict[str, Known] = {}
         self._loads: list[LoadOrder] = []
         self._fresh: set[int] = set()
-        self._deferred = 0
-        self.alone: Counter[str] = Counter()  # requests that are left alone, by cause
-        self.late = 0  # requests whose pages did not come in time
+        self.counts: Counter[str] = Counter() if counts is None else counts
+        self.deferred = False  # a request was told to ask again since this was reset
         self.between = False  # every load goes between steps
-        self.unused: Callable[[str, Any, int, str], object] = (
-            _nobody  # called with cached pages that a request computes
-        )
         self.stale = False  # vLLM's own cache may have pages of other weights: requests are left alone
 
     def __len__(self) -> int:
@@ -123,7 +128,7 @@ class RequestTable:
     def add(self, request: Any) -> None:
         self.finish(request.request_id)
         why = "weights" if self.stale else self._refuses(request) or ("reads_nothing" if _skips(request) else "")
-        self.alone.update([why] if why else [])
+        self.counts.update([f"alone_{why}"] if why else [])
         known = self._known[request.request_id] = self._new(request, bool(why))
         if not known.refused and request.num_tokens > self.page_tokens:
             self._begin(known)
@@ -151,9 +156,10 @@ class RequestTable:
             if known.since is None:
                 known.since = now
             if now - known.since < self._wait and not fetch.outpaced():
-                self._deferred += 1
+                self.counts["deferred"] += 1
+                self.deferred = True
                 return None, False
-            self.late += not known.late
+            self.counts["late"] += not known.late
             known.late = True
         else:
             known.since = None
@@ -165,29 +171,28 @@ class RequestTable:
         known.between = (crowded or self.between) and pages > 0
         return pages * size, known.between
 
-    def place(self, request: Any, blocks: Sequence[int], tokens: int) -> None:
-        """The request has got `blocks`, all so far, and `tokens` tokens are to be loaded."""
+    def place(self, request: Any, blocks: Any, tokens: int) -> None:
+        """The request has got `blocks`, all so far, and `tokens` tokens are to be loaded. Of a hybrid model, `blocks`
+        is a table a group."""
         known = self._known.get(request.request_id)
+        self._fresh |= self._written(blocks, 0 if known is None else known.local)
         if known is None:
-            self._fresh.update(blocks)
             return
-        self._fresh.update(blocks[known.local :])
-        fetch, pages = known.fetch, tokens // self.page_tokens
+        fetch, there = known.fetch, known.local + tokens // self.page_tokens
         if fetch is None:  # a load between steps is over, or there was nothing to load
             if known.offered is None and not known.refused:
-                known.offered = self._missing(known, known.local, 0)
+                self._offer(known, known.local, None)
             return
-        known.sources = fetch.sources(known.local, pages)
-        if fetch.cached > known.local + pages:
-            self._say_unused(known, fetch, known.local + pages)
-        known.offered = self._missing(known, known.local + pages, fetch.cached)
+        known.sources = fetch.sources(known.local, there - known.local)
+        if fetch.cached > there:
+            why = "late" if known.late else "no room in the CPU tier" if fetch.crowded() else "not loaded"
+            self._unused(request.request_id, fetch, there, why)
+        self._offer(known, there, fetch)
         known.fetch, known.since, known.asked, known.answered = None, None, None, False
-        if pages:
-            span = tuple(blocks[known.local : known.local + pages])
-            trace = trace_of(request)
-            self._loads.append(LoadOrder(request.request_id, fetch, known.local, span, known.between, trace=trace))
-        else:
+        orders = self._orders(known, fetch, blocks, there) if tokens else []
+        if not orders:
             fetch.release()
+        self._loads += orders
 
     def failed(self, request_id: str) -> None:
         """A load between steps failed as a whole: vLLM frees the request's blocks and asks again.
@@ -232,10 +237,6 @@ class RequestTable:
         fresh, self._fresh = self._fresh, set()
         return fresh
 
-    def take_deferred(self) -> int:
-        deferred, self._deferred = self._deferred, 0
-        return deferred
-
     def stores(self, scheduled: Mapping[str, int], blocks_of: Callable[[str], Sequence[int]]) -> Iterable[StoreOrder]:
         """The pages that a step fills, by its tokens of each request. `blocks_of` is called for these requests only. A
         request's `num_computed_tokens` is the count before the step. Sampled or speculated tokens have no hashes yet,
@@ -263,8 +264,12 @@ class RequestTable:
     def _begin(self, known: Known) -> Fetch:
         self._name(known)
         known.late, known.looked = False, self._clock()
-        fetch = self._cache.fetch(known.hashes, (known.request.num_tokens - 1) // self.page_tokens)
-        known.fetch = fetch
+        fetch = known.fetch = self._fetch(known, (known.request.num_tokens - 1) // self.page_tokens)
+        return fetch
+
+    def _fetch(self, known: Known, most: int) -> Fetch:
+        """Begin to bring the first `most` pages."""
+        fetch: Fetch = self._cache.fetch(known.hashes, most)
         return fetch
 
     def _outgrown(self, known: Known, fetch: Fetch, most: int, now: float) -> bool:
@@ -273,18 +278,30 @@ class RequestTable:
         if fetch.cached >= most or now < known.looked + LOOK_AGAIN_S:
             return False
         known.looked = now
-        return self._cache.cached(known.hashes) > fetch.cached
+        return self._reach(known, fetch, most) > fetch.cached
 
-    def _say_unused(self, known: Known, fetch: Fetch, first: int) -> None:
-        why = "late" if known.late else "no room in the CPU tier" if fetch.crowded() else "not loaded"
-        self.unused(known.request.request_id, fetch, first, why)
+    def _reach(self, known: Known, fetch: Fetch, most: int) -> int:
+        """The number of the first pages that are cached now."""
+        found: int = self._cache.cached(known.hashes)
+        return found
 
-    def _missing(self, known: Known, there: int, cached: int) -> int:
-        """The first page that needs a store. `there`: pages in the request's blocks before this step."""
+    def _written(self, blocks: Sequence[int], local: int) -> Set[int]:
+        """The blocks behind the first `local` pages, which are vLLM's own hit."""
+        return {*blocks[local:]}
+
+    def _offer(self, known: Known, there: int, fetch: Fetch | None) -> None:
+        """Note the first page that needs a store. `there`: pages in the request's blocks before this step."""
+        cached = 0 if fetch is None else fetch.cached
         if there > cached:  # vLLM's own cache has pages that ours lacked at the request's arrival: look again
             self._name(known)
             cached = self._cache.cached(known.hashes)
-        return min(there, cached)
+        known.offered = min(there, cached)
+
+    def _orders(self, known: Known, fetch: Fetch, tables: Sequence[int], there: int) -> list[LoadOrder]:
+        """Loads of the pages up to page `there` behind vLLM's own hit."""
+        first, request = known.local, known.request
+        some = tuple(tables[first:there])
+        return [LoadOrder(request.request_id, fetch, first, some, known.between, trace=trace_of(request))]
 
     def _name(self, known: Known) -> None:
         have, hashes = len(known.hashes), known.request.block_hashes
@@ -303,7 +320,3 @@ def trace_of(request: Any) -> Mapping[str, str] | None:
 def _skips(request: Any) -> bool:
     """Whether vLLM ignores loaded tokens: the request needs results that only computing every token gives."""
     return bool(getattr(request, "skip_reading_prefix_cache", False))
-
-
-def _nobody(request_id: str, fetch: Any, first: int, why: str) -> None:
-    pass

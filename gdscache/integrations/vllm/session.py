@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Set
 from typing import Protocol
 
@@ -35,7 +36,6 @@ class VllmSession(PinningCache):
         self.hybrid = engine if isinstance(engine, HybridEngine) else None
         first, *others = [engine] if isinstance(engine, CacheEngine) else engine.engines
         super().__init__(first, pin_seconds, *others)
-        self._users = 0
         self._stores: Storing | None = None
         self._busy: Callable[[], bool] = bool
 
@@ -79,14 +79,6 @@ class VllmSession(PinningCache):
     def busy(self) -> bool:
         return self._busy()
 
-    def enter(self) -> None:
-        self._users += 1
-
-    def leave(self) -> bool:
-        """True for the last one."""
-        self._users -= 1
-        return self._users == 0
-
 
 class Sessions:
     """The sessions of this process by vLLM's `engine_id`. Thread-safe."""
@@ -94,13 +86,14 @@ class Sessions:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: dict[str, VllmSession] = {}
+        self._users = Counter[VllmSession]()
 
     def open(self, engine_id: str, make: Callable[[], VllmSession]) -> VllmSession:
         """Open a session, for the worker."""
         session = make()
         with self._lock:
             self._open[engine_id] = session
-            session.enter()
+            self._users[session] += 1
         return session
 
     def join(self, engine_id: str) -> VllmSession:
@@ -113,13 +106,15 @@ class Sessions:
                     f"no worker of engine {engine_id} has registered its KV cache in process {os.getpid()}",
                     "set --distributed-executor-backend mp",
                 )
-            session.enter()
+            self._users[session] += 1
         return session
 
     def leave(self, engine_id: str, session: VllmSession) -> None:
         """Leave the session. The last one closes the engine, after its accepted stores."""
         with self._lock:
-            last = session.leave()
+            self._users[session] -= 1
+            if last := not self._users[session]:
+                del self._users[session]
             if last and self._open.get(engine_id) is session:
                 del self._open[engine_id]
         if last:

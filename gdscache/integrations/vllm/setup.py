@@ -11,23 +11,20 @@ from typing import Any
 from gdscache import arguments
 from gdscache.config import Config, EventsConfig
 from gdscache.errors import (
-    ConfigError,
     ConnectorRoleError,
     DynamicScalesError,
     HashSeedError,
-    InvalidValueError,
     LoadFailurePolicyError,
     MediaUnsupportedError,
     ParallelismUnsupportedError,
     RopeByLengthError,
     SleepModeUnsupportedError,
     SpeculationUnsupportedError,
-    UnknownKeyError,
     WeightUpdatesUnsupportedError,
 )
 from gdscache.integrations.fetching import ENDING_S
 from gdscache.integrations.ropes import rope_limit
-from gdscache.integrations.settings import engine_configuration
+from gdscache.integrations.settings import config_named, engine_configuration, switches_of
 from gdscache.integrations.vllm.cache_groups import kinds_of, refuse_groups
 
 _DIGEST = re.compile(r"[0-9a-f]{64}|[0-9a-f]{128}")  # of vLLM's hashers: blake3, SHA-256, SHA-512
@@ -57,25 +54,14 @@ class Options:
     def of(cls, given: Mapping[str, Any]) -> Options:
         """Raises `ConfigError` subclasses that name the key."""
         known = [field.name for field in dataclasses.fields(cls)]
-        if unknown := sorted(set(given) - set(known)):
-            raise UnknownKeyError(
-                f"kv_connector_extra_config has {', '.join(unknown)}", f"allowed keys: {', '.join(known)}"
-            )
-        if not isinstance(given.get("config"), (str, Mapping)):
-            raise ConfigError(
-                "kv_connector_extra_config names no configuration",
-                'write one with `gdscache config init vllm`, and pass {"config": "gdscache.yaml"}',
-            )
-        switches: dict[str, Any] = {name: given[name] for name in ("layerwise", "media", "untried") if name in given}
-        for name, value in switches.items():
-            if not isinstance(value, bool):
-                raise InvalidValueError(f"{name} is {arguments.shown(value)}", "pass true or false")
-        times = {
+        config = config_named(given, known, "kv_connector_extra_config", "vllm")
+        switches = switches_of(given, "layerwise", "media", "untried")
+        times: dict[str, Any] = {
             name: arguments.span(given[name], name, _LONGEST, least)
             for name, least in (("wait_seconds", 0.0), ("pin_seconds", ENDING_S))
             if name in given
         }
-        return cls(**{"config": given["config"], **switches, **times})
+        return cls(config, **switches, **times)
 
     def configuration(
         self,

@@ -15,7 +15,7 @@ import dataclasses
 import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Sequence, Set
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from gdscache.cuda.streams import Event, record
 from gdscache.errors import GdsCacheError, LayerHooksError, VerifiedLoadError
 from gdscache.integrations.handing import HandedStore, StoreThread
 from gdscache.integrations.prefills import Prefills
-from gdscache.integrations.vllm.requests import LoadOrder
+from gdscache.integrations.vllm.requests import LoadOrder, StoreOrder
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.moves import PageStatus
 from gdscache.pages.keys import Page
@@ -37,29 +37,11 @@ if TYPE_CHECKING:
     from gdscache.store.handle import StoreHandle
 
 
-class Place(Protocol):
-    """The blocks for pages of a request: a `LoadOrder`, or its form for ranks."""
+class Place(NamedTuple):
+    """The blocks for pages of a request."""
 
-    @property
-    def request_id(self) -> str: ...
-
-    @property
-    def blocks(self) -> tuple[int, ...]: ...
-
-
-class StoreOrder(Protocol):
-    """Pages of a request in one pool that are in `blocks` once the step is computed: see `requests` and `groups`."""
-
-    @property
-    def request_id(self) -> str: ...
-
-    @property
-    def pool(self) -> int: ...
-
-    @property
-    def blocks(self) -> tuple[int, ...]: ...
-
-    def pages(self, namespace: bytes) -> Sequence[Page]: ...
+    request_id: str
+    blocks: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -128,7 +110,14 @@ def begin_loads(engines: Sequence[CacheEngine], orders: Sequence[LoadOrder], cou
     try:
         begun = [
             LoadBatch(
-                [BegunLoad(of[0].pool, _begun(engines[of[0].pool], of, counts), of) for of in batch],
+                [
+                    BegunLoad(
+                        of[0].pool,
+                        _begun(engines[of[0].pool], of, counts),
+                        [Place(order.request_id, order.blocks) for order in of],
+                    )
+                    for of in batch
+                ],
                 batch[0][0].between,
             )
             for batch in batches
@@ -183,7 +172,7 @@ _PAGES, _STEPS = 16, 8  # waiting single pages and steps until a flush while req
 
 
 class Stores:
-    """Waiting stores, and stores that still read vLLM's blocks. A thread passes them to the engine.
+    """Waiting stores of all pools, and stores that still read vLLM's blocks. A thread passes them to the engines.
 
     A pass costs some 0.1 ms of Python for any number of pages. So single pages wait for others: their blocks keep their
     bytes until a step is about to write them.
@@ -191,18 +180,18 @@ class Stores:
 
     def __init__(
         self,
-        engine: CacheEngine,
-        steps: OrderOfSteps,
+        engines: Sequence[CacheEngine],
+        steps: Sequence[OrderOfSteps],
         counts: Counter[str],
         prove: Callable[[], object] = lambda: None,
     ) -> None:
-        """`prove()`: wait for the verdicts on all loads so far (`Loads.prove`)."""
-        self._engine = engine
+        """`engines`, `steps`: of each pool. `prove()`: wait for the verdicts on all loads so far (`Loads.prove`)."""
+        self._engines = engines
         self._prove = prove
-        self._order = steps
+        self._steps_of = steps
         self._counts = counts
         self._salt = ""
-        self._single = max(1, len(engine.groups))  # pages that a decoding request fills at a time
+        self._single = [max(1, len(engine.groups)) for engine in engines]  # pages that decoding fills at a time
         self._waiting: list[StoreOrder] = []
         self._steps = 0  # since the first waiting page
         self._held: deque[tuple[list[StoreOrder], bool]] = deque()  # the latest, unproven steps, with their `last`
@@ -218,8 +207,11 @@ class Stores:
         self._held.append((list(orders), last))
         ending = self._let_go(unproven)
         self._steps += bool(self._waiting)
-        pages = [len(order.blocks) for order in self._waiting]
-        many = sum(pages) >= _PAGES * self._single or max(pages, default=0) > self._single
+        pages, many = Counter[int](), False
+        for order in self._waiting:
+            pages[order.pool] += len(order.blocks)
+            single = self._single[order.pool]
+            many = many or len(order.blocks) > single or pages[order.pool] >= _PAGES * single
         if many or ending or self._steps >= _STEPS:
             self.flush()
 
@@ -231,24 +223,9 @@ class Stores:
     def flush(self) -> None:
         """Pass on the waiting, proven pages. Their blocks are read after the steps so far."""
         self._forget_read()
-        orders, self._waiting, self._steps = self._waiting, [], 0
-        if not orders:
-            return
-        engine, salt, pages, blocks = self._engine, self._salt, list[Page](), list[int]()
-        namespace = engine.namespaces(salt)[0]
-        for order in orders:
-            pages += order.pages(namespace)
-            blocks += order.blocks
-        epoch, after = engine.epoch(salt), self._order.now()
-
-        def store() -> StoreHandle:
-            try:
-                return engine.store_pages(pages, np.array(blocks, np.int64).reshape(-1, 1), salt, after, epoch=epoch)
-            finally:
-                self._order.passed(after)
-
-        self._reading.append((self._thread.start(store), frozenset(blocks)))
-        self._counts["offered_pages"] += len(pages)
+        waiting, self._waiting, self._steps = self._waiting, [], 0
+        for pool in sorted({order.pool for order in waiting}):
+            self._start(pool, [order for order in waiting if order.pool == pool])
 
     def wait_until_read(self, blocks: Set[int]) -> None:
         """Wait until no store reads one of these blocks. Raises like `prove`, without storing unproven pages."""
@@ -279,6 +256,23 @@ class Stores:
         self.flush()
         self._thread.close()
 
+    def _start(self, pool: int, orders: Sequence[StoreOrder]) -> None:
+        engine, steps, salt = self._engines[pool], self._steps_of[pool], self._salt
+        pages, blocks, namespace = list[Page](), list[int](), engine.namespaces(salt)[0]
+        for order in orders:
+            pages += order.pages(namespace)
+            blocks += order.blocks
+        epoch, after = engine.epoch(salt), steps.now()
+
+        def store() -> StoreHandle:
+            try:
+                return engine.store_pages(pages, np.array(blocks, np.int64).reshape(-1, 1), salt, after, epoch=epoch)
+            finally:
+                steps.passed(after)
+
+        self._reading.append((self._thread.start(store), frozenset(blocks)))
+        self._counts["offered_pages"] += len(pages)
+
     def _let_go(self, unproven: int) -> bool:
         """Release steps except for the latest `unproven`. Returns whether a request has ended in them."""
         ending = False
@@ -295,32 +289,6 @@ class Stores:
 
     def _forget_read(self) -> None:
         self._reading = [entry for entry in self._reading if not entry[0].done()]
-
-
-class PoolStores:
-    """The `Stores` of all pools."""
-
-    def __init__(self, pools: Sequence[Stores]) -> None:
-        self._pools = pools
-
-    def begin(self, orders: Sequence[StoreOrder], *, last: bool = False, unproven: int = 0) -> None:
-        for pool, stores in enumerate(self._pools):
-            stores.begin([order for order in orders if order.pool == pool], last=last, unproven=unproven)
-
-    def begin_anew(self, salt: str) -> None:
-        for stores in self._pools:
-            stores.begin_anew(salt)
-
-    def wait_until_read(self, blocks: Set[int]) -> None:
-        for stores in self._pools:
-            stores.wait_until_read(blocks)
-
-    def reads(self) -> Set[int]:
-        return set[int]().union(*(stores.reads() for stores in self._pools))
-
-    def close(self) -> None:
-        for stores in self._pools:
-            stores.close()
 
 
 class Loads:
@@ -445,7 +413,7 @@ class Loads:
 
 
 def end_step(
-    loads: Loads, stores: Stores | PoolStores, orders: Sequence[StoreOrder], *, idle: bool = False, last: bool = False
+    loads: Loads, stores: Stores, orders: Sequence[StoreOrder], *, idle: bool = False, last: bool = False
 ) -> None:
     """A step has been submitted: store its pages as soon as they are known to be right.
 
@@ -467,8 +435,8 @@ class EngineWorker:
         self._engines = session.engines
         self._counts = counts
         self.loads = Loads(len(tensors), counts, overlapping=overlapping)
-        steps = StreamOfSteps(device)
-        self.stores = PoolStores([Stores(one, steps, counts, self.loads.prove) for one in session.engines])
+        steps = [StreamOfSteps(device)] * len(session.engines)
+        self.stores = Stores(session.engines, steps, counts, self.loads.prove)
         self.prefills = Prefills(session.observe_prefill, device)
 
     def begin(self, loads: Sequence[LoadOrder]) -> None:

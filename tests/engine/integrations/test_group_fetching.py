@@ -21,9 +21,8 @@ from gdscache.groups.base import needed
 from gdscache.groups.names import GroupNames, GroupPage
 from gdscache.integrations.fetching import PinningCache
 from gdscache.integrations.group_fetching import GroupCache, GroupFetch, GroupPart
-from gdscache.integrations.vllm.groups import GroupStoreOrder
-from gdscache.integrations.vllm.requests import LoadOrder
-from gdscache.integrations.vllm.worker import Loads, PoolStores, Stores, StreamOfSteps, begin_loads
+from gdscache.integrations.vllm.requests import LoadOrder, StoreOrder
+from gdscache.integrations.vllm.worker import Loads, Stores, StreamOfSteps, begin_loads
 from gdscache.storage.base import Op
 from tests.support.faults import Fault, FaultPlan
 from tests.support.faulty import PLAN
@@ -47,8 +46,7 @@ class Hybrid:
         self.pools = self.engine.engines
         self.cache = PinningCache(self.pools[0], 60.0, *self.pools[1:])
         self.group_cache = GroupCache(self.cache, self.engine, SIZE)
-        stream = StreamOfSteps(torch.device("cpu"))
-        self.stores = PoolStores([Stores(one, stream, Counter()) for one in self.pools])
+        self.stores = Stores(self.pools, [StreamOfSteps(torch.device("cpu"))] * len(self.pools), Counter())
 
     def names(self, seed: int, tokens: int) -> GroupNames:
         names = self.group_cache.names()
@@ -80,7 +78,7 @@ class Hybrid:
         for pool, (chain, blocks) in enumerate(zip(chains, taken, strict=True)):
             for one, block in zip(chain, blocks, strict=True):
                 write_page(self.planes(pool), self.pools[pool].layout, [block], self.bytes(pool, one))
-            orders.append(GroupStoreOrder("r", tuple(one.page for one in chain), tuple(blocks), pool))
+            orders.append(StoreOrder("r", tuple(one.page for one in chain), 0, tuple(blocks), pool))
         self.stores.begin(orders, last=True)
         return taken
 

@@ -14,7 +14,8 @@ import pytest
 
 from gdscache.errors import RankError
 from gdscache.integrations.sglang import linker_ranks as parts
-from gdscache.integrations.sglang.linker_ranks import place_in, shard_of, together
+from gdscache.integrations.sglang.linker_ranks import shard_of
+from gdscache.integrations.sglang.ranks import place_in, together
 from gdscache.runtime.threads import Flag
 from tests.support.helpers import drop_from, until
 from tests.support.sglang_linker_ranks import BLOCKS, LAYERS, Ranks, keys_of

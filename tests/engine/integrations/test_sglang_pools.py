@@ -55,7 +55,7 @@ def opened(path: Path, pools: dict[str, Any]) -> Iterator[PoolPages]:
         "host_buffer": "4MiB",
         "store": {"window_every": 64},
     }
-    pages = PoolPages(HybridEngine(Config.from_dict(sections), planes.tensors))
+    pages = PoolPages.over(HybridEngine(Config.from_dict(sections), planes.tensors))
     try:
         yield pages
     finally:
@@ -68,11 +68,11 @@ def at(*pages: int) -> list[int]:
 
 def test_lengths_are_those_at_which_all_pools_have_what_is_needed(tmp_path: Path) -> None:
     with opened(tmp_path, {"kv": tokens_pool(2), "swa": tokens_pool(4), "mamba": states_pool()}) as pages:
-        assert pages.set(KEYS[:10], at(*range(10))) == [True] * 10
+        assert pages.pools["kv"].set(KEYS[:10], at(*range(10))) == [True] * 10
         assert pages.pools["swa"].set(KEYS[2:6], at(0, 1, 2, 3), KEYS[:2]) == [True] * 4
         assert pages.pools["mamba"].set([KEYS[3]], [5], KEYS[:3]) == [True]
         assert pages.pools["mamba"].set([KEYS[8]], [6], KEYS[:8]) == [True]
-        assert pages.exists(KEYS) == 10
+        assert pages.pools["kv"].exists(KEYS) == 10
         assert pages.lengths(KEYS[:12], {}) == ({"kv": 10}, [*range(1, 11)])
         assert pages.lengths(KEYS[:12], {"swa": 2}) == ({"kv": 10, "swa": 6}, [4, 5, 6])
         assert pages.lengths(KEYS[:12], {"mamba": 1}) == ({"kv": 10, "mamba": 9}, [4, 9])
@@ -81,7 +81,6 @@ def test_lengths_are_those_at_which_all_pools_have_what_is_needed(tmp_path: Path
         assert pages.lengths(KEYS[2:12], {"swa": None}, KEYS[:2]) == ({"kv": 8, "swa": 4}, [1, 2, 3, 4])
         assert pages.lengths(KEYS[2:12], {"swa": 9}, KEYS[:2]) == ({"kv": 8, "swa": 4}, [1, 2, 3, 4]), "none before"
         assert pages.lengths(KEYS[:12], {"indexer": None}) == ({"kv": 10, "indexer": 0}, []), "not kept"
-        assert pages.pool("indexer") is None
 
 
 def test_bytes_come_back_to_each_pool_after_a_restart(tmp_path: Path) -> None:
@@ -91,12 +90,12 @@ def test_bytes_come_back_to_each_pool_after_a_restart(tmp_path: Path) -> None:
             buffer.copy_(torch.randint(0, 100, buffer.shape, generator=torch.Generator().manual_seed(number)))
     wanted = {name: [buffer.clone() for buffer in pool_buffers(pool)] for name, pool in pools.items()}
     with opened(tmp_path, pools) as pages:
-        pages.set(KEYS[:4], at(0, 1, 2, 3))
+        pages.pools["kv"].set(KEYS[:4], at(0, 1, 2, 3))
         pages.pools["swa"].set(KEYS[2:4], at(7, 8), KEYS[:2])
         pages.pools["mamba"].set([KEYS[3]], [5], KEYS[:3])
     with opened(tmp_path, pools) as again:
         assert again.lengths(KEYS[:6], {"swa": 2, "mamba": 1})[1] == [4]
-        assert again.get(KEYS[:5], at(10, 11, 12, 13, 14)) == [True] * 4 + [False]
+        assert again.pools["kv"].get(KEYS[:5], at(10, 11, 12, 13, 14)) == [True] * 4 + [False]
         assert again.pools["swa"].get(KEYS[2:4], at(20, 21), KEYS[:2]) == [True] * 2
         assert again.pools["mamba"].get([KEYS[3]], [9], KEYS[:3]) == [True]
         assert again.pools["mamba"].get([KEYS[2]], [9], KEYS[:2]) == [False]
@@ -116,14 +115,14 @@ def pool_buffers(pool: Any) -> list[torch.Tensor]:
 
 def test_new_weights_are_new_in_every_pool(tmp_path: Path) -> None:
     with opened(tmp_path, {"kv": tokens_pool(2), "mamba": states_pool(conv_only=True)}) as pages:
-        pages.set(KEYS[:2], at(0, 1))
+        pages.pools["kv"].set(KEYS[:2], at(0, 1))
         pages.pools["mamba"].set([KEYS[1]], [0], KEYS[:1])
         pages.weights_changed()
         assert pages.lengths(KEYS[:2], {"mamba": 1}) == ({"kv": 0, "mamba": 0}, [])
         assert pages.pools["mamba"].set([KEYS[1]], [0], KEYS[:1]) == [False]
         pages.flushed()
         assert pages.pools["mamba"].set([KEYS[1]], [0], KEYS[:1]) == [True]
-        pages.set(KEYS[:2], at(0, 1))
+        pages.pools["kv"].set(KEYS[:2], at(0, 1))
         assert pages.lengths(KEYS[:2], {"mamba": 1})[1] == [2]
         pages.clear()
         assert pages.lengths(KEYS[:2], {"mamba": 1}) == ({"kv": 0, "mamba": 0}, [])

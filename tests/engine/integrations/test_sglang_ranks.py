@@ -13,7 +13,7 @@ import torch
 from gdscache.config import Config
 from gdscache.errors import CapacityError, ParallelismUnsupportedError, RankError, ShardsError
 from gdscache.integrations.settings import Rows, planes_section
-from gdscache.integrations.sglang.ranks import ALONE, AllRanks, RankPlace
+from gdscache.integrations.sglang.ranks import ALONE, RankPlace, storage_group, together
 from tests.support.processes import Child
 
 
@@ -88,17 +88,9 @@ def test_a_directory_of_another_number_of_ranks_is_refused(tmp_path: Path, there
 # -- together --------------------------------------------------------------------------------------------------------
 
 
-def test_one_rank_asks_nobody() -> None:
-    everyone = AllRanks(ALONE)
-    assert everyone.each(lambda: "here") == ["here"]
-    with pytest.raises(ValueError, match="mine"):
-        everyone.each(_fails)
-    everyone.close()
-
-
 def test_other_processes_than_ranks_are_refused() -> None:
     with pytest.raises(ParallelismUnsupportedError, match="1 processes serve a model of tp_size 2"):
-        AllRanks(RankPlace(0, 2))
+        storage_group(RankPlace(0, 2)).__enter__()
 
 
 def _fails() -> str:
@@ -107,14 +99,13 @@ def _fails() -> str:
 
 def _rank(line: Connection, folder: str, rank: int) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=3)
-    everyone = AllRanks(RankPlace(rank, 3))
-    line.send(everyone.each(lambda: f"rank {rank}"))
-    try:
-        line.send(everyone.each(_fails if rank == 1 else lambda: ""))
-    except (ValueError, RankError) as error:
-        line.send((type(error).__name__, str(error)))
-    line.send(everyone.each(lambda: "on"))
-    everyone.close()
+    with storage_group(RankPlace(rank, 3)) as group:
+        line.send(together(group, lambda: f"rank {rank}"))
+        try:
+            line.send(together(group, _fails if rank == 1 else lambda: ""))
+        except (ValueError, RankError) as error:
+            line.send((type(error).__name__, str(error)))
+        line.send(together(group, lambda: "on"))
     torch.distributed.destroy_process_group()
 
 
@@ -124,5 +115,5 @@ def test_what_fails_on_one_rank_fails_on_all_and_leaves_none_waiting(tmp_path: P
         told = [[rank.receive() for _ in range(3)] for rank in ranks]
     assert [some[0] for some in told] == [["rank 0", "rank 1", "rank 2"]] * 3
     assert [some[1][0] for some in told] == ["RankError", "ValueError", "RankError"]
-    assert "rank 1 has no storage: ValueError: mine" in told[0][1][1]
+    assert "rank 1 cannot be opened: ValueError('mine')" in told[0][1][1]
     assert [some[2] for some in told] == [["on"] * 3] * 3

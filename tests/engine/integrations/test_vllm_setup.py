@@ -22,10 +22,9 @@ from gdscache.errors import (
 )
 from gdscache.integrations import weights
 from gdscache.integrations.vllm import facts as vllm_facts
-from gdscache.integrations.vllm.early import refuse_at_start
 from gdscache.integrations.vllm.facts import model_of, weights_of
 from gdscache.integrations.vllm.planes import VllmPlanes, planes_of
-from gdscache.integrations.vllm.setup import Options, refuse_config, refuse_setup, separate, shard_of, variables_of
+from gdscache.integrations.vllm.setup import Options, refuse_setup, separate, shard_of, variables_of
 from tests.support.fake_pool import POOLS, FakePool, pool_entry
 from tests.support.vllm_setup import FullAttentionSpec, MambaSpec, MLAAttentionSpec, group, setup, uniform
 
@@ -90,21 +89,6 @@ def test_what_is_not_refused() -> None:
     refuse_setup(*setup(speculative_config=SimpleNamespace(method="ngram")), {})
     ranks = {"tensor_parallel_size": 8, "distributed_executor_backend": "mp", "data_parallel_size": 2}
     refuse_setup(*setup(**{f"parallel_config__{name}": value for name, value in ranks.items()}), {})
-
-
-def test_what_is_known_before_weights_are_loaded_is_refused_then() -> None:
-    """Before vLLM is told which executor starts its workers."""
-
-    class Executor:
-        @staticmethod
-        def get_class(config: Any) -> str:
-            return "class"
-
-    for _ in range(2):
-        refuse_at_start(Executor, refuse_config)
-    assert Executor.get_class(setup()[0]) == Executor().get_class(setup()[0]) == "class"
-    with pytest.raises(errors.ParallelismUnsupportedError, match="pipeline_parallel_size is 2"):
-        Executor.get_class(setup(parallel_config__pipeline_parallel_size=2)[0])
 
 
 # -- ranks -----------------------------------------------------------------------------------------------------------

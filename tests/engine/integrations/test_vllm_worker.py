@@ -108,7 +108,7 @@ def over_tensors(
 def opened(path: Path, cpu: int = 24, transport: str = "posix") -> Iterator[Worker]:
     caches, engine = over_tensors(path, cpu, transport)
     counts: Counter[str] = Counter()
-    with engine, contextlib.closing(Stores(engine, StreamOfSteps(CPU), counts)) as stores:
+    with engine, contextlib.closing(Stores([engine], [StreamOfSteps(CPU)], counts)) as stores:
         loads = Loads(LAYERS, counts, overlapping=False)
         yield Worker(caches, VllmSession(engine, 60), stores, loads, counts)
 
@@ -222,7 +222,7 @@ def left(handles: list[StoreHandle]) -> list[int]:
 def test_blocks_that_a_store_reads_are_waited_for() -> None:
     engine, handles = stub_engine()
     counts: Counter[str] = Counter()
-    stores = Stores(engine, StreamOfSteps(CPU), counts)
+    stores = Stores([engine], [StreamOfSteps(CPU)], counts)
     stores.begin([])
     assert not handles
     stores.begin([StoreOrder("a", hashes(1), 0, (0, 1, 2)), StoreOrder("b", hashes(2), 3, (5, 6))])
@@ -250,7 +250,7 @@ def test_blocks_that_a_store_reads_are_waited_for() -> None:
 
 def test_single_pages_are_handed_over_together() -> None:
     engine, handles = stub_engine()
-    stores = Stores(engine, StreamOfSteps(CPU), Counter())
+    stores = Stores([engine], [StreamOfSteps(CPU)], Counter())
     one = [StoreOrder("a", hashes(1), 0, (7,))]
     for _ in range(7):
         stores.begin(one)
@@ -298,7 +298,7 @@ def test_what_was_checked_and_is_bad_after_all(overlapping: bool) -> None:
 
 def begun(engine: Any, *, overlapping: bool) -> tuple[Loads, Stores]:
     loads = Loads(LAYERS, Counter(), overlapping=overlapping)
-    return loads, Stores(engine, StreamOfSteps(CPU), Counter(), loads.prove)
+    return loads, Stores([engine], [StreamOfSteps(CPU)], Counter(), loads.prove)
 
 
 def test_a_step_that_is_taken_back_stores_nothing() -> None:

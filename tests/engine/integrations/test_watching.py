@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from gdscache.errors import WeightUpdatesUnsupportedError
+from gdscache.errors import ParallelismUnsupportedError, WeightUpdatesUnsupportedError
 from gdscache.integrations.sglang.setup import WEIGHT_METHODS
-from gdscache.integrations.watching import ExecutorWatch, WeightWatch
+from gdscache.integrations.vllm.setup import refuse_config
+from gdscache.integrations.watching import CallWatch, ExecutorWatch
+from tests.support.vllm_setup import setup
 
 
 def updater() -> type[Any]:
@@ -26,7 +28,11 @@ def test_each_way_to_write_weights_is_told_before_and_behind() -> None:
     kind = updater()
     told: list[tuple[str, int]] = []
     target = SimpleNamespace(written=[])
-    watch = WeightWatch(kind, WEIGHT_METHODS, lambda name: told.append((name, len(target.written))))
+
+    def tell(name: str, *call: Any) -> None:
+        told.append((name, len(target.written)))
+
+    watch = CallWatch(kind, WEIGHT_METHODS, tell, tell)
     for number, name in enumerate(WEIGHT_METHODS):
         assert getattr(kind, name)(target) == "done"
         assert told[-2:] == [(name, number), (name, number + 1)]
@@ -43,13 +49,13 @@ def test_each_way_to_write_weights_is_told_before_and_behind() -> None:
 def test_two_listen() -> None:
     kind = updater()
     told: list[str] = []
-    first = WeightWatch(kind, WEIGHT_METHODS, lambda name: told.append("a"))
-    second = WeightWatch(kind, WEIGHT_METHODS, lambda name: told.append("b"))
+    first = CallWatch(kind, WEIGHT_METHODS, lambda *call: told.append("a"))
+    second = CallWatch(kind, WEIGHT_METHODS, after=lambda *call: told.append("b"))
     kind.update_weights_from_ipc(SimpleNamespace(written=[]))
-    assert told == ["a", "b", "a", "b"]
+    assert told == ["a", "b"]
     first.close()
     kind.update_weights_from_ipc(SimpleNamespace(written=[]))
-    assert told[4:] == ["b", "b"]
+    assert told[2:] == ["b"]
     second.close()
 
 
@@ -57,17 +63,17 @@ def test_an_updater_that_cannot_be_watched_is_refused() -> None:
     kind = updater()
     del kind.update_weights_from_tensor
     with pytest.raises(WeightUpdatesUnsupportedError, match="update_weights_from_tensor"):
-        WeightWatch(kind, WEIGHT_METHODS, lambda name: None)
+        CallWatch(kind, WEIGHT_METHODS)
     assert not hasattr(kind.update_weights_from_disk, "__wrapped__")
 
 
 def test_who_comes_later_knows_what_has_happened() -> None:
     kind = updater()
-    first = WeightWatch(kind, WEIGHT_METHODS, lambda name: None)
+    first = CallWatch(kind, WEIGHT_METHODS)
     assert (first.last(), first.complete) == (0, True)
     first.close()
     kind.end_weight_update(SimpleNamespace(written=[]))  # while nobody watches
-    later = WeightWatch(kind, WEIGHT_METHODS, lambda name: None, from_start=False)
+    later = CallWatch(kind, WEIGHT_METHODS, from_start=False)
     assert later.complete, "the first one was there from the start"
     assert later.last() == later.last("end_weight_update") > 0
     assert later.last("begin_weight_update") == 0
@@ -79,9 +85,27 @@ def test_who_comes_later_knows_what_has_happened() -> None:
 def test_who_is_the_first_and_comes_late_knows_that_it_knows_too_little() -> None:
     kind = updater()
     for from_start in (False, True):
-        watch = WeightWatch(kind, WEIGHT_METHODS, lambda name: None, from_start=from_start)
+        watch = CallWatch(kind, WEIGHT_METHODS, from_start=from_start)
         assert (watch.last(), watch.complete) == (0, False)
         watch.close()
+
+
+def test_a_call_that_a_listener_refuses_is_not_made() -> None:
+    """As a setup of vLLM's that cannot be served: before vLLM is told which executor starts its workers."""
+
+    class Executor:
+        @staticmethod
+        def get_class(config: Any) -> str:
+            return "class"
+
+    def refuse(name: str, args: tuple[Any, ...], kwargs: Any) -> None:
+        refuse_config(*args)
+
+    for _ in range(2):
+        CallWatch(Executor, ["get_class"], before=refuse)
+    assert Executor.get_class(setup()[0]) == Executor().get_class(setup()[0]) == "class"
+    with pytest.raises(ParallelismUnsupportedError, match="pipeline_parallel_size is 2"):
+        Executor.get_class(setup(parallel_config__pipeline_parallel_size=2)[0])
 
 
 def test_methods_of_workers_in_other_processes_are_called_by_their_names() -> None:

@@ -85,7 +85,7 @@ def test_a_request_does_not_wait_for_what_it_computes_sooner() -> None:
     assert scheduler.ask(request, 0) == (None, False)
     fetch.too_slow = True
     assert scheduler.ask(request, 0) == (2, False)
-    assert scheduler.late == 1
+    assert scheduler.counts["late"] == 1
     scheduler.place(request, [7, 3, 9, 1, 5], 2)
     (load,) = scheduler.take_loads()
     assert (load.first, load.blocks) == (0, (7,))
@@ -158,10 +158,10 @@ def test_requests_that_are_left_alone() -> None:
     assert scheduler.take_fresh() == {1, 2, 3, 4, 5}
     assert len(scheduler) == 0
     assert scheduler.ask(adapter, 0) == (0, False)  # one that was never seen
-    assert scheduler.alone == {"adapter": 1, "reads_nothing": 1}
+    assert scheduler.counts == {"alone_adapter": 1, "alone_reads_nothing": 1}
     scheduler.leave_alone(stale=True)
     scheduler.add(request_of(9, "later"))
-    assert scheduler.alone["weights"] == 1
+    assert scheduler.counts["alone_weights"] == 1
 
 
 def test_after_a_change_of_weights_nothing_is_stored_of_the_requests_that_are_there() -> None:

@@ -80,7 +80,7 @@ class World:
         )
         self.engine = engine
         self.loads = Loads(1, Counter(), overlapping=overlapping)
-        self.stores = Stores(engine, StreamOfSteps(CPU), Counter(), self.loads.prove)
+        self.stores = Stores([engine], [StreamOfSteps(CPU)], Counter(), self.loads.prove)
         self.stores._thread.close()
         self.stores._thread = HandsOver()  # type: ignore[assignment]
 
