@@ -35,7 +35,7 @@ class Moved:
         self.not_written: Counter[str] = Counter()  # dropped by the writer, by cause
         self.most_queued = 0  # most pages accepted and unfinished, except those on their way to the SSD
         self.most_to_ssd = 0  # most pages on their way to the SSD
-        planner, writer = tiers.planner, tiers.storer._forwarder._writers.get("ssd")
+        planner, writer = tiers.planner, tiers.storer._forwarder.writers.get("ssd")
         accept, leaving, written = planner.accept, planner.leaving, planner.written
 
         def accepted(pages: Sequence[Page], receipt: Receipt, retention: Retention = DEFAULT) -> list[int]:
