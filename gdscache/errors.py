@@ -246,6 +246,10 @@ class CacheGroupsUnsupportedError(IntegrationError):
     """The model's KV cache has several groups, or is of a kind that is not one page of every token."""
 
 
+class CacheTypeUnsupportedError(IntegrationError):
+    """Values of the inference engine's KV cache have a type that is not served."""
+
+
 class CacheLayoutUnsupportedError(IntegrationError):
     """The bytes of a block of the inference engine's KV cache are not one run."""
 

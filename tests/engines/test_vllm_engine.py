@@ -150,7 +150,9 @@ def test_quantised_caches(model: Path, tmp_path: Path, kept_as: str, another: st
     """From the CPU tier and after a restart. A server that keeps another type of as many bytes finds none of them."""
     if "head" in kept_as and not torch.cuda.is_available():
         pytest.skip("vLLM has these types on a GPU alone")
-    connector, llm = parts.cache(tmp_path / "ssd"), {"kv_cache_dtype": kept_as}
+    if "e5m2" in kept_as and torch.cuda.is_available():
+        pytest.skip("vLLM's FlashAttention has no fp8_e5m2")
+    connector, llm = parts.cache(tmp_path / "ssd", options={"untried": True}), {"kv_cache_dtype": kept_as}
     alone = parts.run(tmp_path, model, [ask(*parts.PROMPTS)], llm={**llm, "enable_prefix_caching": False}).answers[1]
     steps = [ask(*parts.PROMPTS), DRAIN, RESET, ask(*parts.PROMPTS), TELL]
     for hits in (False, True):
@@ -160,8 +162,9 @@ def test_quantised_caches(model: Path, tmp_path: Path, kept_as: str, another: st
         parts.same(found[0], alone)
         parts.same(found[3], alone)
         at_rest(found[4])
-    other = parts.run(tmp_path, model, [ask(parts.LONG)], connector, llm={"kv_cache_dtype": another}).answers[1]
-    assert parts.cached(other) == [0]
+    if "e5m2" not in another or not torch.cuda.is_available():
+        other = parts.run(tmp_path, model, [ask(parts.LONG)], connector, llm={"kv_cache_dtype": another}).answers[1]
+        assert parts.cached(other) == [0]
 
 
 @pytest.mark.skipif(parts.KIND == "mla", reason="every test has latents then")

@@ -11,6 +11,7 @@ from typing import Any
 from gdscache import arguments
 from gdscache.config import Config, EventsConfig
 from gdscache.errors import (
+    CacheTypeUnsupportedError,
     ConnectorRoleError,
     DynamicScalesError,
     HashSeedError,
@@ -84,8 +85,7 @@ def refuse_setup(vllm: Any, cache: Any, environment: Mapping[str, str] = os.envi
     `vllm`: vLLM's `VllmConfig`; `cache`: its `KVCacheConfig`.
     """
     refuse_config(vllm, environment)
-    untried = (vllm.kv_transfer_config.kv_connector_extra_config or {}).get("untried")
-    refuse_groups(cache, untried=untried is True)
+    refuse_groups(cache, untried=_untried(vllm))
     _refuse_ropes(vllm.model_config)  # last: vLLM may shorten the length until its caches exist
 
 
@@ -106,6 +106,13 @@ def refuse_config(vllm: Any, environment: Mapping[str, str] = os.environ) -> Non
             "calculate_kv_scales is on: the first request decides the scales of all pages",
             "leave it off, and use a checkpoint that has the scales, or kv_cache_dtype auto",
         )
+    kept_as = getattr(vllm.cache_config, "cache_dtype", "auto")
+    if "per_token_head" in kept_as and not _untried(vllm):
+        raise CacheTypeUnsupportedError(
+            f"kv_cache_dtype is {kept_as}: on an H200 some answers were others than without this cache, and it is not "
+            "known why",
+            'use fp8; to try it, add "untried": true to kv_connector_extra_config, and compare answers',
+        )
     if vllm.model_config.enable_sleep_mode:
         raise SleepModeUnsupportedError(
             "sleep mode is on: the KV cache's memory would be released while pages are on their way", "leave it off"
@@ -120,6 +127,10 @@ def refuse_config(vllm: Any, environment: Mapping[str, str] = os.environ) -> Non
             f"speculative decoding by {speculative.method!r} has weights of its own",
             "leave it out, or use the method ngram",
         )
+
+
+def _untried(vllm: Any) -> bool:
+    return (vllm.kv_transfer_config.kv_connector_extra_config or {}).get("untried") is True
 
 
 def _refuse_ranks(parallel: Any) -> None:

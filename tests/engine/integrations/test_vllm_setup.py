@@ -53,6 +53,7 @@ from tests.support.vllm_setup import FullAttentionSpec, MambaSpec, MLAAttentionS
         ({"cache__hash_block_size": 8}, "CacheGroupsUnsupportedError", "--prefix-match-unit"),
         ({"cache_config__prefix_caching_hash_algo": "xxhash"}, "HashSeedError", "PYTHONHASHSEED"),
         ({"cache_config__calculate_kv_scales": True}, "DynamicScalesError", "kv_cache_dtype"),
+        ({"cache_config__cache_dtype": "int8_per_token_head"}, "CacheTypeUnsupportedError", '"untried": true'),
         ({"model_config__enable_sleep_mode": True}, "SleepModeUnsupportedError", "leave it off"),
         ({"weight_transfer_config": object()}, "WeightUpdatesUnsupportedError", "leave it out"),
         ({"speculative_config": SimpleNamespace(method="eagle")}, "SpeculationUnsupportedError", "ngram"),
