@@ -109,8 +109,8 @@ def refuse_config(vllm: Any, environment: Mapping[str, str] = os.environ) -> Non
     kept_as = getattr(vllm.cache_config, "cache_dtype", "auto")
     if "per_token_head" in kept_as and not _untried(vllm):
         raise CacheTypeUnsupportedError(
-            f"kv_cache_dtype is {kept_as}: vLLM's first forward pass writes ones over the scales of all blocks, also of "
-            "loaded ones",
+            f"kv_cache_dtype is {kept_as}: vLLM's first forward pass writes ones over the scales of all blocks, "
+            "also of loaded ones",
             'use fp8; to try it, add "untried": true to kv_connector_extra_config, and compare answers',
         )
     if vllm.model_config.enable_sleep_mode:
