@@ -408,7 +408,7 @@ def test_a_prompt_in_chunks_leaves_the_same_pages(model: PreTrainedModel, tmp_pa
                 whole = torch.cat([ids.cpu(), *(tokens(1, seed=n) for n in range(LONG))], 1)
                 cache.commit(whole)
             engine.drain(20)
-            assert cached(engine, model, ids[0]) == WHOLE
+            assert cached(engine, model, tokens()[0]) == WHOLE
             assert cached(engine, model, whole[0]) == (PROMPT + LONG) // PAGE * PAGE
 
 
@@ -771,7 +771,7 @@ def test_a_cache_may_be_opened_in_one_mode_and_used_in_another(
             with cache:
                 assert cache.cached_tokens == found
                 if kind in WINDOWED:  # a state is written in place, and so has no gradients
-                    model(tokens()[:, found:], past_key_values=cache).logits.sum().backward()
+                    model(tokens()[:, found:].to(model.device), past_key_values=cache).logits.sum().backward()
                     cache.commit(tokens())
                 else:
                     cache.commit(generate(model, tokens(), cache)[0])
