@@ -516,15 +516,13 @@ class CacheEngine:
         handle = StoreHandle(len(pages), self.calls)
         if isinstance(event, StoreMark):
             handle.order = event.order
-        going = False
-        try:
-            going = self._parts.storer.store(pages, handle, blocks, epoch, event, sources, retention)
-        finally:
-            if not going:
-                self._parts.executor.passed(event)
-        if not going:
-            handle.order = b""
-            handle.read(None)
+        with contextlib.ExitStack() as unused:
+            unused.callback(self._parts.executor.passed, event)
+            if self._parts.storer.store(pages, handle, blocks, epoch, event, sources, retention):
+                unused.pop_all()
+                return handle
+        handle.order = b""
+        handle.read(None)
         return handle
 
     def tell_ranks(self, number: int, what: bytes) -> None:

@@ -11,9 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from gdscache.commands import EXIT_FAILED, EXIT_INTERRUPTED
-from gdscache.commands.console import App
+from gdscache.commands.console import App, size_of
 from gdscache.errors import InvalidValueError
-from gdscache.sizes import parse_size
 
 bench_app = App()
 
@@ -311,9 +310,4 @@ def _profile(*, quick: bool) -> str:
 
 
 def _size(option: str, text: str | None) -> int | None:
-    if text is None:
-        return None
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise InvalidValueError(f"{option} {text!r} {error}", "write a size as 512MiB or 2GiB") from None
+    return None if text is None else size_of(text, option)

@@ -141,9 +141,7 @@ class HostPages:
     def _set(self, keys: Sequence[str], slots: Sequence[int], before: Sequence[str], salt: str) -> list[bool]:
         kept = [False] * len(keys)
         with self._told():
-            blocks = self.engine.block_table(self._blocks(slots))
-            self.engine.check_blocks(blocks)
-            handle = self.engine.store_pages(self._pages(keys, before, salt), blocks, salt)
+            handle = self.engine.store_pages(self._pages(keys, before, salt), self._blocks(slots), salt)
             try:
                 report = handle.result(self._patience)
                 kept = [number not in report.dropped for number in range(len(keys))]

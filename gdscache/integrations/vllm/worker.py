@@ -17,8 +17,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence, Set
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-import numpy as np
-
 from gdscache.cuda.streams import Event, record
 from gdscache.errors import GdsCacheError, LayerHooksError, VerifiedLoadError
 from gdscache.integrations.handing import HandedStore, StoreThread
@@ -266,7 +264,7 @@ class Stores:
 
         def store() -> StoreHandle:
             try:
-                return engine.store_pages(pages, np.array(blocks, np.int64).reshape(-1, 1), salt, after, epoch=epoch)
+                return engine.store_pages(pages, blocks, salt, after, epoch=epoch)
             finally:
                 steps.passed(after)
 
