@@ -220,7 +220,7 @@ def test_the_machine_is_in_the_report(tmp_path: Path) -> None:
         (("io", "--dir", "{}", "--transport", "gds"), "unknown transport 'gds'"),
         (("io", "--dir", "{}", "--total", "1MiB"), "use at least 16MiB"),
         (("io", "--dir", "{}", "--require-gds", "--transport", "posix"), "add --transport cufile"),
-        (("copy", "--total", "much"), "--total 'much'"),
+        (("copy", "--total", "much"), "--total is 'much'"),
     ],
 )
 def test_bad_arguments_are_refused_before_anything_runs(
