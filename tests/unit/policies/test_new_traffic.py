@@ -1,6 +1,6 @@
 """The default order on traffic that nobody tuned it to, held against plain LRU. `-m soak -s` prints the figures.
 
-docs/replay.md has them, and says how they are compared.
+docs/design/lifetime.md has them, and says how they are compared.
 """
 
 from __future__ import annotations
