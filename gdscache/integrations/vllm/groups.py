@@ -242,22 +242,16 @@ class GroupTable(RequestTable):
         orders: list[LoadOrder] = []
         local, length = known.local * self.page_tokens, there * self.page_tokens
         request_id, trace = known.request.request_id, trace_of(known.request)
-        for pool, pages in enumerate(fetch.pages):
-            numbers: list[int] = []
-            blocks: list[int] = []
-            for number, one in enumerate(pages):
-                size, table = self._groups[one.group].page_tokens, tables[one.group]
-                if one.number * size >= local and table[one.number] != NULL:
-                    numbers.append(number)
-                    blocks.append(table[one.number])
-            if blocks:
-                part = GroupPart(fetch, pool, numbers)
-                orders.append(LoadOrder(request_id, part, 0, tuple(blocks), known.between, pool, trace))
-        wanted = sum(
-            block != NULL
-            for group, table in zip(self._groups, tables, strict=True)
-            for block in table[local // group.page_tokens : length // group.page_tokens]
-        )
+        sizes = [group.page_tokens for group in self._groups]
+        for pool, chain in enumerate(fetch.pages):
+            places = enumerate(zip(chain.groups, chain.numbers, strict=True))
+            rows = [row for row, (g, n) in places if n * sizes[g] >= local and tables[g][n] != NULL]
+            if rows:
+                blocks = tuple(tables[chain.groups[row]][chain.numbers[row]] for row in rows)
+                part = GroupPart(fetch, pool, rows)
+                orders.append(LoadOrder(request_id, part, 0, blocks, known.between, pool, trace))
+        parts = [table[local // size : length // size] for size, table in zip(sizes, tables, strict=True)]
+        wanted = sum(len(part) - part.count(NULL) for part in parts)
         found = sum(len(order.blocks) for order in orders)
         if wanted != found:
             raise InterfaceUnsupportedError(
