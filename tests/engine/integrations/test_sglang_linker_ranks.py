@@ -300,8 +300,8 @@ def test_random_operations(opened: Open, shards: list[int]) -> None:
 @pytest.mark.suite
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("shards", [[0, 1], [0, 0], [0, 0, 1, 1]])
-def test_ten_thousand_random_operations(opened: Open, shards: list[int]) -> None:
-    assert traffic(opened(shards, cpu=24, ssd=64), 10_000, 2).loaded > 5_000
+def test_ten_thousand_random_operations_in_all(opened: Open, shards: list[int]) -> None:
+    assert traffic(opened(shards, cpu=24, ssd=64), 3_400, 2).loaded > 1_700
 
 
 def test_shards() -> None:
