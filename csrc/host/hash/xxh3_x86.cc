@@ -3,18 +3,10 @@
 // A stripe adds to the sums a product of each word with the secret, and the word itself to the neighbouring sum. Words
 // are added up in place and swapped once a block: two chains of additions, and no shuffle a stripe.
 
+#include "base/processor.h"
 #include "hash/xxh3_arms.h"
 
 #if defined(__x86_64__)
-
-#if defined(__GNUC__) && !defined(__clang__)
-// GCC 12's own headers use an undefined vector.
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
-
-#include <cpuid.h>
-#include <immintrin.h>
 
 // Each function names its instructions itself; a lambda or a template without them could not be inlined.
 #define AVX512 __attribute__((target("avx512f")))
@@ -158,32 +150,10 @@ AVX2 void walk_halves(Lanes& lanes, const uint8_t* in, size_t stripes, uint8_t* 
 constexpr Arm kAvx512{"avx512", walk_wide<Out::kNone>, walk_wide<Out::kCopy>, walk_wide<Out::kStream>};
 constexpr Arm kAvx2{"avx2", walk_halves<Out::kNone>, walk_halves<Out::kCopy>, walk_halves<Out::kStream>};
 
-// Whether the processor has an instruction set of leaf 7 (`bit` of EBX), and the system saves its registers (`state`,
-// bits of XCR0). Not by __builtin_cpu_supports, which says no in a library linked by zig.
-bool has(unsigned bit, unsigned state) {
-    unsigned a, b, c, d;
-    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE)) return false;
-    unsigned low, high;
-    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
-    if ((low & state) != state) return false;
-    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & bit);
-}
-
-constexpr unsigned kYmm = 0x06, kZmm = 0xE6;
-
 }  // namespace
 
-// Asked once: in a virtual machine each cpuid costs some ten microseconds.
-const Arm* avx512_arm() {
-    static const bool here = has(bit_AVX512F, kZmm);
-    return here ? &kAvx512 : nullptr;
-}
-
-const Arm* avx2_arm() {
-    static const bool here = has(bit_AVX2, kYmm);
-    return here ? &kAvx2 : nullptr;
-}
-
+const Arm* avx512_arm() { return has_avx512() ? &kAvx512 : nullptr; }
+const Arm* avx2_arm() { return has_avx2() ? &kAvx2 : nullptr; }
 const Arm* neon_arm() { return nullptr; }
 
 }  // namespace gdscache::xxh3_detail
