@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "hash/xxh3_arms.h"
+#include "hash/xxh3_vector.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -163,7 +163,7 @@ void stream_fence() {
 }
 
 std::vector<const Arm*> arms() {
-    std::vector<const Arm*> all{avx512_arm(), avx2_arm(), neon_arm(), &kScalar};
+    std::vector<const Arm*> all{vector_arm(), &kScalar};
     std::erase(all, nullptr);
     return all;
 }

@@ -3,15 +3,12 @@
 #include <bit>
 #include <cstring>
 
-#if defined(__SSE2__)
-#include <emmintrin.h>
-#endif
+#include "pack/pack_avx512.h"
 
 namespace gdscache {
 namespace {
 
-// Sixteen bytes, which every x86-64 and aarch64 processor takes at once. Wider ones gain nothing: AVX2 packs within
-// halves.
+// Sixteen bytes, which every x86-64 and aarch64 processor takes at once. AVX2 gains nothing: it packs within halves.
 using Bytes = uint8_t __attribute__((vector_size(16)));
 using Words = uint16_t __attribute__((vector_size(16)));
 using Longs = uint64_t __attribute__((vector_size(16)));
@@ -110,14 +107,11 @@ constexpr TileCoder kPlain{"plain", encode, decode, decode};
 
 }  // namespace
 
-#if !defined(__x86_64__)
-const TileCoder* avx512_coder() { return nullptr; }
-#endif
-
 std::vector<const TileCoder*> coders() {
-    std::vector<const TileCoder*> all{avx512_coder(), &kPlain};
-    std::erase(all, nullptr);
-    return all;
+#if defined(__x86_64__)
+    if (has_avx512()) return {&avx512::kCoder, &kPlain};
+#endif
+    return {&kPlain};
 }
 
 void Exponents::count(const uint8_t* values, size_t bytes) {

@@ -33,7 +33,6 @@ struct TileCoder {
 
 // The coders that this processor has, the fastest first.
 std::vector<const TileCoder*> coders();
-const TileCoder* avx512_coder();  // null: the processor lacks the instructions
 
 // A histogram of exponents, and the best base.
 class Exponents {

@@ -1,15 +1,16 @@
 // The coding of tiles by AVX-512BW, compiled for its instructions, independent of the build's target: 64 values a step.
+// For pack.cc alone.
 
+#pragma once
+
+#include "base/processor.h"
 #include "pack/pack.h"
 
 #if defined(__x86_64__)
 
-#include "base/processor.h"
-
 #define AVX512 __attribute__((target("avx512bw")))
 
-namespace gdscache {
-namespace {
+namespace gdscache::avx512 {
 
 // Words are packed and unpacked within lanes of 16 bytes. These orders of their halves put the bytes in order: behind
 // packs, and before unpacks.
@@ -21,7 +22,7 @@ AVX512 inline __m512i choose(__m512i kept, __m512i one, __m512i other) {
     return _mm512_ternarylogic_epi64(kept, one, other, 0xCA);
 }
 
-AVX512 void encode(const uint8_t* in, size_t values, uint8_t base, uint8_t* out, uint64_t* others) {
+AVX512 inline void encode(const uint8_t* in, size_t values, uint8_t base, uint8_t* out, uint64_t* others) {
     const __m512i low = _mm512_set1_epi16(0xFF), one = _mm512_set1_epi8(1), order = after_packs();
     const __m512i first = _mm512_set1_epi8(static_cast<char>(base + 1)), most = _mm512_set1_epi8(kWindow);
     for (size_t n = 0; n < values; n += 64) {
@@ -58,12 +59,8 @@ AVX512 void decode(const uint8_t* in, size_t values, uint8_t base, uint8_t* out)
     }
 }
 
-constexpr TileCoder kAvx512{"avx512", encode, decode<false>, decode<true>};
+inline constexpr TileCoder kCoder{"avx512", encode, decode<false>, decode<true>};
 
-}  // namespace
-
-const TileCoder* avx512_coder() { return has_avx512() ? &kAvx512 : nullptr; }
-
-}  // namespace gdscache
+}  // namespace gdscache::avx512
 
 #endif
