@@ -236,41 +236,24 @@ class HostPlanes:
     def close(self) -> None:
         """Forget the planes. Again is fine."""
 
-class Disk:
-    """io_uring (`ring`), done by at most `workers` threads of the kernel, or `workers` threads of the library
-    (`threads`), which with `cufile` move memory of a GPU, too; None: the first of them that can be had.
+def move_pieces(
+    kind: Literal["ring", "threads"] | None,
+    workers: int,
+    pieces: _Int64,
+    *,
+    write: bool,
+    copied: bool = True,
+    cufile: CuFiles | None = None,
+    transport: Transport | None = None,
+) -> _Int64:
+    """Move bytes of files as an executor does, by a disk of its own: io_uring (`ring`), done by at most `workers`
+    threads of the kernel, or `workers` threads of the library (`threads`), which with `cufile` move memory of a GPU,
+    too; None: the first of them that can be had. `transport`: what they call, whose handles files are then.
 
-    `depth`: pieces under way; what is more waits in the order of its submission. A disk of threads has as many under
-    way as it has threads. `transport`: what they call, whose handles files are then. One thread submits, reaps and
-    closes, and lives as long as anything is under way.
-    Raises `RefusedDiskError`, with the errno of the system's answer.
+    `pieces`: int64 (pieces, 4): descriptor, offset in bytes, address, bytes. `copied`: whether the kernel copies the
+    bytes. Returns int64 (pieces, 2): 0 or an error (`error_text`), and the bytes that have moved. Without pieces the
+    disk is opened and closed. Raises `RefusedDiskError`, with the errno of the system's answer.
     """
-
-    def __init__(
-        self,
-        kind: Literal["ring", "threads"] | None,
-        workers: int,
-        depth: int,
-        cufile: CuFiles | None = None,
-        transport: Transport | None = None,
-    ) -> None: ...
-    def submit(self, pieces: _Int64, fragments: _UInt64) -> None:
-        """Begin pieces, or queue them. `fragments` and the memory that they name stay until all has ended.
-
-        `pieces`: int64 (pieces, 7): tag, 0 for a read or 1 for a write, descriptor, offset in bytes, first of
-        `fragments`, how many of them, and 1 where the kernel copies the bytes. `fragments`: uint64 (fragments, 2):
-        address, bytes.
-        """
-
-    def reap(self, seconds: float = -1) -> _Int64:
-        """What has ended, waiting at most so many seconds for the first (below 0: for ever).
-
-        int64 (answers, 5): tag, first fragment of the piece, fragments, 0 or an error (`error_text`), bytes. An error
-        of the call says that the disk is broken: what the kernel has then keeps its memory for good.
-        """
-
-    def close(self) -> None:
-        """Wait for what is under way; again is fine."""
 
 class CuFiles:
     """cuFile (cuda/cufile.h): which files and which memory of a GPU it knows, for disks and executors. Thread-safe.

@@ -88,7 +88,7 @@ def build(kind: str, work: Path) -> list[Path]:
     binaries = [work / source.stem for source in tests]
     links = [[*command, f"{binary}.o", *shared, "-o", str(binary)] for binary in binaries]
     if tests is UNITS:
-        own_sources = [*(SOURCES / "hash").glob("*.cc"), SOURCES / "moves" / "pages.cc", SOURCES / "pack" / "pack.cc"]
+        own_sources = [*SOURCES.glob("hash/*.cc"), *SOURCES.glob("pack/*.cc"), SOURCES / "moves" / "pages.cc"]
         sums = [str(work / f"{source.stem}.o") for source in own_sources]
         own = ("-shared", "-Wl,-Bsymbolic")
         links += [[*command, *own, str(one), *sums, "-o", str(work / f"lib{one.stem}.so")] for one in LIBRARIES]

@@ -10,11 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Literal, TypeVar
 
-import numpy as np
-
 from gdscache.arrays import integers
 from gdscache.errors import DeadlineError, ShortIOError
-from gdscache.native import Disk, error_of
+from gdscache.native import error_of, move_pieces
 from gdscache.runtime.threads import start
 from gdscache.storage.base import Memory, Op, Transport, address_of, failed
 from gdscache.storage.native import NativeTransport
@@ -93,17 +91,17 @@ def carry(
 
 def _by_disk(transport: NativeTransport, op: Op, pieces: Sequence[Piece]) -> None:
     kind: Literal["ring", "threads"] = "ring" if transport.uring else "threads"
-    with contextlib.closing(Disk(kind, transport.threads, 8 * transport.threads, transport.cufile)) as disk:
-        where = np.array([(_address(memory), memory.nbytes) for _, _, memory in pieces], np.uint64).reshape(-1, 2)
-        rows = [
-            (n, op is Op.WRITE, file, offset, n, 1, not transport.direct) for n, (file, offset, _) in enumerate(pieces)
-        ]
-        disk.submit(integers(rows).reshape(-1, 7), where)
-        answers: list[list[int]] = []
-        while len(answers) < len(pieces):
-            answers += disk.reap().tolist()
-    for number, _, _, code, moved in answers:
-        file, offset, _ = piece = pieces[number]
+    rows = integers([(file, offset, _address(memory), memory.nbytes) for file, offset, memory in pieces])
+    answers = move_pieces(
+        kind,
+        transport.threads,
+        rows.reshape(-1, 4),
+        write=op is Op.WRITE,
+        copied=not transport.direct,
+        cufile=transport.cufile,
+    )
+    for piece, (code, moved) in zip(pieces, answers.tolist(), strict=True):
+        file, offset, _ = piece
         if code:
             raise failed(op.value, transport.path(file), offset, error_of(code))
         _check(op, piece, moved)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import os
 
+import numpy as np
+
 from gdscache.errors import IOFailedError, RefusedDiskError, ThreadStartError, TransportUnavailableError
-from gdscache.native import CuFiles, Disk
+from gdscache.native import CuFiles, move_pieces
 from gdscache.storage.base import Memory, Op, Switch, failed
 from gdscache.storage.files import DirectFiles
 
@@ -37,7 +39,7 @@ class NativeTransport(DirectFiles):
     def _try_disk(self) -> None:
         """Open an executor's disk and close it, so that a refusal is reported before there are files."""
         try:
-            Disk("ring" if self.uring else "threads", self.threads, self.threads).close()
+            move_pieces("ring" if self.uring else "threads", self.threads, np.empty((0, 4), np.int64), write=False)
         except RefusedDiskError as error:
             what = f"the transport {self.name} cannot be set up: {error.message}"
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):

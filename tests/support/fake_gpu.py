@@ -33,7 +33,7 @@ _STAGING = 64 << 10  # so that segments are used again
 
 def built(name: str) -> ctypes.CDLL:
     """A library of csrc/host/tests, built once for these sources."""
-    own = [*sorted(_SOURCES.glob("hash/*.cc")), _SOURCES / "moves" / "pages.cc", _SOURCES / "pack" / "pack.cc"]
+    own = [*sorted(_SOURCES.glob("hash/*.cc")), *sorted(_SOURCES.glob("pack/*.cc")), _SOURCES / "moves" / "pages.cc"]
     files = [*sorted(_TESTS.glob("fake_*")), *sorted(_SOURCES.glob("*/*.h")), *own]
 
     def command() -> list[object]:

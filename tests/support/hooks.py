@@ -2,14 +2,11 @@
 
 Executors are the caller's to step: the I/O of disks that are None (`take_io`, `io_ended`), foreign copies without a GPU
 (`take_copy`, `copy_queued`, `copy_ended`; with `sums`, uint64 (pages, layers), where they were asked for) and time
-(`expire`, in nanoseconds). What cannot be is a `NativeCallError`. Executors and disks fail on order (faulty_disk.h):
+(`expire`, in nanoseconds). What cannot be is a `NativeCallError`. Executors fail on order (faulty_disk.h):
 
 set_faulty_disks(faulty): whether the first disk of executors that are opened from now on can
 fail(executor, faults): int64 (faults, 5): descriptor (-1: any), first byte, last byte + 1, what, value
-fail_disk(disk, faults): int64 (faults, 3): which piece, what, value
-release(executor), release_disk(disk): let go of everything that hangs, now and later
-disk_name(disk), disk_pending(disk): its name, and how many of its pieces have not ended
-wake_disk(disk): end the wait of a `reap`, the running or else the next; any thread
+release(executor): let go of everything that hangs, now and later
 """
 
 from __future__ import annotations

@@ -1,116 +1,22 @@
-"""Disks of the native library, as its tests drive them."""
+"""What a machine allows the native library, and memory for its tests."""
 
 from __future__ import annotations
 
 import ctypes
 import os
-import time
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from gdscache.arrays import address, integers
+from gdscache.arrays import address
 from gdscache.errors import NativeCallError
-from gdscache.native import Disk
-from tests.support.hooks import hooks
-
-READ, WRITE = 0, 1
-ERROR, SHORT, TORN, FLIP, LATE, HANG = range(1, 7)
-
-
-class Answer(NamedTuple):
-    tag: int
-    first: int
-    count: int
-    error: int
-    moved: int
-
-
-class Piece(NamedTuple):
-    tag: int
-    op: int
-    fd: int
-    offset: int
-    fragments: Sequence[tuple[int, int]]
-    """Address and bytes of each."""
-    copied: int = 1
-
-
-class NativeDisk:
-    """A disk. The caller keeps the memory of fragments until they have ended."""
-
-    def __init__(
-        self,
-        kind: Literal["ring", "threads"] | None,
-        workers: int = 4,
-        depth: int = 16,
-        faults: Sequence[tuple[int, int, int]] = (),
-    ) -> None:
-        try:
-            self.disk = Disk(kind, workers, depth)
-        except NativeCallError as error:
-            raise OSError(error.errno, error.message) from None
-        if faults:
-            hooks.fail_disk(self.disk, integers(faults))
-        self._kept: list[Any] = []
-        self._left: list[Answer] = []  # that did not fit
-
-    @property
-    def name(self) -> str:
-        return str(hooks.disk_name(self.disk))
-
-    @property
-    def pending(self) -> int:
-        return int(hooks.disk_pending(self.disk))
-
-    def submit(self, *pieces: Piece) -> None:
-        fragments = np.array([f for p in pieces for f in p.fragments], np.uint64).reshape(-1, 2)
-        first, rows = 0, []
-        for piece in pieces:
-            count = len(piece.fragments)
-            rows.append((piece.tag, piece.op, piece.fd, piece.offset, first, count, piece.copied))
-            first += count
-        self._kept.append(fragments)
-        self.disk.submit(integers(rows).reshape(-1, 7), fragments)
-
-    def reap(self, seconds: float = 20, room: int = 64) -> list[Answer]:
-        self._left = self._left or [Answer(*row) for row in self.disk.reap(seconds).tolist()]
-        some, self._left = self._left[:room], self._left[room:]
-        return some
-
-    def reap_all(self) -> list[Answer]:
-        """All answers, by tag and fragment."""
-        answers: list[Answer] = []
-        until = time.monotonic() + 30
-        while True:
-            some = self.reap(1 if self.pending else 0)  # nothing, where a wake ended it
-            if not some and not self.pending:
-                return sorted(answers)
-            answers += some
-            assert time.monotonic() < until
-
-    def wake(self) -> None:
-        hooks.wake_disk(self.disk)
-
-    def release(self) -> None:
-        hooks.release_disk(self.disk)
-
-    def close(self) -> None:
-        self.disk.close()
-
-    def __enter__(self) -> NativeDisk:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+from gdscache.native import move_pieces
 
 
 def has_ring() -> bool:
     try:
-        NativeDisk("ring").close()
-    except OSError:
+        move_pieces("ring", 1, np.empty((0, 4), np.int64), write=False)
+    except NativeCallError:
         return False
     return True
 
@@ -132,11 +38,6 @@ def forbid_ring(error: int) -> str:
     if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, ctypes.byref(rules)):
         return os.strerror(ctypes.get_errno())
     return ""
-
-
-def fragment(memory: npt.NDArray[np.uint8], start: int = 0, size: int | None = None) -> tuple[int, int]:
-    """Part of an array, as a piece names it."""
-    return address(memory) + start, len(memory) - start if size is None else size
 
 
 def aligned(nbytes: int) -> npt.NDArray[np.uint8]:

@@ -3,12 +3,12 @@
 import ctypes
 import errno
 import os
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
 from gdscache.errors import RefusedDiskError, TransportUnavailableError
-from gdscache.native import Disk
+from gdscache.native import move_pieces
 from gdscache.storage import native
 from gdscache.storage.base import Switch
 from gdscache.storage.native import NativeTransport
@@ -28,12 +28,12 @@ def has_libcuda() -> bool:
 def refuse_ring(patch: pytest.MonkeyPatch) -> None:
     """The system says to io_uring what a container's rules say."""
 
-    def refusing(kind: Literal["ring", "threads"], workers: int, depth: int) -> Disk:
+    def refusing(kind: Literal["ring", "threads"], *rest: Any, **how: Any) -> Any:
         if kind == "ring":
             raise RefusedDiskError(f"io_uring_setup answers {os.strerror(errno.EPERM)}", "", errno.EPERM)
-        return Disk(kind, workers, depth)
+        return move_pieces(kind, *rest, **how)
 
-    patch.setattr(native, "Disk", refusing)
+    patch.setattr(native, "move_pieces", refusing)
 
 
 def opened(name: str, threads: int, direct_io: Switch = "off") -> NativeTransport:

@@ -63,8 +63,8 @@ FLOORS = 10  # of packages, the commands' among them
 # The same of the rooms of csrc/host. Its tests include any of them.
 MAY_INCLUDE = {
     "base": "",
-    "hash": "",
-    "pack": "",
+    "hash": "base",
+    "pack": "base",
     "cuda": "base",
     "disk": "base cuda hash",
     "moves": "base disk hash pack",

@@ -1,7 +1,8 @@
 // Disks for Python, a Python transport as the caller of a disk of threads, the files and the GPU memory that cuFile knows,
 // and the bare loop.
 
-#include "bind/disk.h"
+#include "base/memory.h"
+#include "bind/handles.h"
 
 #include "disk/threads_disk.h"
 #include "moves/moves.h"
@@ -124,13 +125,15 @@ std::unique_ptr<Disk> open_transport_disk(int threads, const nb::object& transpo
 
 }  // namespace
 
-std::unique_ptr<Disk> open_disk_by(const Text& kind, int workers, int depth, const OpenCuFiles* cufile,
+std::unique_ptr<Disk> open_disk_by(const Text& kind, int workers, const OpenCuFiles* cufile,
                                    const nb::object& transport, std::vector<DeviceRange> devices) {
+    constexpr int kDepth = 8;  // pieces under way for each thread of the kernel
+    require(workers >= 1 && workers <= 1 << 10, "no sound number of threads");
     if (!transport.is_none()) return open_transport_disk(workers, transport, std::move(devices));
     const nb::gil_scoped_release others;
     if (cufile) return open_cufile_disk(workers, cufile->shared());
-    if (!kind) return open_disk(workers, depth);
-    return *kind == "ring" ? open_ring_disk(workers, depth) : open_threads_disk(workers);
+    if (!kind) return open_disk(workers, kDepth * workers);
+    return *kind == "ring" ? open_ring_disk(workers, kDepth * workers) : open_threads_disk(workers);
 }
 
 OpenCuFiles::OpenCuFiles(const char* driver, uint64_t context, const char* library, const Text& log_folder) {
@@ -170,6 +173,59 @@ int64_t move(const OpenCuFiles& self, int file, int64_t offset, uint64_t address
     return move_once(files, piece, {&one, 1, offset, nbytes});
 }
 
+constexpr int64_t kMostMoved = int64_t{1} << 44;  // bytes of a call
+
+// Move pieces of files as an executor does, by a disk of its own. `rows`: int64 (pieces, 4), file, offset, address and
+// bytes. Returns int64 (pieces, 2): 0 or the error, and the bytes moved. Without pieces the disk is only opened.
+nb::object move_pieces(const Text& kind, int workers, const Int64s& rows, bool write, bool copied,
+                       const OpenCuFiles* cufile, const nb::object& transport) {
+    require(!kind || *kind == "ring" || *kind == "threads", "there is no such disk");
+    const int64_t count = rows.shape(0);
+    require(rows.has(count, 4), "pieces have 4 numbers");
+    std::vector<Request> requests;
+    int64_t total = 0;
+    for (const int64_t* row = rows.data(); row != rows.data() + 4 * count; row += 4) {
+        const bool sound = row[0] >= 0 && row[0] <= INT32_MAX && row[1] >= 0 && row[2] && row[3] > 0;
+        require(sound && row[3] <= kMostMoved - total && row[1] <= INT64_MAX - row[3], "a piece that makes no sense");
+        total += row[3];
+        requests.push_back({static_cast<int32_t>(row[0]), row[1], static_cast<uint64_t>(row[2]), row[3]});
+    }
+    const Fresh<int64_t> found(count, 2);
+    std::fill_n(found.data, 2 * count, 0);
+    std::unique_ptr<Disk> opened;
+    try {
+        opened = open_disk_by(kind, workers, cufile, transport, {});
+    } catch (const Error& error) {
+        const char* const hint = "allow io_uring, or raise ulimit -n and ulimit -u";
+        throw NamedError("RefusedDiskError", error.code, error.what(), hint);
+    }
+    const nb::gil_scoped_release others;  // the disk's threads may want it, also at its end
+    const int64_t limit = run_bytes(total, static_cast<int>(opened->depth()));
+    const Runs runs = cut_and_merge(requests, limit, opened->most_fragments());
+    const std::unique_ptr<Disk> disk = std::move(opened);  // ends before its fragments
+    const MustNotFail reserve;  // begun I/O cannot be taken back
+    std::vector<Piece> pieces;
+    for (const Run& run : runs.runs) {
+        pieces.push_back({pieces.size(), runs.fragments.data() + run.first, run.count, run.fd, run.offset,
+                          write ? Op::kWrite : Op::kRead, copied});
+    }
+    disk->submit(pieces);
+    std::vector<Ended> ended;
+    while (disk->pending() != 0) {
+        if (const int answer = disk->reap(ended, -1); answer < 0) throw Error(-answer, "the disk is broken");
+    }
+    for (const Ended& some : ended) {
+        int64_t left = some.moved;
+        for (uint32_t n = runs.runs[some.tag].first + some.first, end = n + some.count; n < end; ++n) {
+            int64_t* const row = found.data + 2 * runs.requests[n];
+            const int64_t moved = std::min(left, static_cast<int64_t>(runs.fragments[n].iov_len));
+            if (row[0] == 0) row[0] = some.error;
+            row[1] += moved, left -= moved;
+        }
+    }
+    return found.array;
+}
+
 double bare(int file, bool write, int64_t nbytes, int64_t piece_bytes, int threads, uint64_t memory, uint64_t target,
             const Text& driver, uint64_t context) {
     const nb::gil_scoped_release others;
@@ -199,12 +255,8 @@ void bind_disk(nb::module_& module) {
     });
     module.def("bare_loop", &bare, "file"_a, "write"_a, "nbytes"_a, "piece_bytes"_a, "threads"_a, "memory"_a,
                "target"_a = 0, "driver"_a.none() = nb::none(), "context"_a = 0);
-    nb::class_<OpenDisk>(module, "Disk")
-        .def(nb::init<const Text&, int, int, const OpenCuFiles*, const nb::object&>(), "kind"_a.none(), "workers"_a,
-             "depth"_a, "cufile"_a.none() = nb::none(), "transport"_a.none() = nb::none())
-        .def("submit", &OpenDisk::submit, "pieces"_a, "fragments"_a)
-        .def("reap", &OpenDisk::reap, "seconds"_a = -1.0)
-        .def("close", &OpenDisk::close);
+    module.def("move_pieces", &move_pieces, "kind"_a.none(), "workers"_a, "pieces"_a, nb::kw_only(), "write"_a,
+               "copied"_a = true, "cufile"_a.none() = nb::none(), "transport"_a.none() = nb::none());
 }
 
 }  // namespace gdscache

@@ -7,7 +7,6 @@
 #include <sys/vfs.h>
 
 #include "bind/checks.h"
-#include "bind/disk.h"
 
 namespace gdscache {
 namespace {
@@ -16,7 +15,6 @@ constexpr Nanoseconds kNever = INT64_MAX;
 // Of a wait for layers with the interpreter's lock: a fifth of another thread's turn. A layer is often ready in less
 // time than taking the lock again costs.
 constexpr Nanoseconds kKept = 1'000'000;
-constexpr int kDepth = 8;          // pieces under way for each thread of the kernel
 constexpr double kLongest = 1e8;  // seconds; a longer wait has no deadline (three years)
 
 // Whether the kernel copies a file's bytes: it uses the page cache, or lies on a RAM disk.
@@ -43,7 +41,7 @@ struct Means {
         return !transport.is_none() || (cufile && cufile->shared()->memory(address, bytes));
     }
     std::unique_ptr<Disk> open(const std::vector<DeviceRange>& devices) const {
-        return open_disk_by(kind, threads, kDepth * threads, cufile, transport, devices);
+        return open_disk_by(kind, threads, cufile, transport, devices);
     }
 
     int threads;

@@ -1,4 +1,4 @@
-// Python's objects that an executor uses: cuFile, planes in host memory, and the copies of a GPU.
+// Python's objects that an executor uses: cuFile, planes in host memory, disks, and the copies of a GPU.
 
 #pragma once
 
@@ -56,6 +56,18 @@ struct OpenPlanes {
 
     std::shared_ptr<const HostPlanes> pool;  // none after `close`
 };
+
+// Memory of a GPU, which a transport gets as a `DeviceMemory`.
+struct DeviceRange {
+    uint64_t address, bytes;
+    int device;
+};
+
+// A disk by a transport, else by cuFile; else io_uring ("ring"), "threads", or io_uring if available (no kind). Throws
+// `Error`. The threads of a transport's take the interpreter's lock: who waits for them, or destroys the disk, has
+// released it.
+std::unique_ptr<Disk> open_disk_by(const Text& kind, int workers, const OpenCuFiles* cufile,
+                                   const nb::object& transport, std::vector<DeviceRange> devices);
 
 struct GpuCopies {
     GpuCopies(const char* library, void* context) : cuda(library, context) {}

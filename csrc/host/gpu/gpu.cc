@@ -37,7 +37,7 @@ void Gpu::leave_captures_alone() const noexcept {
 QueuedCopies Gpu::queue(const PageCopies& asked) {
     QueuedCopies queued;
     queued.pages = asked.pages, queued.first = asked.first, queued.last = asked.last;
-    queued.sums = asked.sums, queued.device = asked.extents.device;
+    queued.load = asked.load, queued.sums = asked.sums, queued.device = asked.extents.device;
     if (asked.pages == 0 || asked.first == asked.last) return queued;
     const Cuda::Entered entered(cuda_);
     Lane& lane = asked.load ? loads_ : stores_;
@@ -76,7 +76,13 @@ StreamTimes Gpu::finish(QueuedCopies& queued, uint64_t* sums, uint8_t* unfit) {
     StreamTimes times;
     if (queued.point == 0) return times;
     const Cuda::Entered entered(cuda_);
-    await(queued.point);
+    try {
+        await(queued.point);
+    } catch (...) {  // whose blocks and slots are free again when this is reported
+        (queued.load ? loads_ : stores_).drain();
+        give_back(queued);
+        throw;
+    }
     const size_t layers = static_cast<size_t>(queued.last - queued.first);
     if (sums != nullptr && queued.digests.memory != nullptr) {
         std::memcpy(sums, queued.digests.memory, static_cast<size_t>(queued.pages) * layers * 8);

@@ -76,7 +76,7 @@ struct QueuedCopies {
     int64_t point = 0, read = 0;
     int64_t pages = 0;
     int32_t first = 0, last = 0;
-    bool sums = false, device = false;
+    bool load = false, sums = false, device = false;
     HostBuffers::Buffer digests;  // uint64 (pages, layers), if kernels take checksums; then uint32 (pages) if packed
     std::vector<HostBuffers::Buffer> tables;
     std::vector<uint64_t> parts;  // the first byte of each page's layers, if the host takes checksums
@@ -104,8 +104,8 @@ public:
 
     // Queue copies. If it throws, the part that was queued has ended.
     QueuedCopies queue(const PageCopies& asked);
-    // Wait for the end of copies, and release their buffers. `sums`: uint64 (pages, layers), filled if the copies asked
-    // for checksums; null: unwanted. Returns the times of copies and kernels, if traced.
+    // Wait for the end of copies, and release their buffers, also if it throws. `sums`: uint64 (pages, layers), filled if
+    // the copies asked for checksums; null: unwanted. Returns the times of copies and kernels, if traced.
     // `unfit`: by page, 1 for a page that does not fit into a packed extent, or null.
     StreamTimes finish(QueuedCopies& queued, uint64_t* sums, uint8_t* unfit = nullptr);
     // Keep the times of copies queued from now on.

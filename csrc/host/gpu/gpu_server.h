@@ -38,7 +38,6 @@ private:
 
     struct Queued {
         int64_t job, move;
-        bool load;
         QueuedCopies copies;
     };
     // Queued copies of one direction, in order.
@@ -63,7 +62,7 @@ private:
                 executor_.tell(span(load ? Span::Kind::kScatter : Span::Kind::kGather, move, queued, {begin, now()}));
                 executor_.copy_queued(number, load ? queued.point : queued.read);
                 const std::lock_guard held(direction.lock);
-                direction.queued.push_back({number, move, load, std::move(queued)});
+                direction.queued.push_back({number, move, std::move(queued)});
                 direction.changed.notify_one();
             } catch (const std::exception& error) {
                 executor_.copy_ended(number, nullptr, error.what());
@@ -91,7 +90,7 @@ private:
                 executor_.tell(span(Span::Kind::kDigest, queued.move, copies, {begin, now()}));
                 for (const int stream : {0, 1}) {
                     if (times[stream].begin == times[stream].end) continue;
-                    executor_.tell(span(kStreams[queued.load ? 0 : 1][stream], queued.move, copies, times[stream]));
+                    executor_.tell(span(kStreams[copies.load ? 0 : 1][stream], queued.move, copies, times[stream]));
                 }
                 executor_.copy_ended(queued.job, copies.sums ? sums.data() : nullptr, nullptr, unfit.data());
             } catch (const std::exception& error) {

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "hash/xxh3_arms.h"
+#include "hash/xxh3_vector.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -163,7 +163,7 @@ void stream_fence() {
 }
 
 std::vector<const Arm*> arms() {
-    std::vector<const Arm*> all{avx512_arm(), avx2_arm(), neon_arm(), &kScalar};
+    std::vector<const Arm*> all{vector_arm(), &kScalar};
     std::erase(all, nullptr);
     return all;
 }
@@ -213,12 +213,19 @@ void Xxh3::update_copy(void* to, const void* data, size_t size, bool stream) {
     // At least one byte stays: the end of the input is never added here.
     size_t stripes = (size - 1) / kStripe;
     if (stripes && stream && reinterpret_cast<uintptr_t>(out) % kStripe == 0) {
-        // All but one: reading back bytes written past the caches would cost more than all the rest.
-        arm_->add_stream(lanes_, in, --stripes, out);
-        pass(stripes * kStripe);
-        stripes = 1;
-    }
-    if (stripes) {
+        arm_->add_stream(lanes_, in, stripes - 1, out);
+        pass((stripes - 1) * kStripe);
+        // The last one from a copy of ours: reading back bytes written past the caches would cost more than all the rest.
+        std::memcpy(last_, in, kStripe);
+        arm_->add_stream(lanes_, last_, 1, out);
+        pass(kStripe);
+        if (size == kStripe) {  // held back, and written past the caches too: they would fetch its line first
+            Lanes unused = kStart;
+            std::memcpy(hold_, in, kStripe);
+            arm_->add_stream(unused, hold_, 1, out);
+            held_ = kStripe, size = 0;
+        }
+    } else if (stripes) {
         arm_->add_copy(lanes_, in, stripes, out);
         pass(stripes * kStripe);
         std::memcpy(last_, out - kStripe, kStripe);

@@ -24,7 +24,7 @@ struct alignas(64) Lanes {
 struct Arm {
     using Add = void (*)(Lanes& lanes, const uint8_t* in, size_t stripes, uint8_t* out);
 
-    const char* name;  // "scalar", "avx2", "avx512", "neon"
+    const char* name;  // "scalar", "avx2", "neon"
     // Add `stripes` stripes at `in`, without the last of the input, which is added apart. `out`: null.
     Add add;
     // The same, and copy them to `out`. The sum is of the written bytes, even if another thread writes to `in`

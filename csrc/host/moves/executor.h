@@ -2,7 +2,7 @@
 //
 // Copies of foreign planes and memory are made by other threads: the lanes of a GPU (gpu_server.h). Of the executor's
 // threads, only a disk of threads may wait for Python's lock. A thread that waits for such a disk, or destroys it, must
-// not hold that lock (bind/disk.h).
+// not hold that lock (bind/handles.h).
 
 #pragma once
 

@@ -122,6 +122,11 @@ private:
     alignas(64) uint8_t buffer_[kBuffer];
 };
 
+const TileCoder& best_coder() {
+    static const TileCoder& coder = *coders().front();
+    return coder;
+}
+
 // Moves a page's values between a plane and its packed part. Sums are of the part's bytes.
 class Packer : public Copier {
 public:
@@ -151,11 +156,12 @@ public:
                     left -= some;
                     taken = held = 0;
                     if (some == kTile && size >= 2 * kTile) {
-                        decode_tile(tile_, kTile, base, run);
+                        const bool past = streamed && reinterpret_cast<uintptr_t>(run) % 64 == 0;
+                        (past ? coder_.decode_stream : coder_.decode)(tile_, kTile, base, run);
                         run += 2 * kTile, size -= 2 * kTile;
                         continue;
                     }
-                    decode_tile(tile_, filled, base, values_);
+                    coder_.decode(tile_, filled, base, values_);
                     held = 2 * some;
                 }
                 const size_t some = std::min(size, held - taken);
@@ -191,8 +197,8 @@ private:
         bool fits = true;
         size_t held = 0, first = 0;
         const auto put = [&](const uint8_t* in, size_t some) {
-            encode_tile(in, some, base, tile_);
-            fits = fits && exceptions.add(in, tile_, some, first);
+            coder_.encode(in, some, base, tile_, others_);
+            fits = fits && exceptions.add(in, others_, some, first);
             move(part, tile_, tiles_bytes(some), streamed);
             part += tiles_bytes(some);
             first += some;
@@ -230,6 +236,8 @@ private:
 
     const HostPlanes& pool_;
     const int64_t* blocks_;
+    const TileCoder& coder_ = best_coder();
+    uint64_t others_[kTile / 64];
     alignas(64) uint8_t tile_[kTileBytes], values_[2 * kTile];
 };
 

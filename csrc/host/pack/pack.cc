@@ -1,23 +1,20 @@
 #include "pack/pack.h"
 
+#include <bit>
 #include <cstring>
 
-#if defined(__SSE2__)
-#include <emmintrin.h>
-#endif
+#include "pack/pack_avx512.h"
 
 namespace gdscache {
 namespace {
 
-constexpr size_t kWindow = 14;  // exponents that have codes of their own: 1 to 14, of base + 1 to base + 14
-constexpr uint8_t kOther = 15;
-
-// Sixteen bytes, which every x86-64 and aarch64 processor takes at once. Wider ones gain nothing: AVX2 packs within
-// halves.
+// Sixteen bytes, which every x86-64 and aarch64 processor takes at once. AVX2 gains nothing: it packs within halves.
 using Bytes = uint8_t __attribute__((vector_size(16)));
 using Words = uint16_t __attribute__((vector_size(16)));
+using Longs = uint64_t __attribute__((vector_size(16)));
 using Fours = uint32_t __attribute__((vector_size(16)));
 constexpr size_t kStep = 2 * sizeof(Bytes);  // values of a step
+constexpr size_t kAhead = 1024;              // bytes from a counted value to those that are fetched
 
 template <typename T>
 T read(const uint8_t* at) {
@@ -52,11 +49,21 @@ Bytes choose(Mask which, Bytes one, Bytes other) {
     return (one & mask) | (other & ~mask);
 }
 
-}  // namespace
+// A bit for each byte of a mask, as two bytes.
+uint16_t bits_of(Bytes mask) {
+#if defined(__SSE2__)
+    return static_cast<uint16_t>(_mm_movemask_epi8(reinterpret_cast<__m128i>(mask)));
+#else
+    constexpr Bytes kBits = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+    const auto halves = reinterpret_cast<Longs>(mask & kBits) * 0x0101010101010101u >> 56;
+    return static_cast<uint16_t>(halves[0] | halves[1] << 8);
+#endif
+}
 
 // A tile has the signs and mantissas of its values, a byte each, then four bytes with the codes of each eight: byte j
 // has that of value j in its low half, and of value j + 4 in its high half.
-void encode_tile(const uint8_t* in, size_t values, uint8_t base, uint8_t* out) {
+void encode(const uint8_t* in, size_t values, uint8_t base, uint8_t* out, uint64_t* others) {
+    auto* bits = reinterpret_cast<uint8_t*>(others);
     uint8_t* codes = out + values;
     for (size_t n = 0; n < values; n += kStep, codes += sizeof(Bytes)) {
         Fours found[2];
@@ -66,7 +73,10 @@ void encode_tile(const uint8_t* in, size_t values, uint8_t base, uint8_t* out) {
             const Bytes exponents = (odd + odd) | shifted(even, 7, 0x01);
             const Bytes above = exponents - base;  // 1 to kWindow in the window
             const Bytes code = choose(above - 1 < kWindow, above, Bytes{} + kOther);
-            four = reinterpret_cast<Fours>(code & reinterpret_cast<Bytes>(exponents != 0));
+            const Bytes kept = code & reinterpret_cast<Bytes>(exponents != 0);
+            four = reinterpret_cast<Fours>(kept);
+            write(bits, bits_of(reinterpret_cast<Bytes>(kept == kOther)));
+            bits += 2;
             write(out, (odd & 0x80) | (even & 0x7F));
             in += 2 * sizeof(Words), out += sizeof(Bytes);
         }
@@ -75,7 +85,7 @@ void encode_tile(const uint8_t* in, size_t values, uint8_t base, uint8_t* out) {
     }
 }
 
-void decode_tile(const uint8_t* in, size_t values, uint8_t base, uint8_t* out) {
+void decode(const uint8_t* in, size_t values, uint8_t base, uint8_t* out) {
     const uint8_t* codes = in + values;
     for (size_t n = 0; n < values; n += kStep, codes += sizeof(Bytes)) {
         const auto both = read<Bytes>(codes);
@@ -93,41 +103,52 @@ void decode_tile(const uint8_t* in, size_t values, uint8_t base, uint8_t* out) {
     }
 }
 
+constexpr TileCoder kPlain{"plain", encode, decode, decode};
+
+}  // namespace
+
+std::vector<const TileCoder*> coders() {
+#if defined(__x86_64__)
+    if (has_avx512()) return {&avx512::kCoder, &kPlain};
+#endif
+    return {&kPlain};
+}
+
 void Exponents::count(const uint8_t* values, size_t bytes) {
     for (const size_t end = seen_ + bytes / 2; next_ < end;) {
         const uint8_t* const from = values + 2 * (next_ - seen_);
-        times_[static_cast<uint8_t>(read<uint16_t>(from) >> 7)]++;
-        if (++next_ % 8 != 0) continue;
+        const size_t some = std::min(8 - next_ % 8, end - next_);
+        for (size_t n = 0; n < some; n++) times_[n % 4][static_cast<uint8_t>(read<uint16_t>(from + 2 * n) >> 7)]++;
+        next_ += some;
+        if (next_ % 8 != 0) break;
         next_ += 8 * (step_ - 1);
-        // The values between are packed next, and no processor sees where these reads go.
-        for (size_t at = 64; at < 16 * step_ && next_ < end; at += 64) __builtin_prefetch(from + at);
+        // All values are packed next, and no processor sees where these reads go.
+        const uint8_t* const ahead = std::min(from + kAhead + 16 * step_, values + bytes);
+        for (const uint8_t* at = from + kAhead; at < ahead; at += 64) __builtin_prefetch(at);
     }
     seen_ += bytes / 2;
 }
 
 uint8_t Exponents::base() const {
+    uint32_t times[256];
+    for (size_t n = 0; n < 256; n++) times[n] = times_[0][n] + times_[1][n] + times_[2][n] + times_[3][n];
     uint32_t inside = 0, most = 0;
     size_t best = 0;
-    for (size_t n = 1; n <= kWindow; n++) most = inside += times_[n];
+    for (size_t n = 1; n <= kWindow; n++) most = inside += times[n];
     for (size_t base = 1; base + kWindow < 256; base++) {
-        inside += times_[base + kWindow] - times_[base];
+        inside += times[base + kWindow] - times[base];
         if (inside > most) most = inside, best = base;
     }
     return static_cast<uint8_t>(best);
 }
 
-bool Exceptions::add(const uint8_t* in, const uint8_t* tile, size_t values, size_t first) {
-    for (size_t n = 0; n < values; n += 16) {
-        const uint64_t codes = read<uint64_t>(tile + values + n / 2);
-        if (!(codes & codes >> 1 & codes >> 2 & codes >> 3 & 0x1111111111111111u)) continue;
-        for (size_t i = n; i < n + 16; i++) {
-            const uint8_t pair = tile[values + i / 8 * 4 + i % 4];
-            if ((i & 4 ? pair >> 4 : pair & 15) != kOther) continue;
+bool Exceptions::add(const uint8_t* in, const uint64_t* others, size_t values, size_t first) {
+    for (size_t n = 0; n < values; n += 64) {
+        for (uint64_t left = others[n / 64]; left; left &= left - 1) {
             if (count_ == room_) return false;
-            const size_t place = first + i;
-            const uint32_t word =
-                static_cast<uint32_t>(place << 8) | static_cast<uint8_t>(read<uint16_t>(in + 2 * i) >> 7);
-            std::memcpy(list_ + 4 * ++count_, &word, sizeof word);
+            const size_t at = n + static_cast<size_t>(std::countr_zero(left));
+            const auto exponent = static_cast<uint8_t>(read<uint16_t>(in + 2 * at) >> 7);
+            write(list_ + 4 * ++count_, static_cast<uint32_t>((first + at) << 8 | exponent));
         }
     }
     return true;

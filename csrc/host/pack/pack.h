@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 namespace gdscache {
 
@@ -17,9 +18,21 @@ constexpr size_t tiles_bytes(size_t values) { return (values + kRound - 1) / kRo
 constexpr size_t list_bytes(size_t values) { return std::max<size_t>(1, (values + 8191) / 8192) * 128; }
 constexpr size_t packed_bytes(size_t values) { return tiles_bytes(values) + list_bytes(values); }
 
-// Values to a tile, and a tile to values. `values`: a multiple of `kRound`, at most `kTile`.
-void encode_tile(const uint8_t* in, size_t values, uint8_t base, uint8_t* out);
-void decode_tile(const uint8_t* in, size_t values, uint8_t base, uint8_t* out);
+constexpr uint8_t kWindow = 14;  // exponents that have codes of their own: 1 to 14, of base + 1 to base + 14
+constexpr uint8_t kOther = 15;
+
+// Values to a tile, and a tile to values, by one set of vector instructions. `values`: a multiple of `kRound`, at most
+// `kTile`. `others`: a bit for each value, of those that are exceptions.
+struct TileCoder {
+    const char* name;  // "plain", "avx512"
+    void (*encode)(const uint8_t* in, size_t values, uint8_t base, uint8_t* out, uint64_t* others);
+    void (*decode)(const uint8_t* in, size_t values, uint8_t base, uint8_t* out);
+    // The same past the processor's caches; `out` is a multiple of 64.
+    void (*decode_stream)(const uint8_t* in, size_t values, uint8_t base, uint8_t* out);
+};
+
+// The coders that this processor has, the fastest first.
+std::vector<const TileCoder*> coders();
 
 // A histogram of exponents, and the best base.
 class Exponents {
@@ -35,7 +48,7 @@ public:
 private:
     size_t step_;
     size_t seen_ = 0, next_ = 0;  // values of the part: those that were given, and the next to count
-    uint32_t times_[256]{};
+    uint32_t times_[4][256]{};  // four histograms: a counter waits for its last store, and neighbours are alike
 };
 
 // Writes the list at the end of a part: its base, and the values with exponents outside the window.
@@ -45,7 +58,7 @@ public:
     Exceptions(uint8_t* list, size_t values) : list_(list), room_(list_bytes(values) / 4 - 1) {}
 
     // Add the exceptions of a tile encoded from `in`; `first`: the place of its first value. False: the list is full.
-    bool add(const uint8_t* in, const uint8_t* tile, size_t values, size_t first);
+    bool add(const uint8_t* in, const uint64_t* others, size_t values, size_t first);
 
     // Write the first word, and zeros after the last exception.
     void end(uint8_t base);

@@ -367,6 +367,52 @@ void ring_that_fails() {
     close(file);
 }
 
+// Cut and merged requests: their bytes once, in the order of the files, in equal parts of whole sectors; runs within
+// their limits, which end only at a gap or at a limit.
+void cuts(Random& random) {
+    const int64_t limit = kAlignment * static_cast<int64_t>(1 + random.below(random.below(2) ? 5 : 64));
+    constexpr uint32_t kMost[] = {1, 2, 1024};
+    const uint32_t most = random.pick(kMost);
+    std::vector<Request> requests;
+    int64_t ends[2] = {};
+    for (uint64_t n = random.below(40); n-- > 0;) {
+        const auto fd = static_cast<int32_t>(random.below(2));
+        const int64_t begin = ends[fd] + kAlignment * static_cast<int64_t>(random.below(2) * random.below(30));
+        const int64_t bytes = kAlignment * static_cast<int64_t>(1 + random.below(7));
+        requests.push_back({fd, begin, (n + 1) << 32, bytes});
+        ends[fd] = begin + bytes;
+    }
+    for (size_t n = requests.size(); n-- > 1;) std::swap(requests[n], requests[random.below(n + 1)]);
+    const Runs made = cut_and_merge(requests, limit, most);
+    std::vector<int64_t> covered(requests.size());
+    uint32_t next = 0;
+    for (size_t n = 0; n < made.runs.size(); n++) {
+        const Run& run = made.runs[n];
+        CHECK(run.first == next && run.count >= 1 && run.count <= most && run.bytes <= limit);
+        int64_t at = run.offset;
+        for (; next < run.first + run.count; next++) {
+            const uint32_t number = made.requests[next];
+            const Request& request = requests[number];
+            const auto size = static_cast<int64_t>(made.fragments[next].iov_len);
+            CHECK(request.fd == run.fd && request.offset + covered[number] == at && size % kAlignment == 0);
+            const auto place = reinterpret_cast<uint64_t>(made.fragments[next].iov_base);
+            CHECK(place == request.address + static_cast<uint64_t>(covered[number]));
+            const int64_t parts = (request.bytes + limit - 1) / limit, left = request.bytes - covered[number];
+            const int64_t equal = ((request.bytes + parts - 1) / parts + kAlignment - 1) / kAlignment * kAlignment;
+            CHECK(size == std::min(equal, left));
+            covered[number] += size, at += size;
+        }
+        CHECK(at == run.offset + run.bytes);
+        if (n == 0) continue;
+        const Run& before = made.runs[n - 1];
+        const auto first = static_cast<int64_t>(made.fragments[run.first].iov_len), end = before.offset + before.bytes;
+        CHECK(before.fd < run.fd || (before.fd == run.fd && end <= run.offset));
+        CHECK(before.fd != run.fd || end < run.offset || before.count == most || before.bytes + first > limit);
+    }
+    CHECK(next == made.fragments.size());
+    for (size_t n = 0; n < requests.size(); n++) CHECK(covered[n] == requests[n].bytes);
+}
+
 std::unique_ptr<Disk> threads(int depth) { return open_threads_disk(std::min(depth, 6)); }
 
 }  // namespace
@@ -391,5 +437,7 @@ int main(int argc, char** argv) {
         std::printf(" %s", name);
     }
     turns();
+    Random random(6);
+    for (int n = 0; n < 300; n++) cuts(random);
     std::printf(": good\n");
 }

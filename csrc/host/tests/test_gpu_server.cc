@@ -1,6 +1,8 @@
 // The executor with foreign copies by a GPU: round trips by all routes, copies that fail, moves that are cancelled or
 // abandoned while their copies are under way.
 
+#include <numeric>
+
 #include "tests/faulty_disk.h"
 #include "tests/gpu_copier.h"
 
@@ -69,19 +71,24 @@ bool is_in_planes(Rig& rig, const Way& way, int64_t page) {
     return std::equal(found.begin(), found.end(), rig.at(kCpu, way.sources[page]));
 }
 
-// A call that the driver refuses breaks its own move with an error, and no other.
+// A call that the driver refuses breaks its own move with an error, and no other. The move ends when its copies have.
 void broken(const Driver& driver) {
     constexpr const char* kRefused[] = {"cuLaunchKernel", "cuEventSynchronize", "cuStreamWaitEvent",
                                         "cuMemcpyBatchAsync", "cuEventRecord"};
     driver.batches(13);
     GpuRig of(driver, Kernels::kSums, true);
-    const Way way = out_of_memory(of.rig, 8);
-    const std::vector<Group> groups = groups_of(of.rig.limits, {0, 2});
+    const std::vector<Group> groups = groups_of(of.rig.limits, {0, 2}), whole = groups_of(of.rig.limits, {0});
     for (const char* const function : kRefused) {
-        for (const bool load : {true, false}) {
+        for (const int32_t kind : {0, 1, 2, 3}) {
+            const bool load = kind < 2, one = kind % 2 == 0;  // `one`: a move of one copy
+            const Way way = out_of_memory(of.rig, one ? 2 : 8);
+            const Way back = into_memory(way.pages);
+            driver.hold(1);
             driver.fail(function, 0);
-            const Outcome outcome =
-                of.rig.finish(of.rig.begin(Priority::kLoad, after(60), {load ? way : into_memory(8)}, groups));
+            const int64_t move = of.rig.begin(Priority::kLoad, after(60), {load ? way : back}, one ? whole : groups);
+            CHECK(!of.rig.executor->wait(move, -1, after(0.02)));
+            driver.hold(0);
+            const Outcome outcome = of.rig.finish(move);
             driver.fail(function, -1);
             CHECK(outcome.broken && outcome.why == std::string(function) + " answered 719 (FAKE_ERROR)");
             const Outcome next = of.rig.finish(of.rig.begin(Priority::kLoad, after(60), {way}, groups));
@@ -169,19 +176,22 @@ void faults(const Driver& driver) {
     CHECK(of.rig.executor->free_slots() == kReserve);
 }
 
-// An executor that ends while copies are under way: nothing touches the memory afterwards.
+// An executor that ends while copies are under way: nothing touches the memory afterwards. Each move has blocks and slots
+// of its own, which belong to it until its end.
 void abandon(const Driver& driver, uint64_t seed) {
+    constexpr int64_t kMoves = 6, kEach = kPages / kMoves;
     Random random(seed);
     driver.delay(random.below(2) ? 200 : 0);
     {
         GpuRig of(driver, static_cast<Kernels>(random.below(4)), random.below(2) == 0);
-        const Way way = out_of_memory(of.rig, 16);
-        const Way back = into_memory(16);
-        Way read = reads(of.rig, 16);
-        read.target = kForeignPlanes;
-        for (int64_t& block : read.targets) block += 16 * kPageBlocks;
-        for (uint64_t n = 1 + random.below(6); n-- > 0;) {
-            const Way& one = n % 3 == 0 ? way : n % 3 == 1 ? read : back;
+        Way ways[] = {out_of_memory(of.rig, kEach), reads(of.rig, kEach), into_memory(kEach)};
+        ways[1].target = kForeignPlanes;
+        for (int64_t n = between(random, 1, kMoves); n-- > 0;) {
+            Way& one = ways[n % 3];
+            const bool loads = n % 3 != 2;
+            std::vector<int64_t>& blocks = loads ? one.targets : one.sources;
+            std::iota(blocks.begin(), blocks.end(), n * kEach * kPageBlocks);
+            if (!loads) std::iota(one.targets.begin(), one.targets.end(), n * kEach);
             const int64_t move = of.rig.begin(Priority::kLoad, after(60), {one}, groups_of(of.rig.limits, {0, 2}));
             if (random.below(3) == 0) of.rig.executor->cancel(move);
         }

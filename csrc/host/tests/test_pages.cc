@@ -34,8 +34,9 @@ Made made(Random& random, bool packed = false) {
             const int64_t gap = random.below(2) ? 0 : static_cast<int64_t>(random.below(9));
             const bool swapped = random.below(3) == 0, backwards = random.below(4) == 0;
             int64_t token = (row + gap) * (swapped ? blocks : 1), block = (row + gap) * (swapped ? 1 : tokens);
-            all.memory.push_back(random.bytes(static_cast<size_t>((row + gap) * blocks * tokens)));
+            all.memory.push_back(random.bytes(static_cast<size_t>((row + gap) * blocks * tokens) + 63));
             uint8_t* base = all.memory.back().data();
+            if (random.below(2)) base += -reinterpret_cast<uintptr_t>(base) % 64;
             if (backwards) {
                 base += (blocks - 1) * block;
                 block = -block;

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from gdscache.arrays import integers
-from gdscache.native import Disk, error_of
+from gdscache.native import error_of, move_pieces
 from gdscache.storage.base import Memory, Op, address_of
 from gdscache.storage.cufile import CufileTransport
 from gdscache.storage.native import NativeTransport
@@ -14,11 +12,14 @@ from gdscache.storage.native import NativeTransport
 def _move(transport: NativeTransport, op: Op, file: int, offset: int, memory: Memory) -> int:
     transport.path(file)
     address = address_of(memory) if isinstance(memory, memoryview) else memory.address
-    fragments = np.array([(address, memory.nbytes)], np.uint64)
-    disk = Disk("ring" if transport.uring else "threads", 1, 1, transport.cufile)
-    disk.submit(integers([(0, op is Op.WRITE, file, offset, 0, 1, not transport.direct)]), fragments)
-    [(*_, error, moved)] = disk.reap(20).tolist()
-    disk.close()
+    [(error, moved)] = move_pieces(
+        "ring" if transport.uring else "threads",
+        1,
+        integers([(file, offset, address, memory.nbytes)]),
+        write=op is Op.WRITE,
+        copied=not transport.direct,
+        cufile=transport.cufile,
+    ).tolist()
     if error:
         raise error_of(error)
     return int(moved)

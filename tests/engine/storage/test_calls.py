@@ -36,8 +36,10 @@ def test_what_is_the_library_s_own_is_moved_as_in_an_engine(
     own: NativeTransport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[str] = []
-    disk = calls.Disk
-    monkeypatch.setattr(calls, "Disk", lambda *asked: (made.append(asked[0]), disk(*asked))[1])
+    move = calls.move_pieces
+    monkeypatch.setattr(
+        calls, "move_pieces", lambda kind, *rest, **how: (made.append(kind), move(kind, *rest, **how))[1]
+    )
     monkeypatch.setattr(NativeTransport, "_move", lambda *_: pytest.fail("a call in Python"))
     path = tmp_path / "file"
     path.write_bytes(bytes(PIECE * 9))

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 
 from gdscache.arrays import address, integers
 from gdscache.errors import DeadlineError, EngineClosedError, IOFailedError, TransportUnavailableError
-from gdscache.native import Disk
+from gdscache.native import move_pieces
 from gdscache.storage import Transport, cufile
 from gdscache.storage.base import DeviceMemory
 from gdscache.storage.cufile import CufileTransport
@@ -27,7 +26,6 @@ from tests.support import fake_cufile
 from tests.support.cufile_parts import HANG, NOT_ON_THIS_FILE, TOO_MUCH_MEMORY, Call, Fault
 from tests.support.fake_cufile import DeviceBytes
 from tests.support.helpers import until
-from tests.support.hooks import hooks
 from tests.support.native_parts import aligned
 
 
@@ -141,12 +139,9 @@ def test_host_and_gpu_in_one_piece(path: Path) -> None:
         file = transport.open(path)
         transport.register(gpu)  # type: ignore[arg-type]
         at = [(gpu.data_ptr() if n % 3 else address(host)) + n * SECTOR for n in range(16)]
-        disk = Disk("threads", 2, 0, transport.cufile)
-        fragments = np.array([(where, SECTOR) for where in at], np.uint64)
-        disk.submit(integers([(0, 0, file, 0, 0, 16, 0)]), fragments)
-        answers = [row for _ in range(16) if hooks.disk_pending(disk) for row in disk.reap(20).tolist()]
-        assert sum(row[4] for row in answers) == 16 * SECTOR
-        disk.close()
+        pieces = integers([(file, n * SECTOR, where, SECTOR) for n, where in enumerate(at)])
+        answers = move_pieces("threads", 2, pieces, write=False, copied=False, cufile=transport.cufile)
+        assert answers.tolist() == [[0, SECTOR]] * 16
         for n in range(16):
             here = slice(n * SECTOR, (n + 1) * SECTOR)
             assert bytes(gpu.host[here] if n % 3 else host[here]) == content[here]

@@ -72,10 +72,10 @@ def slab(tmp_path: Path) -> Path:
 def test_a_disk_that_cannot_be_had_is_said(
     monkeypatch: pytest.MonkeyPatch, uring: bool, code: int, error: type[Exception], hint: str
 ) -> None:
-    def refused(*_: object) -> None:
+    def refused(*_: object, **__: object) -> None:
         raise errors.RefusedDiskError("the system answers no", "", code)
 
-    monkeypatch.setattr(native, "Disk", refused)
+    monkeypatch.setattr(native, "move_pieces", refused)
     with pytest.raises(error, match="the system answers no") as caught:
         NativeTransport(2, uring=uring)
     assert hint in getattr(caught.value, "hint", "")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -131,6 +133,16 @@ class Strided:
 
     def stride(self) -> tuple[int, ...]:
         return (1 << 40, *self.tensor.stride()[1:])
+
+
+def test_a_sum_of_any_length_at_any_alignment_is_xxhash_s() -> None:
+    """csrc/host/tests/test_xxh3.cc compares all arms, and chunks of a stream, with each other."""
+    data, rng = np.frombuffer(random.Random(7).randbytes(1 << 20), np.uint8).copy(), random.Random(3)
+    sizes = [*range(4097), *(rng.randrange(4097, len(data) - 64) for _ in range(60))]
+    sizes += [n * 1024 + d for n in (5, 9) for d in (-1, 0, 1)]
+    spans = [(size % 61, size % 61 + size) for size in sizes]
+    found = layer_sums(np.array([address(data)], np.uint64), integers(spans))
+    assert found.tolist() == [layer_checksums(memoryview(data), spans).tolist()]
 
 
 @given(st.lists(st.integers(0, 700), min_size=1, max_size=6), st.integers(0, 4), st.integers(0, 1 << 30))

@@ -1,7 +1,6 @@
-// Additions of the tests' build for Python, as `gdscache._native.hooks`: executors and disks that fail on order,
-// executors that are stepped by hand, and parts of the library that only tests call alone.
+// Additions of the tests' build for Python, as `gdscache._native.hooks`: executors that fail on order or are stepped by
+// hand, and copies of pages, which only tests call alone.
 
-#include "bind/disk.h"
 #include "bind/executor.h"
 #include "hash/xxh3.h"
 #include "moves/pages.h"
@@ -19,19 +18,6 @@ std::atomic<bool> faulty_disks{false};
 std::mutex lock;
 std::map<const OpenExecutor*, FaultyDisk*> faulty;
 
-template <typename Row, typename Make>
-auto faults_of(const Int64s& faults, int64_t numbers, Make make) {
-    require(faults.has(faults.shape(0), numbers), "faults of other numbers");
-    std::vector<Row> made;
-    for (int64_t n = 0; n < faults.shape(0); ++n) {
-        const int64_t* const row = faults.data() + numbers * n;
-        const int64_t what = row[numbers - 2], value = row[numbers - 1];
-        require(what >= 1 && what <= static_cast<int64_t>(Failing::kHang) && value >= 0, "no such fault");
-        made.push_back(make(row, static_cast<Failing>(what), value));
-    }
-    return made;
-}
-
 }  // namespace
 
 std::unique_ptr<Disk> between(std::unique_ptr<Disk> disk) {
@@ -43,25 +29,6 @@ std::unique_ptr<Disk> between(std::unique_ptr<Disk> disk) {
     };
     return made;
 }
-
-class DiskHooks {
-public:
-    static void fail(OpenDisk& self, const Int64s& faults) {
-        self.disk_ =
-            open_faulty_disk(std::move(self.disk_), faults_of<Fault>(faults, 3, [](auto row, auto what, int64_t value) {
-            require(row[0] >= 0, "no such fault");
-            return Fault{static_cast<uint64_t>(row[0]), what, value};
-        }));
-    }
-    static void release(OpenDisk& self) {
-        auto* const disk = dynamic_cast<FaultyDisk*>(self.disk_.get());
-        require(disk, "a disk without faults");
-        disk->release();
-    }
-    static std::string name(const OpenDisk& self) { return open(self.disk_, "the disk").name(); }
-    static size_t pending(const OpenDisk& self) { return open(self.disk_, "the disk").pending(); }
-    static void wake(const OpenDisk& self) { open(self.disk_, "the disk").wake(); }
-};
 
 // --- executors
 
@@ -103,9 +70,13 @@ public:
     static void fail(const OpenExecutor& self, const Int64s& faults) {
         auto* const disk = dynamic_cast<FaultyDisk*>(self.executor().disks_.at(0).get());
         require(disk, "an executor without faults");
-        disk->fail(faults_of<PlaceFault>(faults, 5, [](auto row, auto what, int64_t value) {
-            return PlaceFault{static_cast<int32_t>(row[0]), row[1], row[2], what, value};
-        }));
+        require(faults.has(faults.shape(0), 5), "faults of other numbers");
+        std::vector<PlaceFault> made;
+        for (const int64_t* row = faults.data(); row != faults.data() + faults.size(); row += 5) {
+            require(row[3] >= 1 && row[3] <= static_cast<int64_t>(Failing::kHang) && row[4] >= 0, "no such fault");
+            made.push_back({static_cast<int32_t>(row[0]), row[1], row[2], static_cast<Failing>(row[3]), row[4]});
+        }
+        disk->fail(std::move(made));
         const std::lock_guard held(lock);
         faulty[&self] = disk;
     }
@@ -168,7 +139,7 @@ private:
     }
 };
 
-// --- pages, checksums, and cut requests
+// --- pages
 
 namespace {
 
@@ -191,95 +162,11 @@ nb::object move_pages(const OpenPlanes& from, const Int64s& blocks, const UInt64
     return sums.array;
 }
 
-const Arm* find_arm(const std::string& name) {
-    for (const Arm* const arm : arms()) {
-        if (arm->name == name) return arm;
-    }
-    return nullptr;
-}
-
-const Arm& arm_of(const Text& name) {
-    const Arm* const found = name ? find_arm(*name) : &best_arm();
-    require(found, "this processor has no such arm");
-    return *found;
-}
-
-uint64_t sum_of(const Array<const std::byte>& data, const Text& arm) {
-    const Arm& of = arm_of(arm);
-    const nb::gil_scoped_release others;
-    return xxh3(data.data(), static_cast<size_t>(data.bytes()), of);
-}
-
-// Of consecutive chunks, through the stream; copied to `out` on the way.
-uint64_t sum_of_chunks(const Array<const std::byte>& data, const Int64s& sizes, const Array<std::byte>& out,
-                       bool stream, const Text& arm) {
-    const Arm& of = arm_of(arm);
-    int64_t left = data.bytes();
-    for (int64_t n = 0; n < sizes.size(); ++n) {
-        require(sizes[n] >= 0 && sizes[n] <= left, "chunks of more bytes than there are");
-        left -= sizes[n];
-    }
-    require(out.none() || out.bytes() >= data.bytes() - left, "no room for the chunks");
-    const nb::gil_scoped_release others;
-    Xxh3 hash(of);
-    const std::byte* in = data.data();
-    std::vector<std::byte> own(out.none() ? static_cast<size_t>(data.bytes()) : 0);
-    std::byte* to = out.none() ? own.data() : out.data();
-    for (int64_t n = 0; n < sizes.size(); ++n) {
-        const auto size = static_cast<size_t>(sizes[n]);
-        if (!size) continue;
-        hash.update_copy(to, in, size, stream);
-        to += size;
-        in += size;
-    }
-    if (stream) stream_fence();
-    return hash.digest();
-}
-
-nb::tuple cut(const Int64s& requests, int64_t limit, int64_t most) {
-    const int64_t count = requests.shape(0);
-    require(requests.has(count, 4), "requests have 4 numbers");
-    require(limit >= 1 && most >= 1 && most <= kMostFragments, "runs of no sound size");
-    std::vector<Request> given;
-    int64_t parts = 0;
-    for (int64_t n = 0; n < count; n++) {
-        const int64_t* const row = requests.data() + 4 * n;
-        const bool sound =
-            row[0] >= 0 && row[0] <= INT32_MAX && row[1] >= 0 && row[3] >= 1 && row[1] <= INT64_MAX - row[3];
-        require(sound && (parts += row[3] / limit + 1) <= kMostRows, "a request that makes no sense");
-        given.push_back({static_cast<int32_t>(row[0]), row[1], static_cast<uint64_t>(row[2]), row[3]});
-    }
-    Runs made;
-    {
-        const nb::gil_scoped_release others;
-        made = cut_and_merge(given, limit, static_cast<uint32_t>(most));
-    }
-    const Fresh<int64_t> fragments(static_cast<int64_t>(made.fragments.size()), 3);
-    for (size_t n = 0; n < made.fragments.size(); n++) {
-        int64_t* const row = fragments.data + 3 * n;
-        row[0] = reinterpret_cast<int64_t>(made.fragments[n].iov_base);
-        row[1] = static_cast<int64_t>(made.fragments[n].iov_len);
-        row[2] = made.requests[n];
-    }
-    const Fresh<int64_t> runs(static_cast<int64_t>(made.runs.size()), 5);
-    for (size_t n = 0; n < made.runs.size(); n++) {
-        const Run& run = made.runs[n];
-        const int64_t row[5] = {run.fd, run.offset, run.first, run.count, run.bytes};
-        std::memcpy(runs.data + 5 * n, row, sizeof row);
-    }
-    return nb::make_tuple(fragments.array, runs.array);
-}
-
 }  // namespace
 
 void bind_hooks(nb::module_& module) {
     nb::module_ hooks = module.def_submodule("hooks");
     hooks.def("set_faulty_disks", [](bool all) { faulty_disks = all; });
-    hooks.def("fail_disk", &DiskHooks::fail, "disk"_a, "faults"_a);
-    hooks.def("release_disk", &DiskHooks::release, "disk"_a);
-    hooks.def("disk_name", &DiskHooks::name, "disk"_a);
-    hooks.def("disk_pending", &DiskHooks::pending, "disk"_a);
-    hooks.def("wake_disk", &DiskHooks::wake, "disk"_a);
     hooks.def("fail", &ExecutorHooks::fail, "executor"_a, "faults"_a);
     hooks.def("release", &ExecutorHooks::release, "executor"_a);
     nb::class_<Job>(hooks, "Job")
@@ -307,12 +194,6 @@ void bind_hooks(nb::module_& module) {
     hooks.def("gather", &move_pages<uint8_t, gather>, "pool"_a, "blocks"_a, "parts"_a, "layers"_a, "streamed"_a = true);
     hooks.def("scatter", &move_pages<const uint8_t, scatter>, "pool"_a, "blocks"_a, "parts"_a, "layers"_a,
               "streamed"_a = true);
-    hooks.attr("MOST_FRAGMENTS") = kMostFragments;
-    hooks.def("cut_and_merge", &cut, "requests"_a, "limit"_a, "most"_a = kMostFragments);
-    hooks.def("has_arm", [](const std::string& name) { return find_arm(name) != nullptr; }, "name"_a);
-    hooks.def("xxh3", &sum_of, "data"_a, "arm"_a.none() = nb::none());
-    hooks.def("xxh3_chunks", &sum_of_chunks, "data"_a, "sizes"_a, "out"_a.none() = nb::none(), "stream"_a = false,
-              "arm"_a.none() = nb::none());
 }
 
 }  // namespace gdscache
