@@ -19,11 +19,11 @@ from gdscache.commands.replay.virtual import VirtualCondition, VirtualExecutor, 
 from gdscache.config import Config
 from gdscache.config.pools import plain_parts, pool_parts
 from gdscache.limits import LIMITS, EngineLimits
+from gdscache.load.handle import LayerwiseLoad
 from gdscache.load.plan import LoadPlan
 from gdscache.load.planner import LoadPlanner
 from gdscache.load.report import LoadPart
 from gdscache.load.run import LoadRun
-from gdscache.moves import Moving
 from gdscache.pages.keys import Page
 from gdscache.policies.admission import Admission
 from gdscache.store.earned_offers import EarnedOffers
@@ -61,24 +61,6 @@ class Ledger:
 
     def read(self, event: Event) -> None:
         """No engine waits for its blocks."""
-
-
-class _Handle:
-    """A load without a waiting engine."""
-
-    number = 0
-
-    def __init__(self, parts: Sequence[LoadPart]) -> None:
-        self.parts = parts
-
-    def carried_by(self, moving: Moving, *, last: bool) -> None:
-        """Not cancelled here."""
-
-    def signal(self, layers: range, event: Event) -> None:
-        """No layer is awaited."""
-
-    def released(self) -> None:
-        """No engine has the blocks."""
 
 
 def open_pools(config: Config, machine: MachineModel, clock: Clock) -> list[Hierarchy]:
@@ -148,7 +130,7 @@ class Hierarchy:
             self._waiting.append(turn)
             yield turn
         blocks = np.empty((len(plan), 0), dtype=np.int64)
-        handle = _Handle([LoadPart(len(plan))])
+        handle = LayerwiseLoad([LoadPart(len(plan))], self.layout, self.config.deadline, layered=False)
         how = self.config.load, self.config.deadline
         run = LoadRun(self.loads, self.executor, self.layout, *how, handle, plan, [blocks])
         yield from cast(Process, run.steps())
