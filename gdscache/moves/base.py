@@ -102,7 +102,7 @@ class Way:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Move:
-    """Pages that move together: plain data that can be pickled. A page's row counts through all `ways`.
+    """Pages that move together: plain data. A page's row counts through all `ways`.
 
     `seconds`: time for the move's I/O from its begin; a page that takes longer is late; `math.inf` sets no limit.
     `groups`: the layers that move together, in order; empty: all layers at once. `number`: its name in a timeline.

@@ -16,8 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from gdscache.errors import GdsCacheError, KernelUnavailableError
 from gdscache.kernels import compiler, jit
@@ -80,18 +78,6 @@ def test_every_edit_changes_the_digest(tmp_path: Path) -> None:
     for digest in digests.values():
         assert len(digest) == 16
         int(digest, 16)
-
-
-names = st.sampled_from(["a.cu", "b.cu", "b.cuh", "c.cuh"])
-contents = st.lists(st.sampled_from([b"a.cu", b"b.cuh", b"\0", b"1", b"4", b"x"]), max_size=4).map(b"".join)
-trees = st.dictionaries(names, contents, max_size=4)
-
-
-@given(first=trees, second=trees)
-def test_only_equal_sources_have_equal_digests(first: Tree, second: Tree) -> None:
-    with tempfile.TemporaryDirectory() as place:
-        digests = [jit.source_digest(write(Path(place) / name, tree)) for name, tree in (("1", first), ("2", second))]
-    assert (digests[0] == digests[1]) == (first == second)
 
 
 def test_what_no_kernel_includes_does_not_change_the_digest(tmp_path: Path) -> None:

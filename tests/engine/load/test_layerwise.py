@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gdscache import PageStatus
-from gdscache.errors import DeviceError
+from gdscache.errors import DeadlineError, DeviceError
 from gdscache.load import run as load_run
+from gdscache.load.handle import LayerwiseLoad
 from gdscache.moves import native
 from gdscache.moves.library import MoveLimits
 from gdscache.pages.layout import EXTENT_ALIGNMENT, FIRST_BYTES, GROUP_BYTES, GroupSizes, PageLayout, Plane, read_groups
@@ -25,11 +27,14 @@ from tests.support import fake_gpu
 from tests.support.faults import ExtentPart, FaultRule
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import (
+    MHA,
     SENTINEL,
     WAIT,
+    Bytes,
     Host,
     OpenEngine,
     OpenHost,
+    Planes,
     drop_from,
     expected,
     kept_on_ssd,
@@ -41,30 +46,87 @@ from tests.support.helpers import (
     tokens_of,
     until,
 )
-from tests.support.layerwise_parts import (
-    BAD,
-    CANCELLED,
-    DEADLINE,
-    EVEN,
-    FAULTY,
-    LOADED,
-    MODELS,
-    PAGES,
-    SIZES,
-    SOON,
-    UNEVEN,
-    groups_of,
-    layer_bytes,
-    lies,
-    met,
-    quarantined,
-    right,
-    seen,
-    waits,
-    whole,
-)
 from tests.support.layouts import layouts
 from tests.support.pairs import pairs
+
+FAULTY = "tests.support.faulty:FaultyTransport"
+SOON = 0.5  # seconds of a deadline that is to pass
+CANCELLED, DEADLINE, LOADED = PageStatus.CANCELLED, PageStatus.DEADLINE, PageStatus.LOADED
+PAGES = 4
+
+# Six layers of 4,608 bytes: in groups (0), (1, 2), (3, 4), (5), no border of which lies on a sector.
+EVEN = MHA | {"layers": 6, "head_dim": 72}
+
+UNEVEN = {  # layers of 3,312 and 7,712 bytes
+    "name": "tiny",
+    "layers": 10,
+    "dtype": "bfloat16",
+    "page_tokens": 4,
+    "planes": [
+        {"name": "k", "shape": [4, 72]},
+        {"name": "v", "shape": [4, 30]},
+        {"name": "scale", "shape": [3], "dtype": "float32"},
+        {"name": "index", "shape": [1100], "dtype": "float8_e4m3fn", "layers": [0, 3]},
+    ],
+}
+MODELS = {"even": EVEN, "uneven": UNEVEN}
+SIZES = GroupSizes(least=4096, first=1)
+
+
+def groups_of(host: Host) -> tuple[range, ...]:
+    groups = read_groups(host.layout, PAGES, SIZES)
+    assert len(groups) >= 4
+    return groups
+
+
+def lies(host: Host, tokens: Sequence[int], page: int) -> Callable[[int], bool]:
+    """Whether a request is for this page, wherever in it."""
+    slot = host.engine.manager.tiers["ssd"].index.slot(host.engine.pages(tokens)[page].key)
+    return lambda offset: offset // host.layout.extent_bytes == slot
+
+
+def layer_bytes(planes: Planes, layout: PageLayout, layer: int, blocks: Sequence[int]) -> Bytes:
+    return read_page([planes[layer]], layout, blocks)
+
+
+def right(host: Host, layer: int, key: bytes) -> Bytes:
+    start, stop = host.layout.layer_bounds[layer]
+    return expected(host.layout, key)[start:stop]
+
+
+def seen(host: Host, load: LayerwiseLoad, blocks: list[int], layer: int) -> list[Bytes]:
+    """What a forward would read of each page in this layer."""
+    load.wait(layer)
+    return [layer_bytes(host.planes, host.layout, layer, host.page(blocks, i)) for i in range(PAGES)]
+
+
+def whole(host: Host, load: LayerwiseLoad, blocks: list[int], keys: list[bytes], layers: range | None = None) -> None:
+    """Each layer of every page is right when its wait returns."""
+    for layer in range(host.layout.n_layers) if layers is None else layers:
+        for i, found in enumerate(seen(host, load, blocks, layer)):
+            assert np.array_equal(found, right(host, layer, keys[i])), f"layer {layer} of page {i}"
+
+
+def met(rule: FaultRule, times: int = 1) -> None:
+    until(lambda: rule.met >= times, "the group is read")
+
+
+def waits(load: LayerwiseLoad, layer: int) -> None:
+    with pytest.raises(DeadlineError):
+        load.wait(layer, 0.1)
+
+
+BAD = {
+    Fault.EIO: PageStatus.IO_ERROR,
+    Fault.SHORT: PageStatus.SHORT_READ,
+    Fault.FLIP: PageStatus.CHECKSUM,
+    Fault.ZERO: PageStatus.CHECKSUM,
+}
+
+
+def quarantined(host: Host) -> dict[str, Any]:
+    found: dict[str, Any] = host.engine.stats()["tiers"]["ssd"]["quarantine"]
+    return found
 
 
 @pytest.fixture(autouse=True)
@@ -184,6 +246,18 @@ def again(host: Host, tokens: list[int], resident: int = 0) -> None:
     assert host.engine.lookup(tokens).tiers == ("cpu",) * resident + ("ssd",) * (PAGES - resident)
 
 
+@pytest.fixture
+def slow_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Has engines copy as on a GPU, which waits before each thing that a stream does."""
+
+    def use(route: Any) -> None:
+        fake_gpu.use(monkeypatch, route)
+        fake_gpu.driver().fake_delay(750)
+
+    yield use
+    fake_gpu.driver().fake_delay(0)
+
+
 @pytest.mark.parametrize(("model", "place"), pairs(MODELS, PLACES))
 def test_layers_are_ready_while_those_behind_them_are_read(
     open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, device: str, model: str, place: str
@@ -222,11 +296,17 @@ def test_layer_0_is_ready_while_the_last_layer_hangs_in_a_pool_of_the_engine(
     assert run(engine, tokens) == 4 * PAGES
 
 
-@pytest.mark.parametrize(("model", "place"), pairs(MODELS, [*PLACES, "kept, a page a submit"]))
+@pytest.mark.parametrize(
+    ("model", "place", "route"), pairs(MODELS, [*PLACES, "kept, a page a submit"], [None, "staged", "zero_copy"])
+)
 def test_a_page_may_fail_anywhere_and_no_layer_is_read_before_it_is_there(
-    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, device: str, model: str, place: str
-) -> None:
-    """Every page x every group, with random delays of all reads; planes are poisoned before each load."""
+    open_host: OpenHost, slow_gpu: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, device: str, model: str,
+    place: str, route: str | None,
+) -> None:  # fmt: skip
+    """Every page x every group, with random delays of all reads, and as on a GPU of all that its streams do; planes are
+    poisoned before each load."""
+    if route is not None:
+        slow_gpu(route)
     if place == "kept, a page a submit":  # or so, and few ahead
         extent, place = layout_of(MODELS[model]).extent_bytes, "kept"
         monkeypatch.setattr(native, "LIMITS", MoveLimits(flying=2 * extent, io=2 * extent // 3))

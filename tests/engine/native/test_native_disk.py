@@ -1,16 +1,16 @@
-"""The disks of the native library, io_uring's and the one of threads: the same tests for both."""
+"""The disks of the native library, io_uring's and the one of threads, as Python drives them: the same tests for both.
+
+Pieces of all kinds, wakes and faults: csrc/host/tests/test_disk.cc. Disks that come and go: test_native_leaks.py.
+"""
 
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import random
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,8 @@ from gdscache.native import bare_loop
 from tests.support import fake_gpu
 from tests.support.hooks import hooks
 from tests.support.native_parts import (
-    ERROR,
-    FLIP,
     HANG,
-    LATE,
     READ,
-    SHORT,
-    TORN,
     WRITE,
     Answer,
     NativeDisk,
@@ -39,9 +34,7 @@ from tests.support.native_parts import (
     aligned,
     fragment,
     has_ring,
-    open_files,
 )
-from tests.support.places import ROOT
 
 KINDS = ("ring", "threads")
 DATA = random.Random(5).randbytes(300_001)
@@ -74,50 +67,6 @@ def test_one_piece_of_many_fragments(kind: str, file: int) -> None:
     assert os.pread(file, 12_005, 100) == bytes(memory[5:4_005]) + bytes(memory[:5]) + bytes(memory[12_000:])
 
 
-@st.composite
-def reads(draw: st.DrawFn) -> list[tuple[int, list[int], int]]:
-    sizes = st.one_of(st.integers(1, 5_000), st.sampled_from([4096, 8192, 65536]))
-    piece = st.tuples(st.integers(0, len(DATA) + 9_000), st.lists(sizes, min_size=1, max_size=6), st.integers(0, 1))
-    return draw(st.lists(piece, min_size=1, max_size=40))
-
-
-@pytest.mark.parametrize("depth", [1, 3, 64])
-def test_reads_say_what_pread_says(kind: str, depth: int, tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(DATA)
-    file = os.open(tmp_path / "file", os.O_RDONLY)
-
-    @settings(max_examples=25)
-    @given(reads())
-    def check(pieces: list[tuple[int, list[int], int]]) -> None:
-        memories = [[np.full(size, 0xEE, np.uint8) for size in sizes] for _, sizes, _ in pieces]
-        with NativeDisk(kind, 3, depth) as disk:
-            disk.submit(
-                *(
-                    Piece(tag, READ, file, offset, [fragment(m) for m in memory], copied)
-                    for tag, ((offset, _, copied), memory) in enumerate(zip(pieces, memories, strict=True))
-                )
-            )
-            answers = disk.reap_all()
-        seen = [[False] * len(sizes) for _, sizes, _ in pieces]
-        for answer in answers:
-            offset, sizes, _ = pieces[answer.tag]
-            assert answer.error == 0
-            expected = 0
-            for n in range(answer.first, answer.first + answer.count):
-                assert not seen[answer.tag][n]
-                seen[answer.tag][n] = True
-                at = offset + sum(sizes[:n])
-                wanted = DATA[at : at + sizes[n]]
-                assert bytes(memories[answer.tag][n][: len(wanted)]) == wanted
-                assert (memories[answer.tag][n][len(wanted) :] == 0xEE).all()
-                expected += len(wanted)
-            assert answer.moved == expected
-        assert all(all(row) for row in seen)
-
-    check()
-    os.close(file)
-
-
 def test_direct_io(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "direct"
     path.write_bytes(bytes(64 << 12))
@@ -143,25 +92,6 @@ def test_direct_io(kind: str, tmp_path: Path) -> None:
     os.close(file)
 
 
-def test_a_bad_fragment_costs_no_neighbour(kind: str, file: int) -> None:
-    memory = np.zeros(5 * 4096, np.uint8)
-    parts = [fragment(memory, n << 12, 4096) for n in range(5)]
-    with mmap.mmap(-1, 4096, prot=0) as nowhere:
-        view = np.frombuffer(nowhere, np.uint8)
-        parts[2] = (int(view.ctypes.data), 4096)
-        with NativeDisk(kind) as disk:
-            disk.submit(Piece(4, READ, file, 0, parts))
-            answers = disk.reap_all()
-        del view
-    by_fragment = {n: a for a in answers for n in range(a.first, a.first + a.count)}
-    assert sorted(by_fragment) == list(range(5))
-    assert by_fragment[2] == Answer(4, 2, 1, errno.EFAULT, 0)
-    assert all(by_fragment[n].error == 0 for n in (0, 1, 3, 4))
-    assert sum(a.moved for a in answers) == 4 << 12
-    for n in (0, 1, 3, 4):
-        assert bytes(memory[n << 12 : (n + 1) << 12]) == DATA[n << 12 : (n + 1) << 12]
-
-
 def test_what_the_system_refuses_is_said(kind: str, file: int, tmp_path: Path) -> None:
     memory = np.zeros(4096, np.uint8)
     only_reads = os.open(tmp_path / "file", os.O_RDONLY)
@@ -179,32 +109,6 @@ def test_what_the_system_refuses_is_said(kind: str, file: int, tmp_path: Path) -
     assert [(a.tag, a.error, a.moved) for a in answers] == expected
     os.close(only_reads)
     os.close(directory)
-
-
-HOSTILE: list[Callable[[int, tuple[int, int]], Piece]] = [
-    lambda fd, good: Piece(1, READ, fd, -1, [good]),
-    lambda fd, good: Piece(1, READ, fd, -(1 << 63), [good]),
-    lambda fd, good: Piece(1, READ, fd, (1 << 63) - 1, [good]),
-    lambda fd, good: Piece(1, READ, fd, 0, [(0, 4096)]),
-    lambda fd, good: Piece(1, READ, fd, 0, [good, (good[0], 0)]),
-    lambda fd, good: Piece(1, READ, fd, 0, [good, (good[0], 1 << 63)]),
-    lambda fd, good: Piece(1, READ, fd, 0, [(good[0], (1 << 64) - 1)]),
-    lambda fd, good: Piece(1, READ, fd, 1 << 62, [(good[0], 1 << 62), (good[0], 1 << 62)]),
-]
-
-
-@pytest.mark.parametrize("make", HOSTILE)
-def test_pieces_that_make_no_sense_end_with_einval(
-    kind: str, file: int, make: Callable[[int, tuple[int, int]], Piece]
-) -> None:
-    memory = np.full(4096, 7, np.uint8)
-    with NativeDisk(kind) as disk:
-        piece = make(file, fragment(memory))
-        disk.submit(piece)
-        assert disk.reap_all() == [Answer(1, 0, len(piece.fragments), errno.EINVAL, 0)]
-        assert (memory == 7).all()
-        disk.submit(Piece(2, READ, file, 0, [fragment(memory)]))
-        assert disk.reap_all() == [Answer(2, 0, 1, 0, 4096)]
 
 
 def test_calls_that_make_no_sense_are_refused(kind: str, file: int) -> None:
@@ -252,20 +156,6 @@ def test_a_wait_ends_in_time_and_by_a_wake(kind: str) -> None:
         timer.join()
 
 
-def test_a_wake_costs_no_answer(kind: str, file: int) -> None:
-    memory, seen = np.zeros((200, 64), np.uint8), []
-    with NativeDisk(kind, 2, 4) as disk:
-        waker = threading.Thread(target=lambda: [disk.wake() for _ in range(200)])
-        waker.start()
-        for n in range(200):
-            disk.submit(Piece(n, READ, file, n * 64, [fragment(memory[n])]))
-            seen += disk.reap(0.001)
-        waker.join()
-        seen += disk.reap_all()
-    assert sorted(a.tag for a in seen) == list(range(200))
-    assert memory.tobytes() == DATA[: memory.nbytes]
-
-
 def test_a_hanging_read_hides_no_other(kind: str, file: int) -> None:
     memory = np.zeros((3, 64), np.uint8)
     pieces = [Piece(n, READ, file, 0, [fragment(memory[n])]) for n in range(3)]
@@ -279,80 +169,6 @@ def test_a_hanging_read_hides_no_other(kind: str, file: int) -> None:
         assert disk.pending == 1
         disk.release()
         assert disk.reap_all() == [Answer(1, 0, 1, 0, 64)]
-
-
-def test_faults_on_order(kind: str, file: int) -> None:
-    memory = np.zeros((6, 128), np.uint8)
-    parts = [[fragment(row, 0, 64), fragment(row, 64, 64)] for row in memory]
-    faults = [(0, ERROR, errno.EIO), (1, SHORT, 70), (2, TORN, 65), (3, FLIP, 100), (4, LATE, 30)]
-    with NativeDisk(kind, faults=faults) as disk:
-        began = time.monotonic()
-        disk.submit(*(Piece(n, READ, file, 0, part) for n, part in enumerate(parts)))
-        answers = disk.reap_all()
-        assert time.monotonic() - began > 0.025
-    good = [Answer(n, 0, 2, 0, 128) for n in (3, 4, 5)]
-    assert answers == [
-        Answer(0, 0, 2, errno.EIO, 0),
-        *(Answer(1, 0, 1, 0, 64), Answer(1, 1, 1, 0, 6)),
-        *(Answer(2, 0, 1, 0, 64), Answer(2, 1, 1, 0, 64)),
-        *good,
-    ]
-    flipped = bytearray(DATA[:128])
-    flipped[100] ^= 1
-    whole = DATA[:128]
-    assert [bytes(row) for row in memory] == [bytes(128), whole, whole[:65] + bytes(63), bytes(flipped), whole, whole]
-
-
-def test_many_opens_leak_nothing(kind: str, file: int) -> None:
-    memory = np.zeros(64, np.uint8)
-    for _ in range(3):
-        NativeDisk(kind).close()
-    files = open_files()
-    for n in range(100):
-        with NativeDisk(kind, 2, 4) as disk:
-            disk.submit(*(Piece(k, READ, file, 0, [fragment(memory)]) for k in range(n % 9)))
-    assert open_files() == files
-    assert our_threads() == []
-
-
-def our_threads() -> list[str]:
-    """Threads of disks that this process has; the kernel's own (iou-wrk) stay for some seconds."""
-    names = [task.joinpath("comm").read_text(encoding="utf-8") for task in Path("/proc/self/task").iterdir()]
-    return [name for name in names if name.startswith("gds-disk")]
-
-
-CHILD = """
-import sys, tempfile
-import numpy as np
-from tests.support.native_parts import READ, NativeDisk, Piece, forbid_ring, fragment
-
-if cause := forbid_ring({error}):
-    print("no filter:", cause)
-    sys.exit(0)
-try:
-    NativeDisk("ring")
-except OSError as refused:
-    print(refused.errno, refused.strerror)
-with NativeDisk(None) as disk, tempfile.TemporaryFile() as file:
-    file.write(b"x" * 5000)
-    file.flush()
-    memory = np.zeros(5000, np.uint8)
-    disk.submit(Piece(1, READ, file.fileno(), 0, [fragment(memory)]))
-    print(disk.name, disk.reap_all()[0].moved, bytes(memory) == b"x" * 5000)
-"""
-
-
-@pytest.mark.parametrize("error", [errno.EPERM, errno.ENOSYS])
-def test_a_seccomp_filter_like_dockers_leaves_the_threads(error: int) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD.format(error=error)], capture_output=True, text=True, env=environment, timeout=60
-    )
-    assert done.stderr == ""
-    lines = done.stdout.splitlines()
-    if lines[0].startswith("no filter"):
-        pytest.skip(f"this machine takes {lines[0]}")
-    assert lines == [f"{error} io_uring_setup answers {os.strerror(error)}", "threads 5000 True"]
 
 
 def test_a_forked_child_changes_nothing(kind: str, file: int) -> None:

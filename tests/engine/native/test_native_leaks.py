@@ -23,7 +23,7 @@ from gdscache.moves import PLANES, Move, Priority, Way
 from tests.support.executor_machine import Heard
 from tests.support.helpers import WAIT, Host, drop_from, make_config, prompt, settle, until
 from tests.support.hooks import hooks
-from tests.support.native_parts import has_ring, open_files
+from tests.support.native_parts import HANG, LATE, has_ring, open_files
 from tests.support.pairs import pairs
 from tests.support.processes import Child
 from tests.support.small_executor import EXTENT, PAGES, Small, a_load
@@ -31,7 +31,6 @@ from tests.support.small_executor import EXTENT, PAGES, Small, a_load
 WARM = 50  # executors, after which the memory of the process has its size
 GROWTH_KIB = 8 << 10  # tables of the interpreter double once in some thousands of executors
 HEAP_KIB = 1 << 10  # some 100 bytes of each of the 10,000 would be more
-LATE, HANG = 5, 6  # of csrc/host/tests/faulty_disk.h
 RING = pytest.mark.skipif(not has_ring(), reason="io_uring is not allowed here")
 DISKS = [pytest.param(False, id="threads"), pytest.param(True, id="uring", marks=RING)]
 

@@ -72,16 +72,6 @@ def test_chunks_of_a_stream(sizes: list[int], start: int, to: int | None, stream
             assert not room[at + total :].any()
 
 
-def test_random_chunkings_of_all_lengths(arm: str) -> None:
-    rng = random.Random(11)
-    for size in range(1200):
-        sizes, left = [], size
-        while left:
-            sizes.append(min(left, rng.choice([1, 7, 63, 64, 65, 200, 300])))
-            left -= sizes[-1]
-        assert hooks.xxh3_chunks(BYTES, integers(sizes), arm=arm) == xxhash.xxh3_64_intdigest(BYTES[:size]), sizes
-
-
 def test_the_default_is_an_arm_that_is_here() -> None:
     best = best_arm()
     assert hooks.has_arm(best)
