@@ -3,6 +3,7 @@ of pages that have a place in the CPU tier, and of those that pass through a bou
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import time
@@ -250,12 +251,14 @@ def again(host: Host, tokens: list[int], resident: int = 0) -> None:
 def slow_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
     """Has engines copy as on a GPU, which waits before each thing that a stream does."""
 
-    def use(route: Any) -> None:
-        fake_gpu.use(monkeypatch, route)
-        fake_gpu.driver().fake_delay(750)
+    with contextlib.ExitStack() as undo:
 
-    yield use
-    fake_gpu.driver().fake_delay(0)
+        def use(route: Any) -> None:
+            fake_gpu.use(monkeypatch, route)
+            fake_gpu.driver().fake_delay(750)
+            undo.callback(fake_gpu.driver().fake_delay, 0)
+
+        yield use
 
 
 @pytest.mark.parametrize(("model", "place"), pairs(MODELS, PLACES))
