@@ -35,7 +35,6 @@ from tests.support.helpers import (
     Host,
     OpenEngine,
     OpenHost,
-    Planes,
     drop_from,
     expected,
     kept_on_ssd,
@@ -86,10 +85,6 @@ def lies(host: Host, tokens: Sequence[int], page: int) -> Callable[[int], bool]:
     return lambda offset: offset // host.layout.extent_bytes == slot
 
 
-def layer_bytes(planes: Planes, layout: PageLayout, layer: int, blocks: Sequence[int]) -> Bytes:
-    return read_page([planes[layer]], layout, blocks)
-
-
 def right(host: Host, layer: int, key: bytes) -> Bytes:
     start, stop = host.layout.layer_bounds[layer]
     return expected(host.layout, key)[start:stop]
@@ -98,7 +93,7 @@ def right(host: Host, layer: int, key: bytes) -> Bytes:
 def seen(host: Host, load: LayerwiseLoad, blocks: list[int], layer: int) -> list[Bytes]:
     """What a forward would read of each page in this layer."""
     load.wait(layer)
-    return [layer_bytes(host.planes, host.layout, layer, host.page(blocks, i)) for i in range(PAGES)]
+    return [read_page([host.planes[layer]], host.layout, host.page(blocks, i)) for i in range(PAGES)]
 
 
 def whole(host: Host, load: LayerwiseLoad, blocks: list[int], keys: list[bytes], layers: range | None = None) -> None:
@@ -636,56 +631,3 @@ def test_neighbours_of_a_single_group_are_one_request(open_host: OpenHost, monke
     monkeypatch.setattr(load_run, "GROUP_SIZES", SIZES)
     assert host.load(tokens).tokens == 4 * PAGES
     assert len(PLAN.moved[Op.READ]) == PAGES * len(groups_of(host))
-
-
-# -- everything at once -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_random_loads_beside_each_other(
-    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, device: str, seed: int
-) -> None:
-    """Shared prefixes, few slots, faults and delays anywhere, some cancelled: good pages are right, and at the end
-    nothing is held."""
-    rng = random.Random(seed)
-    model = rng.choice([EVEN, UNEVEN])
-    extent = layout_of(model).extent_bytes
-    limits = MoveLimits(flying=rng.choice([1, 2, 100]) * extent, io=rng.choice([1, 3, 100]) * extent)
-    monkeypatch.setattr(native, "LIMITS", limits)
-    room = rng.choice([{"cpu": 3}, {"cpu": 8}, {"cpu": 14}, *PASSING.values()])
-    host = open_host(device=device, model=model, transport=FAULTY, **room)
-    monkeypatch.setattr(load_run, "GROUP_SIZES", GroupSizes(4096, 1, rng.choice([1, 4, 8])))
-    head = prompt(seed, 2)
-    prompts = [head + prompt(100 * seed + i, 3) for i in range(3)]
-    for _ in range(6):
-        for tokens in prompts:
-            host.keep(tokens)
-        if rng.random() < 0.7 and host.engine.manager.cpu is not None:
-            drop_from(host.engine, "cpu")
-        for _ in range(rng.randrange(4)):
-            fault = rng.choice([Fault.DELAY, Fault.DELAY, *BAD])
-            part = ExtentPart.layer(host.layout, rng.randrange(host.layout.n_layers))
-            seconds = rng.uniform(0.001, 0.02) if fault is Fault.DELAY else 0.0
-            PLAN.add(FaultRule(fault, Op.READ, part=part, rate=rng.choice([0.2, 1.0]), seconds=seconds))
-        loads = []
-        for _ in range(rng.randint(1, 3)):
-            loads.append(host.begin(rng.choice(prompts)))
-            if rng.random() < 0.3:
-                if loads[-1][1] and rng.random() < 0.5:
-                    loads[-1][0].wait(rng.randrange(host.layout.n_layers))
-                loads[-1][0].cancel()
-        for load, blocks, keys in loads:
-            found = [
-                [layer_bytes(host.planes, host.layout, layer, host.page(blocks, i)) for i in range(len(keys))]
-                for layer in range(host.layout.n_layers)
-                if load.wait(layer) is None
-            ]
-            pages = load.result(WAIT).pages
-            load.release_event.synchronize(WAIT)
-            for layer, planes in enumerate(found):
-                for i, status in enumerate(pages):
-                    if status is LOADED:
-                        assert np.array_equal(planes[i], right(host, layer, keys[i])), f"layer {layer} of page {i}"
-            host.give(blocks)
-        PLAN.reset()
-        settle(host.engine)

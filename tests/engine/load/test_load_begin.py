@@ -21,6 +21,7 @@ from gdscache.storage.base import Op
 from tests.support import fake_gpu
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import MHA, SMALL, WAIT, Host, OpenHost, drop_from, prompt, settle, until
+from tests.support.pages import lose
 
 EVEN = MHA | {"layers": 6, "head_dim": 72}
 FAULTY = "tests.support.faulty:FaultyTransport"
@@ -276,14 +277,7 @@ def test_a_tail_that_is_read_has_the_groups_of_reads(open_host: OpenHost, monkey
 def test_a_page_that_goes_between_parts_ends_the_load(open_host: OpenHost, monkeypatch: pytest.MonkeyPatch) -> None:
     host = open_host(model=EVEN, cpu=16)
     tokens = stored(host, 1)
-    gone = host.engine.pages(tokens)[2]
-
-    def drop(_: LoadPlan) -> None:
-        for tier in host.engine.manager.tiers.values():
-            if (entry := tier.index.get(gone.key)) is not None:
-                tier.index.drop(entry)
-
-    between(host, monkeypatch, drop)
+    between(host, monkeypatch, lambda _: lose(host.engine, tokens, [2]))
     load, blocks, _ = host.begin(tokens)
     assert load.tokens == 2 * 4
     assert load.result(WAIT).pages == (PageStatus.LOADED,) * 2

@@ -108,11 +108,7 @@ def test_fewer_pages_than_the_hit_had_are_no_gap(open_host: OpenHost) -> None:
     tokens = prompt(1, 4)
     stored(host, tokens)
     hit = host.engine.lookup(tokens)
-    with host.engine.manager.lock:
-        index = host.engine.manager.tiers["ssd"].index
-        entry = index.get(hit.pages[2].key)
-        assert entry is not None
-        index.drop(entry)
+    lose(host.engine, tokens, [2], "ssd")
     load = host.engine.load(hit, host.take(4))
     assert load.tokens == 8
     assert load.gaps() == []

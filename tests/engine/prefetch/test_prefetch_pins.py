@@ -48,6 +48,7 @@ from tests.support.helpers import (
     stored,
     until,
 )
+from tests.support.pages import lose
 from tests.support.slow_prefetch import FAULTY, PAGEWISE, slow_host, stocked
 
 
@@ -132,9 +133,7 @@ def test_pages_found_in_memory_are_held_at_once(open_host: OpenHost) -> None:
     """Behind a gap, too: they stay until the gap is filled."""
     host, tokens = stocked(open_host, 6)
     host.load(tokens)
-    with host.engine.manager.lock:
-        index = host.engine.manager.landing.index
-        index.drop(index.get(host.engine.pages(tokens)[2].key))  # type: ignore[arg-type]
+    lose(host.engine, tokens, [2], "cpu")
     with PLAN.rule(Op.READ, Fault.HANG) as only:
         prefetch = host.engine.prefetch(tokens, pin=60.0)
         assert prefetch.verified == 8
@@ -279,10 +278,7 @@ def test_the_quota_of_other_prefetches_is_not_asked(open_host: OpenHost) -> None
 def test_a_bad_page_ends_it_and_what_lies_behind_is_given_up(open_host: OpenHost) -> None:
     host, tokens = stocked(open_host, 6)
     host.load(tokens)
-    with host.engine.manager.lock:
-        index = host.engine.manager.landing.index
-        for page in (1, 2):
-            index.drop(index.get(host.engine.pages(tokens)[page].key))  # type: ignore[arg-type]
+    lose(host.engine, tokens, (1, 2), "cpu")
     with PLAN.rule(Op.READ, Fault.FLIP, skip=1):
         prefetch = host.engine.prefetch(tokens, pin=60.0)
         report = prefetch.result(WAIT)
@@ -343,9 +339,7 @@ def test_it_takes_a_page_of_memory_alone(open_host: OpenHost) -> None:
     prefetch.result(WAIT)
     hit = prefetch.hit()
     prefetch.release()
-    with host.engine.manager.lock:
-        index = host.engine.manager.landing.index
-        index.drop(index.get(host.engine.pages(tokens)[3].key))  # type: ignore[arg-type]
+    lose(host.engine, tokens, [3], "cpu")
     before = len(PLAN.moved[Op.READ])
     assert load(host, hit) == 12
     assert len(PLAN.moved[Op.READ]) == before
@@ -395,9 +389,7 @@ def test_many_requests_are_one_load(open_host: OpenHost) -> None:
     one, two = stored(host, 1, 4), stored(host, 2, 3)
     with host.engine.prefetch(one, pin=60.0) as a, host.engine.prefetch(two, pin=60.0) as b:
         a.result(WAIT), b.result(WAIT)
-        with host.engine.manager.lock:
-            index = host.engine.manager.landing.index
-            index.drop(index.get(host.engine.pages(two)[1].key))  # type: ignore[arg-type]
+        lose(host.engine, two, [1], "cpu")
         hits = [a.hit(start=8), a.hit(), b.hit()]
         assert [hit.tokens for hit in hits] == [8, 16, 4]
         blocks = [host.take(len(hit.pages)) for hit in hits]
