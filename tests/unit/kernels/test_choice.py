@@ -414,28 +414,20 @@ def survives(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) 
     assert all("cannot be kept" in record.message for record in caplog.records)
 
 
-def test_a_directory_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setenv("GDSCACHE_CACHE_DIR", "/proc")  # not even by root
-    survives(monkeypatch, caplog)
-
-
-def test_a_file_where_the_directory_should_be(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("spoiled", ["not writable", "a file", "a directory"])
+def test_where_it_has_no_place_it_is_measured_each_time(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, spoiled: str
 ) -> None:
-    directory.parent.mkdir()
-    directory.write_text("mine")
+    if spoiled == "not writable":
+        monkeypatch.setenv("GDSCACHE_CACHE_DIR", "/proc")  # not even by root
+    elif spoiled == "a file":
+        directory.parent.mkdir()
+        directory.write_text("mine")
+    else:
+        (paths.cache_file(KEY) / "theirs").mkdir(parents=True)
     survives(monkeypatch, caplog)
-    assert directory.read_text() == "mine"
-
-
-def test_a_directory_where_the_file_should_be(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    paths.cache_file(KEY).mkdir(parents=True)
-    (paths.cache_file(KEY) / "theirs").touch()
-    survives(monkeypatch, caplog)
-    found = {path for path in directory.rglob("*") if path.suffix != ".lock"}
-    assert found == {paths.cache_file(KEY), paths.cache_file(KEY) / "theirs"}
+    assert spoiled != "a file" or directory.read_text() == "mine"
+    assert spoiled != "a directory" or [*paths.cache_file(KEY).iterdir()] == [paths.cache_file(KEY) / "theirs"]
 
 
 @contextlib.contextmanager
