@@ -194,23 +194,17 @@ def between(host: Host, monkeypatch: pytest.MonkeyPatch, do: Callable[[LoadPlan]
 
 
 @pytest.mark.parametrize(
-    ("pages", "page_bytes", "part"), [(32, 8 << 20, None), (33, 8 << 20, 16), (512, 1 << 18, None), (513, 1 << 18, 256)]
+    ("page_bytes", "largest", "part", "following"),
+    [(8 << 20, 32, 16, 128), (4 << 20, 32, 16, 64), (1 << 20, 128, 64, 128), (1 << 18, 512, 256, 512)],
 )
-def test_which_loads_are_planned_in_parts(
-    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, pages: int, page_bytes: int, part: int | None
+def test_loads_are_planned_in_parts_from_two_first_parts_on(
+    page_bytes: int, largest: int, part: int, following: int
 ) -> None:
-    large = open_host(model=EVEN, cpu=4).engine.loader
-    monkeypatch.setattr(large, "layout", SimpleNamespace(page_bytes=page_bytes))
-    assert large._first_part(pages) == part
-
-
-@pytest.mark.parametrize(("page_bytes", "following"), [(8 << 20, 128), (4 << 20, 64), (1 << 20, 32), (1 << 18, 32)])
-def test_parts_of_large_pages_grow_faster(
-    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, page_bytes: int, following: int
-) -> None:
-    loads = open_host(model=EVEN, cpu=4).engine.loader
-    monkeypatch.setattr(loads, "layout", SimpleNamespace(page_bytes=page_bytes))
-    assert loads._next_part(16) == following
+    """Parts of large pages grow faster."""
+    loads: Any = SimpleNamespace(layout=SimpleNamespace(page_bytes=page_bytes))
+    assert loader.Loader._first_part(loads, largest) is None
+    assert loader.Loader._first_part(loads, largest + 1) == part
+    assert loader.Loader._next_part(loads, part) == following
 
 
 @pytest.mark.usefixtures("_parts")
