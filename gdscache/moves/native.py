@@ -186,7 +186,7 @@ class NativeExecutor(ThreadDriver):
         return self.moves.held_slots()
 
     def reads_queued(self) -> Event:
-        return None if self._gpu is None else self._gpu.last_point(loads=False)
+        return None if self._gpu is None else self._gpu.point(self._gpu.last(loads=False))
 
     # -- for moves
     # ---------------------------------------------------------------------------------------------------------

@@ -243,7 +243,8 @@ class PrefetchQueue:
         """
         now = self._clock()
         self._again = False
-        self._expire(now)
+        for over in [r for r in self._turns if r.until is not None and now >= r.until]:
+            self.stop(over, PrefetchEnd.DEADLINE)
         while (request := self._ready(now)) is not None:
             if self._waits(now, demand=demand):
                 return None
@@ -329,10 +330,6 @@ class PrefetchQueue:
         if self._held_back is not None and not self.flying:
             times.append(self._held_back + DEMAND_PAUSE_S)
         return max(0.0, min(times) - self._clock()) if times else None
-
-    def _expire(self, now: float) -> None:
-        for request in [r for r in self._turns if r.until is not None and now >= r.until]:
-            self.stop(request, PrefetchEnd.DEADLINE)
 
     def _ready(self, now: float) -> PrefetchRequest | None:
         ready = None

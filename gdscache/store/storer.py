@@ -22,8 +22,7 @@ from gdscache.arrays import Int64Array
 from gdscache.errors import EngineClosedError
 from gdscache.index.free_slots import SlotShare
 from gdscache.index.retention import DEFAULT, Retention
-from gdscache.moves import PLANES, Executor, Move, Moving, Priority, Steps, Way
-from gdscache.moves.base import failure
+from gdscache.moves import PLANES, Executor, Move, Moving, Priority, Steps, Way, failure
 from gdscache.native import take_rows
 from gdscache.pages.keys import Page
 from gdscache.runtime.threads import Bell
@@ -321,7 +320,11 @@ class Storer:
                     slots += planner.cpu_slots(job.pages[at:end])
                 while at < end:
                     with lock:
-                        at = self._place_now(job, at, end, slots, bounced, parcels)
+                        if self._dropping or self._manager.calls.broken_by:
+                            planner.finish_pages(job, range(at, end), "closed")
+                            at = end
+                        else:
+                            at = planner.place(job, at, end, slots, bounced, parcels)
                     # Page `at` needs a bounce slot: wait for one, unless other work comes first.
                     if at == end or parcels or spare is None or not wait:
                         break
@@ -338,14 +341,6 @@ class Storer:
             self._abandon(parcels)
             raise
         return at, parcels
-
-    def _place_now(
-        self, job: StoreJob, at: int, end: int, slots: list[int], bounced: list[int], parcels: list[Parcel]
-    ) -> int:
-        if self._dropping or self._manager.calls.broken_by:
-            self._planner.finish_pages(job, range(at, end), "closed")
-            return end
-        return self._planner.place(job, at, end, slots, bounced, parcels)
 
     def _give_back(self, slots: Sequence[int], bounced: Sequence[int]) -> None:
         if bounced and self._spare is not None:
