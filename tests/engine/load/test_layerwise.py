@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from gdscache import PageStatus
 from gdscache.errors import DeadlineError, DeviceError
 from gdscache.load import run as load_run
-from gdscache.load.handle import LayerwiseLoad
+from gdscache.load.handle import Gap, LayerwiseLoad
 from gdscache.moves import native
 from gdscache.moves.library import MoveLimits
 from gdscache.pages.layout import EXTENT_ALIGNMENT, FIRST_BYTES, GROUP_BYTES, GroupSizes, PageLayout, Plane, read_groups
@@ -575,11 +575,12 @@ def test_a_copy_that_raises_in_any_group_leaves_nothing_behind(
 ) -> None:
     fake_gpu.use(monkeypatch)
     host = open_host(model=EVEN, transport=FAULTY, cpu=8)
-    tokens = stored(host, 1)
+    tokens, gaps = stored(host, 1), list[Gap]()
     with fake_gpu.failing("cuLaunchKernel", call):
         load, blocks, _ = host.begin(tokens)
         with pytest.raises(DeviceError, match="FAKE_ERROR"):
-            load.result(WAIT)
+            load.settle(gaps.append, WAIT)
+    assert gaps == [], "there is no verdict"
     for layer in range(host.layout.n_layers):
         load.wait(layer, WAIT)
     load.release_event.synchronize(WAIT)

@@ -98,29 +98,6 @@ def test_the_first_reads_are_under_way_when_load_returns(open_host: OpenHost, mo
     settle(host.engine)
 
 
-def test_a_load_that_breaks_off_while_it_begins_leaves_nothing(
-    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    host = open_host(model=EVEN, cpu=16)
-    tokens = stored(host, 1)
-    broken = True
-
-    def fail() -> None:
-        if broken:
-            raise InjectedError
-
-    begins(host, monkeypatch, fail)
-    hit = host.engine.lookup(tokens)
-    blocks = host.take(PAGES)
-    with pytest.raises(InjectedError):
-        host.engine.load(hit, blocks)
-    assert host.engine.stats()["leases"] == []
-    host.give(blocks)
-    broken = False
-    assert host.load(tokens).pages == (PageStatus.LOADED,) * PAGES
-    settle(host.engine)
-
-
 def test_reads_that_were_begun_when_the_call_breaks_off_have_ended(
     open_host: OpenHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,7 +258,7 @@ def test_a_page_that_goes_between_parts_ends_the_load(open_host: OpenHost, monke
 
 @pytest.mark.usefixtures("_parts")
 @pytest.mark.parametrize("read", [False, True], ids=["copied", "read"])
-@pytest.mark.parametrize("where", ["the plan", "the move"])
+@pytest.mark.parametrize("where", ["the begin", "the plan", "the move"])
 def test_a_part_that_breaks_off_leaves_nothing(
     open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, read: bool, where: str
 ) -> None:
@@ -300,7 +277,9 @@ def test_a_part_that_breaks_off_leaves_nothing(
 
     hit, blocks = host.engine.lookup(tokens), host.take(PAGES)
     with monkeypatch.context() as patch:
-        if where == "the plan":
+        if where == "the begin":
+            begins(host, patch, fail)
+        elif where == "the plan":
             between(host, patch, fail)
         else:
             patch.setattr(host.engine._parts.executor.moves, "extend", fail_once)
