@@ -222,8 +222,6 @@ class Executor(Protocol):
         waits any more."""
         ...
 
-    def finish(self, steps: Steps[_T]) -> _T: ...
-
     def begin(self, move: Move, after: Sequence[Event] = (), listener: Listener | None = None) -> Moving:
         """Begin a move, whose copies wait for the events `after`; returns at once. Loads and prefetches have a
         `listener`."""

@@ -96,8 +96,6 @@ class Storer:
 
     `spare`: slots of the bounce reserve for stores. `writers`: by the names of the tiers of files. `unfit` stores the
     pages that do not fit into packed extents, from the planes again; it is closed with this one.
-
-    Many methods: six public ones, and the steps of one store, which share its account.
     """
 
     def __init__(

@@ -210,32 +210,6 @@ uint64_t sum_of(const Array<const std::byte>& data, const Text& arm) {
     return xxh3(data.data(), static_cast<size_t>(data.bytes()), of);
 }
 
-// Of consecutive chunks, through the stream; copied to `out` on the way.
-uint64_t sum_of_chunks(const Array<const std::byte>& data, const Int64s& sizes, const Array<std::byte>& out,
-                       bool stream, const Text& arm) {
-    const Arm& of = arm_of(arm);
-    int64_t left = data.bytes();
-    for (int64_t n = 0; n < sizes.size(); ++n) {
-        require(sizes[n] >= 0 && sizes[n] <= left, "chunks of more bytes than there are");
-        left -= sizes[n];
-    }
-    require(out.none() || out.bytes() >= data.bytes() - left, "no room for the chunks");
-    const nb::gil_scoped_release others;
-    Xxh3 hash(of);
-    const std::byte* in = data.data();
-    std::vector<std::byte> own(out.none() ? static_cast<size_t>(data.bytes()) : 0);
-    std::byte* to = out.none() ? own.data() : out.data();
-    for (int64_t n = 0; n < sizes.size(); ++n) {
-        const auto size = static_cast<size_t>(sizes[n]);
-        if (!size) continue;
-        hash.update_copy(to, in, size, stream);
-        to += size;
-        in += size;
-    }
-    if (stream) stream_fence();
-    return hash.digest();
-}
-
 nb::tuple cut(const Int64s& requests, int64_t limit, int64_t most) {
     const int64_t count = requests.shape(0);
     require(requests.has(count, 4), "requests have 4 numbers");
@@ -311,8 +285,6 @@ void bind_hooks(nb::module_& module) {
     hooks.def("cut_and_merge", &cut, "requests"_a, "limit"_a, "most"_a = kMostFragments);
     hooks.def("has_arm", [](const std::string& name) { return find_arm(name) != nullptr; }, "name"_a);
     hooks.def("xxh3", &sum_of, "data"_a, "arm"_a.none() = nb::none());
-    hooks.def("xxh3_chunks", &sum_of_chunks, "data"_a, "sizes"_a, "out"_a.none() = nb::none(), "stream"_a = false,
-              "arm"_a.none() = nb::none());
 }
 
 }  // namespace gdscache
