@@ -131,8 +131,7 @@ class Hierarchy:
             yield turn
         blocks = np.empty((len(plan), 0), dtype=np.int64)
         handle = LayerwiseLoad([LoadPart(len(plan))], self.layout, self.config.deadline, layered=False)
-        how = self.config.load, self.config.deadline
-        run = LoadRun(self.loads, self.executor, self.layout, *how, handle, plan, [blocks])
+        run = LoadRun(self.loads, self.executor, self.config.load, handle, plan, [blocks])
         yield from cast(Process, run.steps())
         if self._waiting:
             self._waiting.popleft().fire()
