@@ -34,7 +34,6 @@ from gdscache.tiers.base import Lease
 from gdscache.tiers.manager import TierManager
 
 if TYPE_CHECKING:
-    from gdscache.config import StoreConfig
     from gdscache.cuda.streams import Event, Landed
 
 _NOBODYS = contextlib.nullcontext()
@@ -105,8 +104,6 @@ class Storer:
         executor: Executor,
         spare: SlotShare | None,
         writers: Mapping[str, TierWriter],
-        extent_bytes: int,
-        config: StoreConfig,
         deadline: float,
         unfit: Storer | None = None,
     ) -> None:
@@ -115,8 +112,6 @@ class Storer:
         self._unfit = unfit
         self._executor = executor
         self._spare = spare
-        self._extent_bytes = extent_bytes
-        self._queue = config.queue
         self._deadline = deadline
         self._jobs: set[_Job] = set()  # stores whose blocks are still read; the manager's lock guards it
         self._idle = Bell()
@@ -205,11 +200,11 @@ class Storer:
 
     def queue(self) -> dict[str, int]:
         """Accepted bytes that are not stored yet. Without a lock the figures need not agree exactly."""
-        storers = [self] if self._unfit is None else [self, self._unfit]
+        planners = [one._planner for one in (self, self._unfit) if one is not None]
         return {
-            "bytes": sum(one._planner.queued * one._extent_bytes for one in storers),
-            "to_ssd_bytes": sum(len(one._planner.keys) * one._extent_bytes for one in storers),
-            "limit_bytes": self._queue,
+            "bytes": sum(one.queued * one.extent_bytes for one in planners),
+            "to_ssd_bytes": sum(len(one.keys) * one.extent_bytes for one in planners),
+            "limit_bytes": self._planner.limit_bytes,
         }
 
     def close(self, *, drain: bool) -> None:

@@ -106,8 +106,7 @@ class Hierarchy:
         )
         self.planner = StorePlanner(self.manager, config.store, extent, outlets, earned)
         writers = {"ssd": TierWriter(self.manager, self.ssd, self.executor, extent)} if self.ssd else {}
-        parts = self.manager, self.planner, self.executor, self.spare, writers, extent
-        self.storer = Storer(*parts, config.store, config.deadline)
+        self.storer = Storer(self.manager, self.planner, self.executor, self.spare, writers, config.deadline)
         self.loads = LoadPlanner(self.manager, VirtualCondition(clock, lock), due=[self.storer.offer_earned])
         self._keep = config.ssd is None or config.ssd.route != "direct"
         self.ledger = Ledger()

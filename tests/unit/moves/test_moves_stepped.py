@@ -109,9 +109,7 @@ class Run(Order):
         self.planner = StorePlanner(self.manager, config.store, 4096, outlets, earned)
         self.spare = SlotShare(small.spare)
         writers = {tier.name: TierWriter(self.manager, tier, executor, 4096) for tier in self.manager.files}
-        self.storer = Storer(
-            self.manager, self.planner, executor, self.spare, writers, 4096, config.store, config.deadline
-        )
+        self.storer = Storer(self.manager, self.planner, executor, self.spare, writers, config.deadline)
         self.receipts: list[Receipt] = []
         self.accepted: set[bytes] = set()  # keys, since the last clear
         self._blocks = 0
