@@ -108,7 +108,7 @@ class PrefetchRequest:
         self.left = left
         self.pin, self.whole = pin, whole
         self.bad = False
-        self.since = 0.0  # when it was added
+        self.since = time.monotonic()  # when it was asked for
         self.parked: float | None = None  # skipped until this time
         self.swept = 0  # unused pages swept since it found the quota used up
         self.chunks = 0
@@ -225,7 +225,6 @@ class PrefetchQueue:
 
     def add(self, request: PrefetchRequest) -> None:
         """Add a request whose pages are known; it may be over at once."""
-        request.since = self._clock()
         self._live.add(request)
         if not request.left:
             self.stop(request, _through(request))
