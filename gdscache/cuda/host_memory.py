@@ -6,7 +6,6 @@ import functools
 import logging
 import mmap
 import os
-from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
@@ -40,7 +39,7 @@ class HostBuffer:
     size of a copy as `unit` (bytes, at most 4 GiB): borders then fall on multiples of it.
 
     `shared`: other processes may map the memory by its `descriptor`. `descriptor`: of a buffer to map, instead of new
-    memory. `driver()`: the page-locking driver; by default that of the current device.
+    memory.
 
     Raises `CapacityError` for a size below one byte, and `NoMemoryError`, which names `setting`, if there is less
     memory.
@@ -55,7 +54,6 @@ class HostBuffer:
         setting: str = "a host buffer",
         descriptor: int | None = None,
         shared: bool = False,
-        driver: Callable[[], Driver] | None = None,
     ) -> None:
         if nbytes < 1:
             raise CapacityError(f"a host buffer of {nbytes} bytes was asked for", "give the tier at least one page")
@@ -65,7 +63,6 @@ class HostBuffer:
             self.descriptor = _memory_file(nbytes) if shared and descriptor is None else -1
             self._map: mmap.mmap | None = _map(nbytes, self.descriptor if descriptor is None else descriptor)
         self.nbytes = nbytes
-        self._driver = current_driver if driver is None else driver
         self._step = MAX_REGISTRATION // unit * unit  # bytes of a registration
         _advise_huge_pages(self._map)
         _touch(self._map)
@@ -139,7 +136,7 @@ class HostBuffer:
         """
         if not torch.cuda.is_available():
             return "CUDA is not available"
-        driver = self._driver()
+        driver = current_driver()
         for offset in range(0, self.nbytes, self._step):
             size = min(self._step, self.nbytes - offset)
             try:
@@ -153,7 +150,7 @@ class HostBuffer:
     def _unregister(self) -> None:
         if not self._registered:
             return
-        driver = self._driver()
+        driver = current_driver()
         while self._registered:
             try:
                 driver.page_unlock(self._registered.pop())

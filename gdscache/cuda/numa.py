@@ -37,19 +37,14 @@ def gpu_address(device: torch.device) -> str:
     return f"{told.pci_domain_id:04x}:{told.pci_bus_id:02x}:{told.pci_device_id:02x}.0"
 
 
-def gpu_numa_node(address: str, root: Path = ROOT) -> int | None:
-    """The NUMA node of the GPU at a PCI address; None if unknown."""
-    text = text_of(root / "sys/bus/pci/devices" / address / "numa_node")
-    return int(text) if text.isdecimal() else None  # -1: the machine does not say
-
-
 def placement(address: str, root: Path = ROOT) -> Placement:
     """The placement for the GPU at a PCI address; empty on a machine with one node."""
     if len([*root.glob("sys/devices/system/node/node[0-9]*")]) < 2:
         return Placement()
-    node = gpu_numa_node(address, root) if address else None
-    if node is None:
+    text = text_of(root / "sys/bus/pci/devices" / address / "numa_node") if address else ""
+    if not text.isdecimal():  # -1: the machine does not say
         return Placement(lacks="the machine does not say which NUMA node it is on")
+    node = int(text)
     mine = _cpus(text_of(root / f"sys/devices/system/node/node{node}/cpulist")) & os.sched_getaffinity(0)
     if not mine:
         return Placement(node, lacks=f"this process may use no processor of NUMA node {node}")

@@ -217,7 +217,7 @@ def build(
                 undo.callback(writers[tier.name].close, drain=False)
             planner = StorePlanner(manager, config.store, extent, some, mine, plain=one.top.plain, unfit=planner)
             spare = None if one.bounce is None else one.bounce.stores
-            storer = Storer(manager, planner, moves, spare, writers, extent, config.store, deadline, storer)
+            storer = Storer(manager, planner, moves, spare, writers, deadline, storer)
             undo.callback(storer.close, drain=False)
         assert storer is not None, "an engine without tiers"
         held = held_pages(manager, limits)

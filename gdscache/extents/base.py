@@ -29,11 +29,17 @@ class Extents(Protocol):
 
 
 class SlotMemory(Protocol):
-    """The memory of a pool of pages, in this process or on ranks. `nbytes`: of all of it."""
+    """The memory of a pool of pages, in this process or on ranks."""
 
     slots: int
     pinned: bool
     checksums: Checksums
+
+    def close(self) -> None: ...
+
+
+class TierMemory(SlotMemory, Protocol):
+    """Memory of a tier. `nbytes`: of all of it."""
 
     @property
     def nbytes(self) -> int: ...
@@ -41,5 +47,3 @@ class SlotMemory(Protocol):
     def bad_slots(self, slots: Sequence[int]) -> dict[int, int]:
         """Slots whose bytes do not match their checksums, each with a bad layer."""
         ...
-
-    def close(self) -> None: ...

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from gdscache.pages.checksum import first_bad_layer
 from gdscache.pages.layout import EXTENT_ALIGNMENT, PageLayout
 from gdscache.runtime.allocation import allocating
 
@@ -30,22 +26,9 @@ class DeviceExtents:
         self.checksums = np.zeros((self.slots, layout.n_layers), dtype=np.uint64)
 
     @property
-    def nbytes(self) -> int:
-        return self.rows.numel()
-
-    @property
     def flat(self) -> torch.Tensor:
         """The bytes of all extents, padding included."""
         return self.rows.view(-1)
-
-    def bad_slots(self, slots: Sequence[int]) -> dict[int, int]:
-        bounds, sums = self.layout.layer_bounds, self.checksums
-        bad = {slot: first_bad_layer(self._host(slot), bounds, sums[slot]) for slot in slots}
-        return {slot: layer for slot, layer in bad.items() if layer is not None}
-
-    def _host(self, slot: int) -> memoryview:
-        copy: npt.NDArray[np.uint8] = self.rows[slot].cpu().numpy()
-        return copy.data
 
     def close(self) -> None:
         self.rows = self.rows[:0].clone()

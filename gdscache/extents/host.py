@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from gdscache.cuda.host_memory import HostBuffer, PageLocking
-from gdscache.pages.checksum import first_bad_layer
+from gdscache.pages.checksum import Checksums, first_bad_layer
 from gdscache.pages.layout import PageLayout
 
 
@@ -56,9 +56,10 @@ class HostExtents:
         start = slot * self.layout.extent_bytes
         return self._view[start : start + self.layout.extent_bytes]
 
-    def bad_slots(self, slots: Sequence[int]) -> dict[int, int]:
-        bounds, sums = self.layout.layer_bounds, self.checksums
-        bad = {slot: first_bad_layer(self.memory(slot), bounds, sums[slot]) for slot in slots}
+    def bad_slots(self, slots: Sequence[int], sums: Checksums | None = None) -> dict[int, int]:
+        """See `TierMemory`. `sums`: the checksums of these slots, where they are not kept here."""
+        sums, bounds = self.checksums[[*slots]] if sums is None else sums, self.layout.layer_bounds
+        bad = {slot: first_bad_layer(self.memory(slot), bounds, of) for slot, of in zip(slots, sums, strict=True)}
         return {slot: layer for slot, layer in bad.items() if layer is not None}
 
     def close(self) -> None:

@@ -109,7 +109,8 @@ class Paths:
         if direction == "load" and not sums:
             small = _COPY_ENGINE_MUST_WIN_SMALL_BY if run < _COPY_ENGINE_SMALL else _COPY_ENGINE_MAY_LOSE
             handicap = _COPY_ENGINE_MAY_LOSE_LAST if last else small
-        kernel_alone = rates.zero_copy > _handicap(span) * staged
+        needed = _ZERO_COPY_MUST_WIN_BY if span >= _SMALL else 1 / _STAGING_MUST_WIN_BY
+        kernel_alone = rates.zero_copy > needed * staged
         if not (sums and fused) and engine >= handicap * (rates.zero_copy if kernel_alone else staged):
             return "copy_engine"
         return "zero_copy" if kernel_alone else "staged"
@@ -122,11 +123,6 @@ class Paths:
             "store_path": self._forced["store"],
             "calibration": None if found is None else dataclasses.asdict(found),
         }
-
-
-def _handicap(span: int) -> float:
-    """The factor by which a zero-copy kernel must beat staged copies of `span` bytes."""
-    return _ZERO_COPY_MUST_WIN_BY if span >= _SMALL else 1 / _STAGING_MUST_WIN_BY
 
 
 # -- the calibration's file --------------------------------------------------------------------------------------------

@@ -167,9 +167,5 @@ class NativeGpu(Gpu):
         )
         return self.point(point), ticket
 
-    def last_point(self, *, loads: bool) -> StreamPoint:
-        """The point behind all loads, or stores, queued so far."""
-        return self.point(self.last(loads=loads))
-
     def point(self, number: int) -> StreamPoint:
         return StreamPoint(self, number)

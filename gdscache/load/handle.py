@@ -61,7 +61,7 @@ class LayerwiseLoad:
         self._timeline = timeline
         self.parts = parts
         self.release_event = Fence()
-        self._layout = layout
+        self.layout = layout
         self.deadline = deadline
         self.checked = checked
         self._patience = None if checked else deadline + _VERDICT_S
@@ -80,11 +80,11 @@ class LayerwiseLoad:
     @property
     def tokens(self) -> int:
         """Tokens planned, over all requests; `result()` may confirm fewer."""
-        return sum(part.pages for part in self.parts) * self._layout.page_tokens
+        return sum(part.pages for part in self.parts) * self.layout.page_tokens
 
     @property
     def tokens_by_request(self) -> tuple[int, ...]:
-        return tuple(part.pages * self._layout.page_tokens for part in self.parts)
+        return tuple(part.pages * self.layout.page_tokens for part in self.parts)
 
     def wait(self, layer: int, seconds: float | None = None) -> None:
         """Order the current stream after this layer's copies; without a GPU, wait for the bytes.
@@ -159,7 +159,7 @@ class LayerwiseLoad:
         self.results(seconds)
         found = []
         for request, part in enumerate(self.parts):
-            promised = part.start + part.pages * self._layout.page_tokens
+            promised = part.start + part.pages * self.layout.page_tokens
             good = part.start + (part.report.tokens if part.report is not None else 0)
             if good < promised:
                 found.append(Gap(request, good, promised))
@@ -176,7 +176,7 @@ class LayerwiseLoad:
             return b""
         self._begun.wait()
         requests = [(part.pages, part.start) for part in self.parts]
-        about = {"page_tokens": self._layout.page_tokens, "deadline": self.deadline, "checked": self.checked}
+        about = {"page_tokens": self.layout.page_tokens, "deadline": self.deadline, "checked": self.checked}
         return self._orders(self._moves, requests, about)
 
     @property
@@ -189,7 +189,8 @@ class LayerwiseLoad:
         return self._over.is_set()
 
     def signal(self, layers: range, event: Event) -> None:
-        """Called by the run: the copies of these layers are queued, and done when `event` is."""
+        """Called by the run: the copies of these layers are queued, and done when `event` is. None: they are done, or
+        will never be."""
         if self._timeline is not OFF and not self._layers.watched:  # else the executor has traced it
             for layer in layers:
                 if not self._layers.queued(layer):

@@ -130,7 +130,7 @@ class Loader:
             orders=self.executor.orders,
             waited=manager.measures.waited,
         )
-        return load, self._run(load, plan, [blocks for _, blocks, _ in requests], tuple(after), checked=checked)
+        return load, self._run(load, plan, [blocks for _, blocks, _ in requests], tuple(after))
 
     def _first_part(self, pages: int) -> int | None:
         first = max(FIRST_PAGES, FIRST_BYTES // self.layout.page_bytes)
@@ -178,7 +178,7 @@ class Loader:
         """
         part, timeline = LoadPart(len(plan)), self.manager.timeline
         load = LayerwiseLoad([part], self.layout, self.deadline, layered=False, timeline=timeline)
-        run = self._run(load, plan, None, ())
+        run = self._run(load, plan, None)
         error = yield from failure(self._timed("prefetch", load, run))
         if error is not None:
             yield from run.abort()
@@ -187,16 +187,9 @@ class Loader:
         return part.report
 
     def _run(
-        self,
-        load: LayerwiseLoad,
-        plan: LoadPlan,
-        tables: Sequence[Blocks] | None,
-        after: Sequence[Event],
-        *,
-        checked: bool = False,
+        self, load: LayerwiseLoad, plan: LoadPlan, tables: Sequence[Blocks] | None, after: Sequence[Event] = ()
     ) -> LoadRun:
-        parts = self.planner, self.executor, self.layout, self.config, self.deadline
-        return LoadRun(*parts, load, plan, tables, after, checked=checked, plain=self._plain)
+        return LoadRun(self.planner, self.executor, self.config, load, plan, tables, after, self._plain)
 
     def _timed(self, kind: str, load: LayerwiseLoad, run: LoadRun) -> Steps[None]:
         timeline = self.manager.timeline

@@ -127,7 +127,9 @@ class LoadPlanner:
         plan.requests[-1] = range(plan.requests[-1].start, len(plan))
         plan.targets += [None] * (len(plan) - first)
         if self._prefetched:
-            self._note_uses(plan, first)
+            for run in plan.runs:
+                for row in run.rows[max(0, first - run.rows.start) :]:
+                    self._prefetched.use(plan.pages[row].key, plan.slots[row] if run.tier.kind == "memory" else None)
         if asked.keep and self.landing is not None:
             for landing, rows in self._by_landing(plan, absent):
                 later = {page.key for page in pages[stop:]} if landing.index.free_slots < len(rows) else ()
@@ -204,12 +206,6 @@ class LoadPlanner:
             del entries[seen:]
         lease.take(index, entries)
         return entries
-
-    def _note_uses(self, plan: LoadPlan, first: int) -> None:
-        assert self._prefetched is not None, "nothing was prefetched"
-        for run in plan.runs:
-            for row in run.rows[max(0, first - run.rows.start) :]:
-                self._prefetched.use(plan.pages[row].key, plan.slots[row] if run.tier.kind == "memory" else None)
 
     def _reserve(self, index: PageIndex, plan: LoadPlan, rows: Sequence[int], spared: Collection[bytes] = ()) -> None:
         """Give each row's page a slot of the landing tier, in order, until no slot is left. `spared`: keys of pages
@@ -312,19 +308,14 @@ class LoadPlanner:
                     plan.pages.append(pages[i])
                     plan.sources += entries
                     plan.slots.append(entries[0].slot)
-                    self._extend(plan.runs, tier, len(plan) - 1)
+                    begun = plan.runs.pop().rows.start if plan.runs and plan.runs[-1].tier is tier else len(plan) - 1
+                    plan.runs.append(TierRun(tier, range(begun, len(plan))))
                     break
             else:
                 return found, "missing"
             found.append(True)
             most -= 1
         return found, "more"
-
-    def _extend(self, runs: list[TierRun], tier: Tier, row: int) -> None:
-        if runs and runs[-1].tier is tier:
-            runs[-1] = TierRun(tier, range(runs[-1].rows.start, row + 1))
-        else:
-            runs.append(TierRun(tier, range(row, row + 1)))
 
     def _cut(self, plan: LoadPlan, pages: int) -> None:
         for entry in plan.entries(range(pages, len(plan))):

@@ -11,17 +11,17 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from gdscache.arrays import Int64Array, integers
 from gdscache.load.plan import LoadPlan, TierRun
 from gdscache.load.planner import LoadPlanner
-from gdscache.load.report import LoadPart, LoadReport
+from gdscache.load.report import LoadReport
 from gdscache.moves import PLANES, Executor, Move, Moving, PageStatus, Priority, Spent, Steps, Way, failure
 from gdscache.native import take_rows
-from gdscache.pages.layout import PLAIN, GroupSizes, PageLayout, copy_groups, read_groups
+from gdscache.pages.layout import PLAIN, GroupSizes, copy_groups, read_groups
 from gdscache.runtime.threads import in_turn
 from gdscache.tiers.base import DurableTier, Tier, checked_sums
 from gdscache.tiers.quarantine import Late
@@ -29,6 +29,7 @@ from gdscache.tiers.quarantine import Late
 if TYPE_CHECKING:
     from gdscache.config import LoadConfig
     from gdscache.cuda.streams import Event
+    from gdscache.load.handle import LayerwiseLoad
     from gdscache.pages.checksum import Checksums
 
 GROUP_SIZES = GroupSizes()  # groups of layers that are read together
@@ -45,27 +46,12 @@ class Stage(enum.Enum):
     ENDED = enum.auto()
 
 
-class LoadObserver(Protocol):
-    """Hears how a load proceeds; the caller's handle is one."""
-
-    number: int
-    parts: Sequence[LoadPart]
-
-    def carried_by(self, moving: Moving, *, last: bool) -> None: ...
-
-    def signal(self, layers: range, event: Event) -> None:
-        """The copies of these layers are queued, and done when `event` is. None: they are done, or will never be."""
-        ...
-
-    def released(self) -> None: ...
-
-
 class LoadRun:
     """The execution of one load, and the listener of its move. Drive `steps` once, and `abort` where they raise.
 
     `tables`: blocks of the planes, int64 (pages, blocks_per_page), a table a request, with at least the planned pages;
-    None for a prefetch, whose pages stay in the landing tier. `checked`: the pages are in memory and verified; they are
-    not hashed again and have no deadline. `plain` moves the pages of plain tiers.
+    None for a prefetch, whose pages stay in the landing tier. Pages of a load that is `checked` are in memory and
+    verified; they are not hashed again and have no deadline. `plain` moves the pages of plain tiers.
 
     Many methods: the steps of one load and the events of its move change one state.
     """
@@ -74,15 +60,11 @@ class LoadRun:
         self,
         planner: LoadPlanner,
         executor: Executor,
-        layout: PageLayout,
         config: LoadConfig,
-        deadline: float,
-        load: LoadObserver,
+        load: LayerwiseLoad,
         plan: LoadPlan,
         tables: Sequence[Int64Array] | None,
         after: Sequence[Event] = (),
-        *,
-        checked: bool = False,
         plain: Executor | None = None,
     ) -> None:
         self._planner = planner
@@ -90,10 +72,10 @@ class LoadRun:
         self._unpacked: list[TierRun] = []
         self._manager = planner.manager
         self._executor = executor
-        self._layout = layout
-        self._always = config.verify == "always" and not checked
+        self._layout = load.layout
+        self._always = config.verify == "always" and not load.checked
         self._start = executor.now()
-        self._until = math.inf if checked else self._start + deadline
+        self._until = math.inf if load.checked else self._start + load.deadline
         self._load = load
         self.plan = plan
         self._tables = tables

@@ -102,7 +102,7 @@ class Way:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Move:
-    """Pages that move together: plain data that can be pickled. A page's row counts through all `ways`.
+    """Pages that move together: plain data. A page's row counts through all `ways`.
 
     `seconds`: time for the move's I/O from its begin; a page that takes longer is late; `math.inf` sets no limit.
     `groups`: the layers that move together, in order; empty: all layers at once. `number`: its name in a timeline.
@@ -221,8 +221,6 @@ class Executor(Protocol):
         """A new lane for steps whose moves have this priority. `rest()` is called after each of them, when no caller
         waits any more."""
         ...
-
-    def finish(self, steps: Steps[_T]) -> _T: ...
 
     def begin(self, move: Move, after: Sequence[Event] = (), listener: Listener | None = None) -> Moving:
         """Begin a move, whose copies wait for the events `after`; returns at once. Loads and prefetches have a

@@ -23,10 +23,6 @@ if TYPE_CHECKING:
     from gdscache.storage.base import Descriptors
 
 SCATTER, GATHER, DIGEST = range(3)
-SPAN_KINDS = (  # a library thread's spans
-    *("read", "write", "scatter", "gather", "check", "ready"),
-    *("load copies", "load kernel", "store copies", "store kernel"),
-)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -148,7 +144,3 @@ class NativeMoves(Executor):
             for some in groups
         ]
         return np.array(rows, np.int64)
-
-
-def until(seconds: float, now: int) -> int:
-    return int(min(now + seconds * 1e9, NEVER))

@@ -1,4 +1,5 @@
-"""The executor of an engine: the native library carries moves out, threads of Python drive steps."""
+"""The executor of an engine: the native library carries moves out, threads of Python drive steps. And its moves: their
+begin, their end, and their late pages."""
 
 from __future__ import annotations
 
@@ -17,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gdscache.cuda.streams import Event, Landed, events_of, given
-from gdscache.errors import NativeCallError
-from gdscache.moves.base import PLANES, Listener, Move, Moving, PageStatus, Priority, Wait
+from gdscache.errors import DeviceError, IOFailedError, NativeCallError, ShortIOError, StorageError
+from gdscache.moves.base import PLANES, End, Listener, Move, Moving, PageStatus, Priority, Steps, Wait, Way
 from gdscache.moves.lanes import Blocking, ThreadDriver
-from gdscache.moves.library import SPAN_KINDS, MoveLimits, NativeMoves, NativePlanes, Space, until
-from gdscache.moves.moving import NativeMoving
+from gdscache.moves.library import MoveLimits, NativeMoves, NativePlanes, Space
+from gdscache.native import NEVER, SHORT, error_of
 from gdscache.runtime.threads import failure_of, log_failure, start
 from gdscache.storage.base import Descriptors, memory_of
 from gdscache.tracing import OFF, Timeline
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from gdscache.storage.base import Files
 
 LIMITS = MoveLimits()
-TRACKS = {  # timeline tracks of the library's threads
+TRACKS = {  # timeline tracks by the kinds of spans of the library's threads, in the library's order
     "read": "SSD reads",
     "write": "SSD writes",
     "scatter": "copies",
@@ -45,7 +46,9 @@ TRACKS = {  # timeline tracks of the library's threads
     "store kernel": "stores: kernel stream",
 }
 _COPYING = 4  # most threads of the library that copy
-_CODES = {status: code for code, status in enumerate(PageStatus)}
+_KINDS = tuple(TRACKS)
+_STATUSES = tuple(PageStatus)
+_UNFIT = _STATUSES.index(PageStatus.UNFIT)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -150,7 +153,8 @@ class NativeExecutor(ThreadDriver):
         moving = NativeMoving(self, next(self._numbers), move, listener, in_order=self._gpu is not None)
         self._under_way[moving.number] = moving, listener, after
         try:
-            ends = until(math.inf if move.priority is Priority.STORE else move.seconds, time.monotonic_ns())
+            seconds = math.inf if move.priority is Priority.STORE else move.seconds
+            ends = int(min(time.monotonic_ns() + seconds * 1e9, NEVER))
             if self._gpu is None:
                 self.moves.start(moving.number, move, ends)
             else:
@@ -169,7 +173,7 @@ class NativeExecutor(ThreadDriver):
         refusal = self.machine.refusal()
         if self._closed:
             return
-        self.moves.refuse(0 if refusal is None else _CODES[refusal])
+        self.moves.refuse(0 if refusal is None else _STATUSES.index(refusal))
 
     def behind(self, after: object) -> Event:
         return given(after, self.machine.copies.planes.device)
@@ -182,7 +186,7 @@ class NativeExecutor(ThreadDriver):
         return self.moves.held_slots()
 
     def reads_queued(self) -> Event:
-        return None if self._gpu is None else self._gpu.last_point(loads=False)
+        return None if self._gpu is None else self._gpu.point(self._gpu.last(loads=False))
 
     # -- for moves
     # ---------------------------------------------------------------------------------------------------------
@@ -223,7 +227,7 @@ class NativeExecutor(ThreadDriver):
         timeline = self.machine.timeline
         while timeline is not OFF and (spans := self.moves.take_spans()):
             for kind_, layers, number, pages, nbytes, begin, end in spans:
-                kind, about = SPAN_KINDS[kind_], self._about(number, layers)
+                kind, about = _KINDS[kind_], self._about(number, layers)
                 if kind != "ready":
                     timeline.past(kind, TRACKS[kind], begin, end, pages=pages, bytes=nbytes, **about)
                 elif (found := self._under_way.get(number)) is not None and found[0].into_planes:
@@ -268,3 +272,121 @@ class NativeExecutor(ThreadDriver):
             self._pool.close()
         if self.plain is not None:
             self.plain.close()
+
+
+class NativeMoving:
+    """See `Moving`. Loads and prefetches have a `listener`."""
+
+    def __init__(
+        self, executor: NativeExecutor, number: int, move: Move, listener: Listener | None, *, in_order: bool = False
+    ) -> None:
+        """`in_order`: moves' copies run in the order of their begin, so reads of the planes by one come after all
+        earlier ones."""
+        self.number = number
+        self._executor = executor
+        self.move = move
+        self._rows = len(move)
+        self._listener = listener
+        self._end: End | None = None
+        self._cancelled = False
+        self._lock = threading.Lock()
+        self._late: int | None = None  # late rows, once known
+        self._ended: set[int] = set()
+        self._callback: Callable[[int], None] | None = None
+        self.into_planes = any(way.target == PLANES for way in move.ways)
+        known = self.into_planes or (in_order and any(way.source == PLANES for way in move.ways))
+        self.lands: Callable[[int, float], Landed | None] | None = self._wait if known else None
+
+    def extend(self, ways: Sequence[Way], *, last: bool) -> None:
+        self._executor.expect(ways)
+        self._executor.moves.extend(self.number, ways, last=last)
+        self._rows += sum(map(len, ways))
+
+    def cancel(self) -> None:
+        if self._end is None:
+            self._cancelled = True
+            self._executor.moves.cancel(self.number)
+
+    def _wait(self, layer: int, seconds: float) -> Landed | None:
+        if self._end is not None:
+            return Landed(None)
+        group, layers = next(((n, some) for n, some in enumerate(self.move.groups) if layer in some), (0, range(0)))
+        try:
+            landed = self._executor.await_move(self.number, group, seconds)
+        except NativeCallError:
+            if not self.known:
+                raise
+            return Landed(None)  # `close` has ended the move and the executor meanwhile
+        return None if landed is None else Landed(landed.event, layers)
+
+    def end(self) -> Steps[End]:
+        if self._end is None:
+            yield self._executor.over(self.number)
+            self._end = self._finish()
+            if self._end.error is not None and self._listener is None:
+                raise self._end.error
+        return self._end
+
+    @property
+    def known(self) -> bool:
+        return self._end is not None
+
+    def lose(self) -> Sequence[int]:
+        """The move has ended and no caller waits for it. Returns its late rows."""
+        self._listener = None
+        self._end = self._finish()
+        return self._end.late
+
+    def _finish(self) -> End:
+        statuses, failed, late, why = self._executor.moves.outcome(self.number)
+        self._executor.tell_spans()
+        listener, codes = self._listener, sorted(set(statuses.tobytes()))
+        if listener is not None:
+            for code in codes:
+                if _STATUSES[code] is not PageStatus.PENDING:
+                    listener.judged(np.flatnonzero(statuses == code), self._told(_STATUSES[code]))
+            if self.into_planes:
+                listener.ready(range(self._executor.moves.layers), None)
+        errors = {row: write_error(self.move.ways[0].target, code) for row, code in failed}
+        broken = f"a copy failed: {why}" if why else ""
+        unfit = np.flatnonzero(statuses == _UNFIT).tolist() if _UNFIT in codes else ()
+        end = End(errors, late, DeviceError(broken, "see the system log") if broken else None, unfit=unfit)
+        with self._lock:
+            self._late = len(end.late)
+            over = len(self._ended) == self._late
+        if over:
+            self._executor.forget(self)
+        return end
+
+    def _told(self, status: PageStatus) -> PageStatus:
+        """`CANCELLED` for pages of a cancelled load into the planes that the library calls loaded: it reads them to the
+        end but does not copy them."""
+        gone = status is PageStatus.LOADED and self._cancelled and self.into_planes
+        return PageStatus.CANCELLED if gone else status
+
+    def on_end(self, callback: Callable[[int], None]) -> None:
+        late = set() if self._end is None else set(self._end.late)
+        with self._lock:
+            self._callback = callback
+            over = [row for row in range(self._rows) if row not in late or row in self._ended]
+        for row in over:
+            callback(row)
+
+    def ended(self, row: int) -> None:
+        with self._lock:
+            self._ended.add(row)
+            over = len(self._ended) == self._late
+            callback = self._callback
+        if callback is not None:
+            callback(row)
+        if over:
+            self._executor.forget(self)
+
+
+def write_error(files: str, code: int, why: str = "") -> StorageError:
+    """The error of a page that was not written to a tier's files. `code`: an errno or the library's code; `why`
+    replaces its text."""
+    if code == SHORT:
+        return ShortIOError(f"a write to {files} moved too few bytes", "the file system is full or limited")
+    error = error_of(code)
+    return IOFailedError(f"a write to {files} failed: {why or error.strerror}", "see the system log", error.errno)

@@ -85,7 +85,6 @@ class Prefetcher:
                     "the engine was closed meanwhile", "open a new one with CacheEngine.from_config"
                 )
             request = PrefetchRequest(0, pin, whole=whole)
-            request.since = time.monotonic()
             self._requests += 1
             self._live.add(request)
             undo.callback(self._live.discard, request)

@@ -108,7 +108,7 @@ class PrefetchRequest:
         self.left = left
         self.pin, self.whole = pin, whole
         self.bad = False
-        self.since = 0.0  # when it was added
+        self.since = time.monotonic()  # when it was asked for
         self.parked: float | None = None  # skipped until this time
         self.swept = 0  # unused pages swept since it found the quota used up
         self.chunks = 0
@@ -225,7 +225,6 @@ class PrefetchQueue:
 
     def add(self, request: PrefetchRequest) -> None:
         """Add a request whose pages are known; it may be over at once."""
-        request.since = self._clock()
         self._live.add(request)
         if not request.left:
             self.stop(request, _through(request))
@@ -243,7 +242,8 @@ class PrefetchQueue:
         """
         now = self._clock()
         self._again = False
-        self._expire(now)
+        for over in [r for r in self._turns if r.until is not None and now >= r.until]:
+            self.stop(over, PrefetchEnd.DEADLINE)
         while (request := self._ready(now)) is not None:
             if self._waits(now, demand=demand):
                 return None
@@ -329,10 +329,6 @@ class PrefetchQueue:
         if self._held_back is not None and not self.flying:
             times.append(self._held_back + DEMAND_PAUSE_S)
         return max(0.0, min(times) - self._clock()) if times else None
-
-    def _expire(self, now: float) -> None:
-        for request in [r for r in self._turns if r.until is not None and now >= r.until]:
-            self.stop(request, PrefetchEnd.DEADLINE)
 
     def _ready(self, now: float) -> PrefetchRequest | None:
         ready = None

@@ -34,7 +34,6 @@ from gdscache.load.plan import CODES
 from gdscache.moves import PLANES, Move, Moving, PageStatus, Priority, Spent, Way
 from gdscache.moves.native import Machine, NativeExecutor, Reserve
 from gdscache.native import SHORT, take_rows
-from gdscache.pages.checksum import first_bad_layer
 from gdscache.pages.layout import PLAIN, PageLayout
 from gdscache.pages.planes import PagedPlanes
 from gdscache.ranks import wire
@@ -323,13 +322,8 @@ class Service:
         return {"problems": self._files[fields["space"]].slab.check()}
 
     def _bad_slots(self, fields: dict[str, Any], given: _Given) -> Mapping[str, Any]:
-        extents = self._memories[fields["space"]]
         sums = given.arrays[0][:, wire.columns(self._shard, self.layout.n_layers)]
-        found = [
-            (slot, first_bad_layer(extents.memory(slot), extents.layout.layer_bounds, wanted))
-            for slot, wanted in zip(fields["slots"], sums, strict=True)
-        ]
-        return {"bad": [(slot, layer) for slot, layer in found if layer is not None]}
+        return {"bad": [*self._memories[fields["space"]].bad_slots(fields["slots"], sums).items()]}
 
     # -- moves ---------------------------------------------------------------------------------------------------------
 

@@ -97,8 +97,8 @@ class StorePlanner:
         self._bounced = "bounce" + PLAIN * plain
         self._plain, self._unfit = plain, unfit
         self._policy = config.write_policy if self.outlets else "never"
-        self._extent_bytes = extent_bytes
-        self._limit = config.queue // extent_bytes
+        self.extent_bytes = extent_bytes
+        self.limit_bytes, self._limit = config.queue, config.queue // extent_bytes
         slots = 0 if self._landing is None else self._landing.index.slots
         self._low, self._high = (int(share * slots) for share in WATERMARKS)
         # Most CPU slots of pages that the SSD lacks: pages on their way, or dirty ones.
@@ -213,7 +213,7 @@ class StorePlanner:
         if self.behind:
             self._give_up()
         waiting = self._policy == "write_through" and any(not outlet.keys for outlet in self.outlets)
-        return round_pages(self._extent_bytes, waiting=waiting)
+        return round_pages(self.extent_bytes, waiting=waiting)
 
     def cpu_slots(self, pages: Sequence[Page]) -> list[int]:
         """CPU slots for the pages that the tier lacks, without evicting the pages before them."""
@@ -376,7 +376,7 @@ class StorePlanner:
         measures, job = self._manager.measures, parcel.job
         measures.moved(source, target, pages)
         if pages and job.since is not None:
-            measures.stored(target, len(job.pages) * self._extent_bytes, self.now() - job.since)
+            measures.stored(target, len(job.pages) * self.extent_bytes, self.now() - job.since)
 
     def written(self, parcel: Parcel, outlet: Outlet, rows: Sequence[int], cause: str) -> None:
         """A writer's outcome for pages: "" or the cause why its tier lacks them. `released` frees their slots.

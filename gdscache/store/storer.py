@@ -22,8 +22,7 @@ from gdscache.arrays import Int64Array
 from gdscache.errors import EngineClosedError
 from gdscache.index.free_slots import SlotShare
 from gdscache.index.retention import DEFAULT, Retention
-from gdscache.moves import PLANES, Executor, Move, Moving, Priority, Steps, Way
-from gdscache.moves.base import failure
+from gdscache.moves import PLANES, Executor, Move, Moving, Priority, Steps, Way, failure
 from gdscache.native import take_rows
 from gdscache.pages.keys import Page
 from gdscache.runtime.threads import Bell
@@ -35,7 +34,6 @@ from gdscache.tiers.base import Lease
 from gdscache.tiers.manager import TierManager
 
 if TYPE_CHECKING:
-    from gdscache.config import StoreConfig
     from gdscache.cuda.streams import Event, Landed
 
 _NOBODYS = contextlib.nullcontext()
@@ -97,8 +95,6 @@ class Storer:
 
     `spare`: slots of the bounce reserve for stores. `writers`: by the names of the tiers of files. `unfit` stores the
     pages that do not fit into packed extents, from the planes again; it is closed with this one.
-
-    Many methods: six public ones, and the steps of one store, which share its account.
     """
 
     def __init__(
@@ -108,8 +104,6 @@ class Storer:
         executor: Executor,
         spare: SlotShare | None,
         writers: Mapping[str, TierWriter],
-        extent_bytes: int,
-        config: StoreConfig,
         deadline: float,
         unfit: Storer | None = None,
     ) -> None:
@@ -118,8 +112,6 @@ class Storer:
         self._unfit = unfit
         self._executor = executor
         self._spare = spare
-        self._extent_bytes = extent_bytes
-        self._queue = config.queue
         self._deadline = deadline
         self._jobs: set[_Job] = set()  # stores whose blocks are still read; the manager's lock guards it
         self._idle = Bell()
@@ -208,11 +200,11 @@ class Storer:
 
     def queue(self) -> dict[str, int]:
         """Accepted bytes that are not stored yet. Without a lock the figures need not agree exactly."""
-        storers = [self] if self._unfit is None else [self, self._unfit]
+        planners = [one._planner for one in (self, self._unfit) if one is not None]
         return {
-            "bytes": sum(one._planner.queued * one._extent_bytes for one in storers),
-            "to_ssd_bytes": sum(len(one._planner.keys) * one._extent_bytes for one in storers),
-            "limit_bytes": self._queue,
+            "bytes": sum(one.queued * one.extent_bytes for one in planners),
+            "to_ssd_bytes": sum(len(one.keys) * one.extent_bytes for one in planners),
+            "limit_bytes": self._planner.limit_bytes,
         }
 
     def close(self, *, drain: bool) -> None:
@@ -321,7 +313,11 @@ class Storer:
                     slots += planner.cpu_slots(job.pages[at:end])
                 while at < end:
                     with lock:
-                        at = self._place_now(job, at, end, slots, bounced, parcels)
+                        if self._dropping or self._manager.calls.broken_by:
+                            planner.finish_pages(job, range(at, end), "closed")
+                            at = end
+                        else:
+                            at = planner.place(job, at, end, slots, bounced, parcels)
                     # Page `at` needs a bounce slot: wait for one, unless other work comes first.
                     if at == end or parcels or spare is None or not wait:
                         break
@@ -338,14 +334,6 @@ class Storer:
             self._abandon(parcels)
             raise
         return at, parcels
-
-    def _place_now(
-        self, job: StoreJob, at: int, end: int, slots: list[int], bounced: list[int], parcels: list[Parcel]
-    ) -> int:
-        if self._dropping or self._manager.calls.broken_by:
-            self._planner.finish_pages(job, range(at, end), "closed")
-            return end
-        return self._planner.place(job, at, end, slots, bounced, parcels)
 
     def _give_back(self, slots: Sequence[int], bounced: Sequence[int]) -> None:
         if bounced and self._spare is not None:

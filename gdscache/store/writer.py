@@ -19,8 +19,7 @@ import numpy as np
 from gdscache.errors import IOFailedError, LockLostError, StorageError, TierAnswerError
 from gdscache.index.retention import DEFAULT, Retention
 from gdscache.index.table import Entry
-from gdscache.moves import Executor, Move, Moving, Priority, Steps, Way
-from gdscache.moves.base import failure
+from gdscache.moves import Executor, Move, Moving, Priority, Steps, Way, failure
 from gdscache.pages.checksum import Checksums
 from gdscache.pages.keys import Page
 from gdscache.runtime.threads import log_failure

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
-from gdscache.extents.base import SlotMemory
+from gdscache.extents.base import SlotMemory, TierMemory
 from gdscache.index.free_slots import SlotShare
 from gdscache.index.index import PageIndex
 from gdscache.index.table import PageState
@@ -23,7 +23,7 @@ class CpuTier(Tier):
     name = "cpu"
     kind = "memory"
 
-    def __init__(self, extents: SlotMemory, eviction: str = "lru", groups: int = 1, *, plain: bool = False) -> None:
+    def __init__(self, extents: TierMemory, eviction: str = "lru", groups: int = 1, *, plain: bool = False) -> None:
         self.extents = extents
         self.plain = plain
         self.name = CpuTier.name + PLAIN * plain

@@ -9,6 +9,7 @@ does, by a machine whose reads and copies are choices too (stepped_machine.py).
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import random
 from collections import deque
@@ -20,9 +21,10 @@ import numpy as np
 from gdscache.cuda.streams import Landed
 from gdscache.errors import IOFailedError
 from gdscache.moves.base import PLANES, End, Listener, Move, Moving, Priority, Steps, Wait, Way
-from gdscache.moves.moving import NativeMoving
+from gdscache.moves.native import NativeMoving
 from gdscache.native import NEVER
 from gdscache.pages.checksum import Checksums
+from gdscache.pages.keys import Page
 from gdscache.runtime.threads import Flag
 from tests.support.stepped_machine import NS, Choice, SteppedEvent, SteppedMachine, When
 
@@ -35,6 +37,13 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 Place = tuple[str, int]  # a space, and a slot of it; of the planes, the first block
+SPACE = b"n" * 32
+
+
+def prompt(seed: int, pages: int) -> list[Page]:
+    """Pages of a prompt; `seed` also says what comes behind the first page, which all prompts share."""
+    keys = [SPACE, *(bytes([page, 0 if page == 0 else seed]) * 16 for page in range(pages))]
+    return [Page(key, parent, SPACE) for parent, key in itertools.pairwise(keys)]
 
 
 class Order:
@@ -162,9 +171,8 @@ class SteppedExecutor:
         source, target = places(move)[row]
         self.tags[target] = self.tags.get(source)
 
-    def room(self, pool: SlotShare, seconds: float = math.inf) -> Wait:
-        until = self.now() + seconds
-        return When(lambda: pool.free_slots > 0 or self.now() >= until)
+    def room(self, pool: SlotShare) -> Wait:
+        return When(lambda: pool.free_slots > 0)
 
     def changed(self, condition: threading.Condition, over: Callable[[], bool], seconds: float) -> Wait:
         until = self.now() + seconds

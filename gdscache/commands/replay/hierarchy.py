@@ -19,11 +19,11 @@ from gdscache.commands.replay.virtual import VirtualCondition, VirtualExecutor, 
 from gdscache.config import Config
 from gdscache.config.pools import plain_parts, pool_parts
 from gdscache.limits import LIMITS, EngineLimits
+from gdscache.load.handle import LayerwiseLoad
 from gdscache.load.plan import LoadPlan
 from gdscache.load.planner import LoadPlanner
 from gdscache.load.report import LoadPart
 from gdscache.load.run import LoadRun
-from gdscache.moves import Moving
 from gdscache.pages.keys import Page
 from gdscache.policies.admission import Admission
 from gdscache.store.earned_offers import EarnedOffers
@@ -61,24 +61,6 @@ class Ledger:
 
     def read(self, event: Event) -> None:
         """No engine waits for its blocks."""
-
-
-class _Handle:
-    """A load without a waiting engine."""
-
-    number = 0
-
-    def __init__(self, parts: Sequence[LoadPart]) -> None:
-        self.parts = parts
-
-    def carried_by(self, moving: Moving, *, last: bool) -> None:
-        """Not cancelled here."""
-
-    def signal(self, layers: range, event: Event) -> None:
-        """No layer is awaited."""
-
-    def released(self) -> None:
-        """No engine has the blocks."""
 
 
 def open_pools(config: Config, machine: MachineModel, clock: Clock) -> list[Hierarchy]:
@@ -124,8 +106,7 @@ class Hierarchy:
         )
         self.planner = StorePlanner(self.manager, config.store, extent, outlets, earned)
         writers = {"ssd": TierWriter(self.manager, self.ssd, self.executor, extent)} if self.ssd else {}
-        parts = self.manager, self.planner, self.executor, self.spare, writers, extent
-        self.storer = Storer(*parts, config.store, config.deadline)
+        self.storer = Storer(self.manager, self.planner, self.executor, self.spare, writers, config.deadline)
         self.loads = LoadPlanner(self.manager, VirtualCondition(clock, lock), due=[self.storer.offer_earned])
         self._keep = config.ssd is None or config.ssd.route != "direct"
         self.ledger = Ledger()
@@ -148,9 +129,8 @@ class Hierarchy:
             self._waiting.append(turn)
             yield turn
         blocks = np.empty((len(plan), 0), dtype=np.int64)
-        handle = _Handle([LoadPart(len(plan))])
-        how = self.config.load, self.config.deadline
-        run = LoadRun(self.loads, self.executor, self.layout, *how, handle, plan, [blocks])
+        handle = LayerwiseLoad([LoadPart(len(plan))], self.layout, self.config.deadline, layered=False)
+        run = LoadRun(self.loads, self.executor, self.config.load, handle, plan, [blocks])
         yield from cast(Process, run.steps())
         if self._waiting:
             self._waiting.popleft().fire()

@@ -22,16 +22,16 @@ def mapped(address: int) -> bool:
 
 
 class FakeDriver:
-    """Counts registrations, and refuses one."""
+    """Counts registrations, and refuses those of these numbers."""
 
-    def __init__(self, refuse_at: int | None = None) -> None:
+    def __init__(self) -> None:
         self.live: dict[int, int] = {}
         self.calls = 0
-        self.refuse_at = refuse_at
+        self.refused: tuple[int, ...] = ()
 
     def page_lock(self, address: int, size: int) -> None:
         self.calls += 1
-        if self.calls - 1 == self.refuse_at:
+        if self.calls - 1 in self.refused:
             raise DeviceError("cuMemHostRegister_v2 answered 2 (CUDA_ERROR_OUT_OF_MEMORY)")
         self.live[address] = size
 
@@ -40,8 +40,12 @@ class FakeDriver:
 
 
 @pytest.fixture
-def _cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    """The driver of a GPU that there seems to be."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    made = FakeDriver()
+    monkeypatch.setattr(memory, "current_driver", lambda: made)
+    return made
 
 
 @pytest.mark.parametrize("nbytes", [1, 4096, 12289, 3 << 20])
@@ -122,12 +126,12 @@ def test_pin_without_cuda(caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.records
 
 
-@pytest.mark.usefixtures("_cuda")
-def test_registration_covers_all_bytes_in_chunks_of_whole_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeDriver()
+def test_registration_covers_all_bytes_in_chunks_of_whole_units(
+    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(memory, "MAX_REGISTRATION", 4 << 12)
     nbytes, unit = 23 << 12, 3 << 12
-    buffer = HostBuffer(nbytes, "on", unit=unit, driver=lambda: fake)
+    buffer = HostBuffer(nbytes, "on", unit=unit)
     assert buffer.pinned
     end = buffer.address
     for address, size in sorted(fake.live.items()):
@@ -141,26 +145,22 @@ def test_registration_covers_all_bytes_in_chunks_of_whole_units(monkeypatch: pyt
     assert not buffer.pinned
 
 
-@pytest.mark.usefixtures("_cuda")
 def test_a_refused_registration_leaves_nothing_registered(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(memory, "MAX_REGISTRATION", 1 << 12)
-    fake = FakeDriver(refuse_at=2)
+    fake.refused = 2, 5
     with pytest.raises(PinnedMemoryError, match="OUT_OF_MEMORY"):
-        HostBuffer(4 << 12, "on", driver=lambda: fake)
+        HostBuffer(4 << 12, "on")
     assert not fake.live
-    fake = FakeDriver(refuse_at=2)
-    with caplog.at_level(logging.WARNING), HostBuffer(4 << 12, "auto", driver=lambda: fake) as buffer:
+    with caplog.at_level(logging.WARNING), HostBuffer(4 << 12, "auto") as buffer:
         assert not buffer.pinned
         assert not fake.live
     assert sum("OUT_OF_MEMORY" in record.message for record in caplog.records) == 1
 
 
-@pytest.mark.usefixtures("_cuda")
-def test_pin_off_asks_cuda_nothing() -> None:
-    fake = FakeDriver()
-    HostBuffer(4096, "off", driver=lambda: fake).close()
+def test_pin_off_asks_cuda_nothing(fake: FakeDriver) -> None:
+    HostBuffer(4096, "off").close()
     assert fake.calls == 0
 
 

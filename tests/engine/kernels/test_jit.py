@@ -16,8 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from gdscache.errors import GdsCacheError, KernelUnavailableError
 from gdscache.kernels import compiler, jit
@@ -29,10 +27,6 @@ PROBE = b"""#include "value.cuh"
 extern "C" __global__ void fill(int* out, int count) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < count) out[i] = VALUE;
-}
-extern "C" __global__ void triple(int* out, int count) {
-    int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < count) out[i] = 3 * out[i] + VALUE;
 }
 """
 
@@ -80,18 +74,6 @@ def test_every_edit_changes_the_digest(tmp_path: Path) -> None:
     for digest in digests.values():
         assert len(digest) == 16
         int(digest, 16)
-
-
-names = st.sampled_from(["a.cu", "b.cu", "b.cuh", "c.cuh"])
-contents = st.lists(st.sampled_from([b"a.cu", b"b.cuh", b"\0", b"1", b"4", b"x"]), max_size=4).map(b"".join)
-trees = st.dictionaries(names, contents, max_size=4)
-
-
-@given(first=trees, second=trees)
-def test_only_equal_sources_have_equal_digests(first: Tree, second: Tree) -> None:
-    with tempfile.TemporaryDirectory() as place:
-        digests = [jit.source_digest(write(Path(place) / name, tree)) for name, tree in (("1", first), ("2", second))]
-    assert (digests[0] == digests[1]) == (first == second)
 
 
 def test_what_no_kernel_includes_does_not_change_the_digest(tmp_path: Path) -> None:
@@ -312,14 +294,6 @@ def test_without_a_usable_home_kernels_are_compiled_each_time(
 # -- on a GPU --------------------------------------------------------------------------------------------------------
 
 
-def ran(folder: Path, script: str, *arguments: str) -> str:
-    """What a script says that builds in a cache of its own."""
-    command, environment = [sys.executable, "-c", script, *arguments], surroundings(**in_cache(folder / "cache"))
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 FILL = """
 import sys
 from pathlib import Path
@@ -394,85 +368,3 @@ def test_processes_that_build_at_once_all_get_the_kernel(tmp_path: Path, sources
     (compiled,) = kept_in(cache)
     compiled.write_bytes(compiled.read_bytes()[:1000])
     assert fill(sources, **in_cache(cache)) == [7], "a kernel that was cut short is compiled again"
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("gpu")
-def test_an_edited_header_is_another_kernel(tmp_path: Path, sources: Path) -> None:
-    for value in (7, 8, 8, 7, 9):
-        (sources / "value.cuh").write_text(f"#define VALUE {value}\n", encoding="utf-8")
-        assert fill(sources, **in_cache(tmp_path / "cache")) == [value]
-    assert len(kept_in(tmp_path / "cache")) == 3
-
-
-STREAMS = """
-import gc
-import sys
-from pathlib import Path
-import torch
-from gdscache.kernels import jit
-
-device = torch.device("cuda", int(sys.argv[2]))
-kernels = jit.build("probe.cu", {"fill": "Pi", "triple": "Pi"}, device, sources=Path(sys.argv[1]))
-torch.cuda.set_device(device)
-count = 1 << 20
-
-
-def in_order(stream):
-    # A kernel that did not wait its turn would find another value; the sleep gives it every chance.
-    with torch.cuda.stream(stream):
-        out = torch.zeros(count, dtype=torch.int32, device=device)
-        torch.cuda.synchronize()
-        torch.cuda._sleep(50_000_000)
-        out.fill_(2)
-        kernels["triple"].launch(count // 256, 256, [out.data_ptr(), count], stream)
-        out.mul_(10)
-        kernels["triple"].launch(0, 256, [out.data_ptr(), count], stream)
-    torch.cuda.synchronize()
-    assert out.unique().tolist() == [130], (stream, out.unique())
-
-
-legacy, side = torch.cuda.default_stream(device), torch.cuda.Stream(device)
-assert legacy.cuda_stream == 0
-for _ in range(3):
-    for stream in (legacy, side):
-        in_order(stream)
-        with torch.cuda.stream(torch.cuda.Stream(device)):  # another one is current meanwhile
-            in_order(stream)
-    gc.collect()  # what wraps a stream does not end it
-"""
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("device", [0, 1])
-def test_a_launch_takes_its_turn_on_its_stream(tmp_path: Path, sources: Path, device: int) -> None:
-    if device >= torch.cuda.device_count():
-        pytest.skip("needs two CUDA devices")
-    ran(tmp_path, STREAMS, str(sources), str(device))
-
-
-REFUSED = """
-import sys
-from pathlib import Path
-import torch
-from gdscache.errors import KernelUnavailableError
-from gdscache.kernels import jit
-
-for source, name in (("broken.cu", "fill"), ("probe.cu", "absent")):
-    try:
-        jit.build(source, {name: "Pi"}, torch.device("cuda", 0), sources=Path(sys.argv[1]))
-    except KernelUnavailableError as error:
-        print(error.message)
-"""
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("gpu")
-def test_what_cannot_be_built_says_why(tmp_path: Path, sources: Path) -> None:
-    (sources / "broken.cu").write_bytes(PROBE.replace(b"VALUE;", b"VALUE"))
-    broken, absent = ran(tmp_path, REFUSED, str(sources)).splitlines()
-    assert broken.startswith("cannot build broken.cu: ")
-    assert 'error: expected a ";"' in broken
-    assert absent.startswith("cannot build probe.cu: ")
-    assert "CUDA_ERROR_NOT_FOUND" in absent

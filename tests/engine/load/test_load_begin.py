@@ -21,6 +21,7 @@ from gdscache.storage.base import Op
 from tests.support import fake_gpu
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import MHA, SMALL, WAIT, Host, OpenHost, drop_from, prompt, settle, until
+from tests.support.pages import lose
 
 EVEN = MHA | {"layers": 6, "head_dim": 72}
 FAULTY = "tests.support.faulty:FaultyTransport"
@@ -97,29 +98,6 @@ def test_the_first_reads_are_under_way_when_load_returns(open_host: OpenHost, mo
     settle(host.engine)
 
 
-def test_a_load_that_breaks_off_while_it_begins_leaves_nothing(
-    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    host = open_host(model=EVEN, cpu=16)
-    tokens = stored(host, 1)
-    broken = True
-
-    def fail() -> None:
-        if broken:
-            raise InjectedError
-
-    begins(host, monkeypatch, fail)
-    hit = host.engine.lookup(tokens)
-    blocks = host.take(PAGES)
-    with pytest.raises(InjectedError):
-        host.engine.load(hit, blocks)
-    assert host.engine.stats()["leases"] == []
-    host.give(blocks)
-    broken = False
-    assert host.load(tokens).pages == (PageStatus.LOADED,) * PAGES
-    settle(host.engine)
-
-
 def test_reads_that_were_begun_when_the_call_breaks_off_have_ended(
     open_host: OpenHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,23 +171,17 @@ def between(host: Host, monkeypatch: pytest.MonkeyPatch, do: Callable[[LoadPlan]
 
 
 @pytest.mark.parametrize(
-    ("pages", "page_bytes", "part"), [(32, 8 << 20, None), (33, 8 << 20, 16), (512, 1 << 18, None), (513, 1 << 18, 256)]
+    ("page_bytes", "largest", "part", "following"),
+    [(8 << 20, 32, 16, 128), (4 << 20, 32, 16, 64), (1 << 20, 128, 64, 128), (1 << 18, 512, 256, 512)],
 )
-def test_which_loads_are_planned_in_parts(
-    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, pages: int, page_bytes: int, part: int | None
+def test_loads_are_planned_in_parts_from_two_first_parts_on(
+    page_bytes: int, largest: int, part: int, following: int
 ) -> None:
-    large = open_host(model=EVEN, cpu=4).engine.loader
-    monkeypatch.setattr(large, "layout", SimpleNamespace(page_bytes=page_bytes))
-    assert large._first_part(pages) == part
-
-
-@pytest.mark.parametrize(("page_bytes", "following"), [(8 << 20, 128), (4 << 20, 64), (1 << 20, 32), (1 << 18, 32)])
-def test_parts_of_large_pages_grow_faster(
-    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, page_bytes: int, following: int
-) -> None:
-    loads = open_host(model=EVEN, cpu=4).engine.loader
-    monkeypatch.setattr(loads, "layout", SimpleNamespace(page_bytes=page_bytes))
-    assert loads._next_part(16) == following
+    """Parts of large pages grow faster."""
+    loads: Any = SimpleNamespace(layout=SimpleNamespace(page_bytes=page_bytes))
+    assert loader.Loader._first_part(loads, largest) is None
+    assert loader.Loader._first_part(loads, largest + 1) == part
+    assert loader.Loader._next_part(loads, part) == following
 
 
 @pytest.mark.usefixtures("_parts")
@@ -276,14 +248,7 @@ def test_a_tail_that_is_read_has_the_groups_of_reads(open_host: OpenHost, monkey
 def test_a_page_that_goes_between_parts_ends_the_load(open_host: OpenHost, monkeypatch: pytest.MonkeyPatch) -> None:
     host = open_host(model=EVEN, cpu=16)
     tokens = stored(host, 1)
-    gone = host.engine.pages(tokens)[2]
-
-    def drop(_: LoadPlan) -> None:
-        for tier in host.engine.manager.tiers.values():
-            if (entry := tier.index.get(gone.key)) is not None:
-                tier.index.drop(entry)
-
-    between(host, monkeypatch, drop)
+    between(host, monkeypatch, lambda _: lose(host.engine, tokens, [2]))
     load, blocks, _ = host.begin(tokens)
     assert load.tokens == 2 * 4
     assert load.result(WAIT).pages == (PageStatus.LOADED,) * 2
@@ -293,7 +258,7 @@ def test_a_page_that_goes_between_parts_ends_the_load(open_host: OpenHost, monke
 
 @pytest.mark.usefixtures("_parts")
 @pytest.mark.parametrize("read", [False, True], ids=["copied", "read"])
-@pytest.mark.parametrize("where", ["the plan", "the move"])
+@pytest.mark.parametrize("where", ["the begin", "the plan", "the move"])
 def test_a_part_that_breaks_off_leaves_nothing(
     open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, read: bool, where: str
 ) -> None:
@@ -312,7 +277,9 @@ def test_a_part_that_breaks_off_leaves_nothing(
 
     hit, blocks = host.engine.lookup(tokens), host.take(PAGES)
     with monkeypatch.context() as patch:
-        if where == "the plan":
+        if where == "the begin":
+            begins(host, patch, fail)
+        elif where == "the plan":
             between(host, patch, fail)
         else:
             patch.setattr(host.engine._parts.executor.moves, "extend", fail_once)

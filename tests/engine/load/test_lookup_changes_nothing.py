@@ -5,7 +5,6 @@ At the public face: configurations, lookups, what the transport was asked for, `
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 from gdscache.storage.base import Op
 from tests.support.faulty import PLAN
 from tests.support.helpers import WAIT, Host, OpenHost, make_config, prompt, quiet, settle
+from tests.support.pairs import pairs
 
 POLICIES = ("write_through", "write_through_selective", "write_back", "never")
 ADMISSIONS = ("all", "second_offer", "tinylfu")
@@ -60,8 +60,7 @@ def state(host: Host) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("policy", "admission"), list(itertools.product(POLICIES, ADMISSIONS)))
-@pytest.mark.parametrize("ssd", [4, 12])  # pages: full, and with room
+@pytest.mark.parametrize(("policy", "admission", "ssd"), pairs(POLICIES, ADMISSIONS, [4, 12]))  # pages: full, with room
 def test_a_lookup_starts_no_write_and_takes_no_lease(
     open_host: OpenHost, policy: str, admission: str, ssd: int
 ) -> None:

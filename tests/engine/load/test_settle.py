@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gdscache import PageStatus
-from gdscache.errors import DeadlineError, DeviceError
+from gdscache.errors import DeadlineError
 from gdscache.load.handle import Gap
 from gdscache.storage.base import Op
 from tests.support import fake_gpu
@@ -108,11 +108,7 @@ def test_fewer_pages_than_the_hit_had_are_no_gap(open_host: OpenHost) -> None:
     tokens = prompt(1, 4)
     stored(host, tokens)
     hit = host.engine.lookup(tokens)
-    with host.engine.manager.lock:
-        index = host.engine.manager.tiers["ssd"].index
-        entry = index.get(hit.pages[2].key)
-        assert entry is not None
-        index.drop(entry)
+    lose(host.engine, tokens, [2], "ssd")
     load = host.engine.load(hit, host.take(4))
     assert load.tokens == 8
     assert load.gaps() == []
@@ -165,21 +161,6 @@ def test_what_recompute_raises_comes_through(open_host: OpenHost) -> None:
     with pytest.raises(ArithmeticError, match="injected"):
         load.settle(recompute)
     assert gaps == [Gap(0, 0, 8)]
-    settle(host.engine)
-
-
-def test_a_load_that_broke_off_is_no_verdict(open_host: OpenHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_gpu.use(monkeypatch)
-    host = open_host()
-    tokens = prompt(1, 3)
-    stored(host, tokens)
-    gaps: list[Gap] = []
-    with fake_gpu.failing("cuLaunchKernel"):
-        load, blocks, _ = host.begin(tokens)
-        with pytest.raises(DeviceError, match="FAKE_ERROR"):
-            load.settle(gaps.append)
-    assert gaps == []
-    host.give(blocks)
     settle(host.engine)
 
 

@@ -136,12 +136,13 @@ def test_pages_of_the_ssd_and_of_the_pool_are_one_prefix(open_host: OpenHost, ma
 def test_a_prefetch_with_pins_holds_what_came(open_host: OpenHost, host: Host, master: str, pool: FakePool) -> None:
     tokens = stored(host)
     other = shared(open_host, master)
-    pool.gate.clear()
+    pool.answers.clear()
     found = other.engine.prefetch(tokens, pin=60.0)
-    assert found.verified == 0
+    assert (found.asking, found.verified) == (True, 0)
     assert not found.hit().pages
-    pool.gate.set()
-    found.result(WAIT)
+    time.sleep(0.2)
+    pool.answers.set()
+    assert found.result(WAIT).seconds >= 0.2, "they count from the call"
     assert found.verified == PAGES * 4
     hit = found.hit()
     blocks = other.take(PAGES)

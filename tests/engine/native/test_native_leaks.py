@@ -23,15 +23,14 @@ from gdscache.moves import PLANES, Move, Priority, Way
 from tests.support.executor_machine import Heard
 from tests.support.helpers import WAIT, Host, drop_from, make_config, prompt, settle, until
 from tests.support.hooks import hooks
-from tests.support.native_parts import has_ring, open_files
+from tests.support.native_parts import HANG, LATE, has_ring, open_files
 from tests.support.pairs import pairs
 from tests.support.processes import Child
 from tests.support.small_executor import EXTENT, PAGES, Small, a_load
 
-WARM = 50  # executors, after which the memory of the process has its size
+WARM = 20  # executors, after which the memory of the process has its size
 GROWTH_KIB = 8 << 10  # tables of the interpreter double once in some thousands of executors
 HEAP_KIB = 1 << 10  # some 100 bytes of each of the 10,000 would be more
-LATE, HANG = 5, 6  # of csrc/host/tests/faulty_disk.h
 RING = pytest.mark.skipif(not has_ring(), reason="io_uring is not allowed here")
 DISKS = [pytest.param(False, id="threads"), pytest.param(True, id="uring", marks=RING)]
 
@@ -91,7 +90,7 @@ def come_and_go(pipe: Connection, path: Path, uring: bool, times: int) -> None:
 
 
 @pytest.mark.parametrize("uring", DISKS)
-@pytest.mark.parametrize("times", [25, pytest.param(10_000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("times", [20, pytest.param(10_000, marks=pytest.mark.soak)])
 def test_executors_that_come_and_go_leave_nothing(path: Path, uring: bool, times: int) -> None:
     with Child(come_and_go, path, uring, times) as child:
         assert child.receive(3600) == "nothing is left"

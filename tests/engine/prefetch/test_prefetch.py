@@ -28,7 +28,6 @@ from tests.support.helpers import (
     kept,
     make_config,
     prompt,
-    ran,
     run,
     settle,
     stored,
@@ -36,6 +35,7 @@ from tests.support.helpers import (
     tokens_of,
     until,
 )
+from tests.support.pages import lose
 from tests.support.slow_prefetch import EXTENT, FAULTY, PAGEWISE, slow_host, stocked
 
 # -- an engine whose disk is slow --------------------------------------------------------------------------------------
@@ -145,36 +145,12 @@ def test_what_is_there_already_is_not_read(open_host: OpenHost) -> None:
     assert len(PLAN.moved[Op.READ]) - before == 4
 
 
-def test_it_starts_where_it_is_told_to(open_host: OpenHost) -> None:
-    host, tokens = stocked(open_host, 6)
-    assert ended(host.engine.prefetch(tokens, start=12)) == (3, "complete")
-    assert host.engine.lookup(tokens).tiers == ("ssd",) * 3 + ("cpu",) * 3
-
-
-def test_pages_of_the_gpu_pool_are_not_read(open_engine: OpenEngine) -> None:
-    engine, tokens = ran(open_engine, 5, gpu=16, transport=FAULTY, cpu=8, ssd=12)
-    drop_from(engine, "cpu")
-    prefetch = engine.prefetch(tokens)
-    assert ended(prefetch) == (5, "complete")
-    assert PLAN.moved[Op.READ] == []
-    drop_from(engine, "gpu")
-    with engine.prefetch(tokens) as prefetch:
-        assert ended(prefetch) == (5, "complete")
-    assert len(PLAN.moved[Op.READ]) == 5
-    assert run(engine, tokens) == 20
-    assert len(PLAN.moved[Op.READ]) == 5, "what was prefetched is read again"
-
-
 def test_a_page_of_the_gpu_pool_between_others_is_not_read(open_engine: OpenEngine) -> None:
     engine = open_engine(gpu=16, transport=FAULTY, cpu=8, ssd=12)
     tokens = prompt(1, 5)
     run(engine, tokens)
     drop_from(engine, "cpu")
-    with engine.manager.lock:
-        for number in (1, 3):
-            entry = engine.gpu.index.get(engine.pages(tokens)[number].key)
-            assert entry is not None
-            engine.gpu.index.drop(entry)
+    lose(engine, tokens, (1, 3), "gpu")
     report = engine.prefetch(tokens).result(WAIT)
     assert (report.tokens, report.pages) == (20, {"present": 3, "loaded": 2})
     assert len(PLAN.moved[Op.READ]) == 2
@@ -332,12 +308,15 @@ def test_wait_takes_what_is_there_by_then_and_stops(open_host: OpenHost, seconds
     assert prefetch.wait() == 12
 
 
-def test_wait_without_a_limit_waits_for_the_end(open_host: OpenHost) -> None:
+@pytest.mark.parametrize("seconds", [None, WAIT])
+def test_wait_takes_as_long_as_the_pages_take(open_host: OpenHost, seconds: float | None) -> None:
     host, tokens = stocked(open_host, 6)
+    begun = time.monotonic()
     with PLAN.rule(Op.READ, Fault.DELAY, seconds=0.02):
         prefetch = host.engine.prefetch(tokens)
-        assert prefetch.wait(None) == 24
+        assert prefetch.wait(seconds) == 24
     assert prefetch.done()
+    assert time.monotonic() - begun < WAIT / 2
     assert ended(prefetch) == (6, "complete")
 
 
@@ -353,13 +332,6 @@ def test_wait_without_a_limit_gives_up_after_the_deadline(open_host: OpenHost) -
         assert there < 80
         assert ended(prefetch)[1] == "deadline"
     assert host.load(tokens).tokens == 4
-
-
-def test_wait_waits_no_longer_than_the_pages_take(open_host: OpenHost) -> None:
-    host, tokens = stocked(open_host, 2)
-    begun = time.monotonic()
-    assert host.engine.prefetch(tokens).wait(WAIT) == 8
-    assert time.monotonic() - begun < WAIT / 2
 
 
 @pytest.mark.parametrize("seconds", [1e10, float("nan"), "1", True])
@@ -504,32 +476,19 @@ def test_pages_that_leave_the_ssd_meanwhile_end_it(open_host: OpenHost) -> None:
     assert prefetch.result(0).pages == {"loaded": 2, "left": 3}
 
 
-def test_something_unforeseen_costs_the_chunk_and_nothing_else(
-    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("where", ["chunk", "turn"])
+def test_something_unforeseen_ends_it_and_the_next_call_begins_anew(
+    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
 ) -> None:
     host, tokens = stocked(open_host, 4)
-
-    def broken(plan: object) -> None:
-        raise ZeroDivisionError("a bug")
-
+    loader = host.engine.loader
     with monkeypatch.context() as patch:
-        patch.setattr(host.engine.loader, "bring", broken)
-        assert ended(host.engine.prefetch(tokens)) == (0, "error")
-    assert [r.exc_info[0] for r in caplog.records if r.exc_info and r.levelno == logging.ERROR] == [ZeroDivisionError]
-    nothing_held(host.engine)
-    assert len(host.engine.manager.cpu.index) == 0  # type: ignore[union-attr]
-    assert ended(host.engine.prefetch(tokens)) == (4, "complete")
-
-
-def test_a_broken_turn_ends_all_and_the_next_call_begins_anew(
-    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    host, tokens = stocked(open_host, 4)
-    with monkeypatch.context() as patch:
-        patch.setattr(host.engine.loader.planner, "plan_prefetch", lambda *args, **options: 1 // 0)
+        broken = (loader, "bring") if where == "chunk" else (loader.planner, "plan_prefetch")
+        patch.setattr(*broken, lambda *args, **options: 1 // 0)
         assert ended(host.engine.prefetch(tokens)) == (0, "error")
         until(lambda: "ZeroDivisionError" in caplog.text, "the log says what it ended with")
     nothing_held(host.engine)
+    assert len(host.engine.manager.cpu.index) == 0
     assert ended(host.engine.prefetch(tokens)) == (4, "complete")
 
 

@@ -7,7 +7,6 @@ import dataclasses
 import math
 import random
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -46,8 +45,10 @@ from tests.support.helpers import (
     read_page,
     settle,
     stored,
+    together,
     until,
 )
+from tests.support.pages import lose
 from tests.support.slow_prefetch import FAULTY, PAGEWISE, slow_host, stocked
 
 
@@ -132,9 +133,7 @@ def test_pages_found_in_memory_are_held_at_once(open_host: OpenHost) -> None:
     """Behind a gap, too: they stay until the gap is filled."""
     host, tokens = stocked(open_host, 6)
     host.load(tokens)
-    with host.engine.manager.lock:
-        index = host.engine.manager.landing.index
-        index.drop(index.get(host.engine.pages(tokens)[2].key))  # type: ignore[arg-type]
+    lose(host.engine, tokens, [2], "cpu")
     with PLAN.rule(Op.READ, Fault.HANG) as only:
         prefetch = host.engine.prefetch(tokens, pin=60.0)
         assert prefetch.verified == 8
@@ -279,10 +278,7 @@ def test_the_quota_of_other_prefetches_is_not_asked(open_host: OpenHost) -> None
 def test_a_bad_page_ends_it_and_what_lies_behind_is_given_up(open_host: OpenHost) -> None:
     host, tokens = stocked(open_host, 6)
     host.load(tokens)
-    with host.engine.manager.lock:
-        index = host.engine.manager.landing.index
-        for page in (1, 2):
-            index.drop(index.get(host.engine.pages(tokens)[page].key))  # type: ignore[arg-type]
+    lose(host.engine, tokens, (1, 2), "cpu")
     with PLAN.rule(Op.READ, Fault.FLIP, skip=1):
         prefetch = host.engine.prefetch(tokens, pin=60.0)
         report = prefetch.result(WAIT)
@@ -343,9 +339,7 @@ def test_it_takes_a_page_of_memory_alone(open_host: OpenHost) -> None:
     prefetch.result(WAIT)
     hit = prefetch.hit()
     prefetch.release()
-    with host.engine.manager.lock:
-        index = host.engine.manager.landing.index
-        index.drop(index.get(host.engine.pages(tokens)[3].key))  # type: ignore[arg-type]
+    lose(host.engine, tokens, [3], "cpu")
     before = len(PLAN.moved[Op.READ])
     assert load(host, hit) == 12
     assert len(PLAN.moved[Op.READ]) == before
@@ -373,31 +367,12 @@ def test_a_page_that_was_invalidated_is_not_loaded(open_host: OpenHost, how: str
     settle(host.engine)
 
 
-def test_what_is_released_at_once_is_loaded_to_its_end(open_host: OpenHost) -> None:
-    host, tokens = stocked(open_host, 8)
-    for _ in range(20):
-        prefetch = host.engine.prefetch(tokens, pin=60.0)
-        prefetch.result(WAIT)
-        hit = prefetch.hit()
-        blocks = host.take(8)
-        begun = host.engine.load(hit, blocks)
-        prefetch.release()
-        press(host)
-        host.engine.clear() if random.random() < 0.1 else None
-        assert begun.tokens == 32
-        host.finish(begun, blocks, [page.key for page in hit.pages])
-        if not host.engine.lookup(tokens).tokens:
-            host.keep(tokens)
-
-
 def test_many_requests_are_one_load(open_host: OpenHost) -> None:
     host = slow_host(open_host)
     one, two = stored(host, 1, 4), stored(host, 2, 3)
     with host.engine.prefetch(one, pin=60.0) as a, host.engine.prefetch(two, pin=60.0) as b:
         a.result(WAIT), b.result(WAIT)
-        with host.engine.manager.lock:
-            index = host.engine.manager.landing.index
-            index.drop(index.get(host.engine.pages(two)[1].key))  # type: ignore[arg-type]
+        lose(host.engine, two, [1], "cpu")
         hits = [a.hit(start=8), a.hit(), b.hit()]
         assert [hit.tokens for hit in hits] == [8, 16, 4]
         blocks = [host.take(len(hit.pages)) for hit in hits]
@@ -803,47 +778,37 @@ def test_many_threads_load_what_they_hold(open_host: OpenHost, model: dict[str, 
     for tokens in prompts:
         host.store(tokens)
     quiet(host.engine)
-    over, failures = time.monotonic() + seconds, list[BaseException]()
-    loads = [0]
+    over, loads = time.monotonic() + seconds, Counter[int]()
     slots = [host.take(8) for _ in range(6)]
 
     def work(number: int) -> None:
         rng = random.Random(number)
-        try:
-            while time.monotonic() < over:
-                with host.engine.prefetch(rng.choice(prompts), pin=rng.choice([0.01, 60.0])) as prefetch:
-                    if rng.random() < 0.8:
-                        prefetch.result(WAIT)
-                    hit = prefetch.hit()
-                    if not hit.tokens:
-                        continue
-                    begun = host.engine.load(hit, slots[number][: len(hit.pages)])
-                    if rng.random() < 0.5:
-                        prefetch.release()
-                    report = begun.result(WAIT)
-                    assert report.tokens == begun.tokens
-                    for page, block in zip(hit.pages[: report.tokens // 4], slots[number], strict=False):
-                        assert np.array_equal(read_page(host.planes, host.layout, [block]), host.data(page.key))
-                    loads[0] += 1
-        except BaseException as error:
-            failures.append(error)
-            raise
+        while time.monotonic() < over:
+            if number == len(slots):
+                time.sleep(0.01)
+                press(host)
+                if rng.random() < 0.05:
+                    host.engine.clear()
+                if rng.random() < 0.3:
+                    host.store(rng.choice(prompts))
+                continue
+            with host.engine.prefetch(rng.choice(prompts), pin=rng.choice([0.01, 60.0])) as prefetch:
+                if rng.random() < 0.8:
+                    prefetch.result(WAIT)
+                hit = prefetch.hit()
+                if not hit.tokens:
+                    continue
+                begun = host.engine.load(hit, slots[number][: len(hit.pages)])
+                if rng.random() < 0.5:
+                    prefetch.release()
+                report = begun.result(WAIT)
+                assert report.tokens == begun.tokens
+                for page, block in zip(hit.pages[: report.tokens // 4], slots[number], strict=False):
+                    assert np.array_equal(read_page(host.planes, host.layout, [block]), host.data(page.key))
+                loads[number] += 1
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    rng = random.Random(99)
-    while time.monotonic() < over:
-        time.sleep(0.01)
-        press(host)
-        if rng.random() < 0.05:
-            host.engine.clear()
-        if rng.random() < 0.3:
-            host.store(rng.choice(prompts))
-    for thread in threads:
-        thread.join()
-    assert not failures
-    assert loads[0]
+    together(work, len(slots) + 1)
+    assert loads.total()
     for blocks in slots:
         host.give(blocks)
     settle(host.engine)

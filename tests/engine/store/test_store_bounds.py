@@ -324,18 +324,6 @@ def test_pages_are_found_in_the_cpu_tier_while_the_ssd_stalls(
     settle(host.engine)
 
 
-def test_the_gatherer_does_not_wait_for_a_bounce_slot_while_the_ssd_is_behind(policy_host: OpenHost) -> None:
-    host = policy_host("write_through", cpu=3, ssd=24, bounce=2)
-    with PLAN.rule(Op.WRITE, Fault.HANG):
-        host.store(prompt(1, 3))
-        until(lambda: in_cpu(host) == 3, "the CPU tier is full of pages on their way")
-        handle = host.store(prompt(2, 2))  # one of them in the bounce slot
-        until(lambda: host.engine.stats().get("dropped") == {"queue_full": 1}, "the other is dropped", 5)
-    report = handle.result(WAIT)
-    assert (report.tiers, report.dropped) == ((("ssd",), ()), {1: "queue_full"})
-    settle(host.engine)
-
-
 def test_the_next_store_offers_what_was_refused(policy_host: OpenHost) -> None:
     host = policy_host("write_through", cpu=8, ssd=24, queue=3)
     with PLAN.rule(Op.WRITE, Fault.HANG):

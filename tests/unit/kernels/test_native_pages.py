@@ -1,4 +1,5 @@
-"""Gather and scatter of the native library against numpy's, and its checksums against `xxhash`."""
+"""Pools and extents as Python hands them to the native library, and its checksums against `xxhash`. How it gathers and
+scatters: csrc/host/tests/test_pages.cc, and test_strided_planes of test_attached.py."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gdscache.arrays import address, integers
@@ -17,85 +18,6 @@ from gdscache.native import layer_sums
 from gdscache.pages.checksum import layer_checksums
 from gdscache.pages.layout import PageLayout, Plane
 from gdscache.pages.planes import PagedPlanes
-from tests.support import reference_pages as reference
-from tests.support.hooks import hooks
-
-DTYPES = ("uint8", "float16", "float32")
-
-
-@st.composite
-def pools(draw: st.DrawFn) -> tuple[PagedPlanes, np.random.Generator]:
-    """Planes with any widths and strides, filled at random."""
-    block_tokens = draw(st.sampled_from([1, 2, 3, 16]))
-    page_blocks = draw(st.integers(1, 5))
-    blocks = page_blocks * draw(st.integers(1, 4)) + draw(st.integers(0, 2))
-    widths = st.one_of(st.integers(1, 40), st.sampled_from([64, 128, 512, 1200, 5000]))
-    layers = draw(
-        st.lists(st.lists(st.tuples(widths, st.sampled_from(DTYPES)), min_size=1, max_size=3), min_size=1, max_size=4)
-    )
-    rng = np.random.default_rng(draw(st.integers(0, 1 << 30)))
-    planes = tuple(tuple(Plane(f"p{n}", (w,), d) for n, (w, d) in enumerate(layer)) for layer in layers)
-    layout = PageLayout(planes, block_tokens * page_blocks)
-    tensors = []
-    for layer in planes:
-        row = []
-        for plane in layer:
-            width, extra = plane.shape[0], draw(st.sampled_from([0, 0, 1, 7]))
-            swapped = draw(st.booleans())
-            shape = (block_tokens, blocks) if swapped else (blocks, block_tokens)
-            size = (*shape, width + extra)
-            items = int(np.prod(size)) * plane.row_bytes // width
-            whole = torch.from_numpy(rng.integers(0, 255, items, np.uint8)).view(getattr(torch, plane.dtype)).view(size)
-            tensor = whole[..., extra:]
-            row.append(tensor.transpose(0, 1) if swapped else tensor)
-        tensors.append(row)
-    return PagedPlanes(layout, tensors), rng
-
-
-def raw(planes: PagedPlanes) -> list[bytes]:
-    return [t.contiguous().view(torch.uint8).numpy().tobytes() for layer in planes.tensors for t in layer]
-
-
-@settings(max_examples=60)
-@given(pools(), st.data(), st.booleans())
-def test_moves_like_the_reference(
-    made: tuple[PagedPlanes, np.random.Generator], data: st.DataObject, streamed: bool
-) -> None:
-    planes, rng = made
-    layout, pages = planes.layout, planes.blocks // planes.blocks_per_page
-    first = data.draw(st.integers(0, layout.n_layers - 1))
-    layers = range(first, data.draw(st.integers(first + 1, layout.n_layers)))
-    start, stop = layout.layer_bounds[first][0], layout.layer_bounds[layers.stop - 1][1]
-    order = rng.permutation(planes.blocks) if data.draw(st.booleans()) else np.arange(planes.blocks)
-    blocks = order[: pages * planes.blocks_per_page].reshape(pages, -1)
-    shift = data.draw(st.sampled_from([0, 0, 1, 33]))
-    memory = np.full((pages, layout.extent_bytes + 64), 0xA5, np.uint8)
-    extents = memory[:, shift : shift + layout.extent_bytes]
-    expected = np.full((pages, layout.extent_bytes), 0xA5, np.uint8)
-    rows = torch.arange(pages)
-    reference.gather(planes, torch.from_numpy(blocks), torch.from_numpy(expected), rows, layers)
-
-    pool = NativePlanes(planes)
-    parts = np.array([address(memory) + n * memory.shape[1] + shift + start for n in range(pages)], np.uint64)
-    sums = hooks.gather(pool, blocks, parts, layers, streamed)
-    assert np.array_equal(extents, expected)
-    bounds = layout.layer_bounds[first : layers.stop]
-    wanted = [layer_checksums(memoryview(row), bounds) for row in expected]
-    assert np.array_equal(sums, wanted)
-
-    fresh = rng.integers(0, 255, (pages, stop - start), np.uint8)
-    extents[:, start:stop] = expected[:, start:stop] = fresh
-    before = [[t.clone() for t in layer] for layer in planes.tensors]
-    sums = hooks.scatter(pool, blocks, parts, layers, streamed)
-    assert np.array_equal(sums, [layer_checksums(memoryview(row), bounds) for row in expected])
-    ours = raw(planes)
-    for mine, old in zip(planes.tensors, before, strict=True):
-        for tensor, saved in zip(mine, old, strict=True):
-            tensor.copy_(saved)
-    reference.scatter(planes, torch.from_numpy(blocks), torch.from_numpy(expected), rows, layers)
-    assert ours == raw(planes)
-    assert (memory[:, :shift] == 0xA5).all()
-    pool.close()
 
 
 def small() -> PagedPlanes:

@@ -20,7 +20,6 @@ from gdscache.kvcacheio import (
 )
 from tests.support.helpers import SENTINEL
 
-COUNTS = [1, 63, 64, 65, 67, 128, 129]
 Positions = npt.NDArray[np.int64]
 Tensors = Sequence[torch.Tensor]
 
@@ -203,17 +202,6 @@ def test_page_first_buffers(device: str, geometry: Geometry) -> None:
             check_write(geometry, layers, buffers, tokens, slots)
             layers, buffers = layers_of(geometry, where[1], None, dtype), buffers_of(geometry, where[0], 9, dtype)
             check_read(geometry, buffers, layers, slots, tokens)
-
-
-@pytest.mark.parametrize("page", [1, 16])
-@pytest.mark.parametrize("count", COUNTS)
-def test_any_number_of_pages(device: str, count: int, page: int) -> None:
-    geometry: Geometry = (1, 2, 130, page, (24,))
-    rng = np.random.default_rng(count)
-    tokens, slots = (pages_of(rng.permutation(130)[:count], page) for _ in range(2))
-    where = places(device)[-1]
-    check_write(geometry, layers_of(geometry, where[0], 1), buffers_of(geometry, where[1], None), tokens, slots)
-    check_read(geometry, buffers_of(geometry, where[1], 1), layers_of(geometry, where[0], None), slots, tokens)
 
 
 def test_pages_out_of_step_with_the_buffers(device: str) -> None:

@@ -38,21 +38,14 @@ from gdscache.pages.planes import PagedPlanes
 from gdscache.tiers.cpu import Bounce
 from gdscache.tiers.manager import TierManager
 from tests.support.helpers import MHA, SEED, layout_of, read_page, write_page
-from tests.support.stepped import Order, SteppedExecutor, every_order, random_orders
+from tests.support.stepped import Order, SteppedExecutor, every_order, prompt, random_orders
 from tests.support.stepped_machine import Choice, SteppedMachine
 from tests.support.window import Window
 
-SPACE = b"n" * 32
 LAYOUT = layout_of(MHA | {"layers": 2, "head_dim": 72})  # two groups of a layer each, with the sizes below
 SIZES = GroupSizes(least=4096, first=1)
 BLOCKS = 24
 CPU = torch.device("cpu")
-
-
-def prompt(seed: int, pages: int) -> list[Page]:
-    """Pages of a prompt; `seed` also says what comes behind the first page, which all prompts share."""
-    keys = [SPACE, *(bytes([page, 0 if page == 0 else seed]) * 16 for page in range(pages))]
-    return [Page(key, parent, SPACE) for parent, key in itertools.pairwise(keys)]
 
 
 @functools.cache
@@ -481,7 +474,7 @@ def test_some_orders(case: str) -> None:
 @pytest.mark.suite
 @pytest.mark.parametrize("case", CASES)
 def test_more_orders(case: str) -> None:
-    random_orders(functools.partial(Run, CASES[case]), 120, SEED + 60)
+    random_orders(functools.partial(Run, CASES[case]), 80, SEED + 60)
 
 
 @pytest.mark.soak

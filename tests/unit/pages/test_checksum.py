@@ -87,15 +87,6 @@ def test_padding_is_not_covered() -> None:
     assert bad(LAYOUT, data, sums) is None
 
 
-@given(st.binary(min_size=32, max_size=600), st.data())
-def test_any_other_bytes_of_the_same_length_differ(content: bytes, draw: st.DataObject) -> None:
-    other = draw.draw(st.binary(min_size=len(content), max_size=len(content)))
-    bounds = [(0, len(content) // 2), (len(content) // 2, len(content))]
-    sums = layer_checksums(memoryview(content), bounds)
-    first = next((i for i, (a, b) in enumerate(bounds) if content[a:b] != other[a:b]), None)
-    assert first_bad_layer(memoryview(other), bounds, sums) == first
-
-
 KEYS = st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES)
 
 

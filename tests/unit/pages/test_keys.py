@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -135,27 +133,6 @@ def test_a_namespace_is_canonical_json() -> None:
     assert namespace_digest({"a": 1}) != namespace_digest({"a": "1"})
 
 
-def test_keys_are_the_same_in_another_process() -> None:
-    code = (
-        "from gdscache.pages.keys import *; n = namespace_digest({'name': 'm'});"
-        "print(n.hex(), page_keys(n, as_tokens(list(range(8))), 4)[1].hex())"
-    )
-    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
-    assert out == [NAMESPACE.hex(), page_keys(NAMESPACE, as_tokens(list(range(8))), 4)[1].hex()]
-
-
-def test_namespaces_do_not_share_keys() -> None:
-    other = namespace_digest({"name": "n"})
-    tokens = as_tokens(list(range(8)))
-    assert not set(page_keys(NAMESPACE, tokens, 2)) & set(page_keys(other, tokens, 2))
-
-
-def test_a_partial_tail_has_no_key() -> None:
-    assert len(page_keys(NAMESPACE, as_tokens([1] * 7), 4)) == 1
-    assert page_keys(NAMESPACE, as_tokens([1] * 3), 4) == []
-    assert page_keys(NAMESPACE, as_tokens([]), 4) == []
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -173,8 +150,3 @@ def test_every_way_to_give_tokens_gives_the_same_keys(make: Callable[[list[int]]
     got = as_tokens(make(tokens))
     assert got.dtype == np.dtype("<u4")
     assert got.tolist() == tokens
-
-
-# -- every field of the model keeps bytes apart ----------------------------------------------------------------------
-
-# For each base, what changes the bytes of a page, or their meaning.

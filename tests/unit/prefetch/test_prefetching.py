@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
 from typing import ClassVar
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -299,54 +296,3 @@ TestQueueThatSweepsLittle = QueueThatSweepsLittle.TestCase
 TestQueue.settings = TestQueueThatSweepsLittle.settings = settings(
     max_examples=3 * settings.default.max_examples, stateful_step_count=50
 )
-
-
-def new_queue(clock: Callable[[], float], concurrent: int) -> tuple[PrefetchQueue, list[PrefetchRequest]]:
-    ended: list[PrefetchRequest] = []
-    held = PrefetchedPages(1 << 20, lambda key: 0)
-    return PrefetchQueue(4, concurrent, held, ended.append, clock), ended
-
-
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(1, 3), st.randoms())
-def test_nobody_waits_while_another_gets_two_chunks_more(sizes: list[int], concurrent: int, rng: random.Random) -> None:
-    now = 0.0
-    queue, ended = new_queue(lambda: now, concurrent=concurrent)
-    requests = [PrefetchRequest(pages) for pages in sizes]
-    left = dict(zip(requests, sizes, strict=True))
-    chunks = dict.fromkeys(requests, 0)
-    flying: list[PrefetchRequest] = []
-    for request in requests:
-        queue.add(request)
-    while len(ended) < len(requests):
-        if (turn := queue.next(demand=False)) is not None:
-            request, most = turn
-            left[request] -= most
-            chunks[request] += 1
-            request.left = left[request]
-            queue.begin(request, chunk=True)
-            flying.append(request)
-            waiting = [r for r in requests if left[r]]
-            assert chunks[request] <= min((chunks[r] for r in waiting), default=chunks[request]) + 1
-        else:
-            queue.land(flying.pop(rng.randrange(len(flying))), good=True)
-        now += 0.01
-    assert {r.end for r in ended} == {PrefetchEnd.COMPLETE}
-    assert [chunks[r] for r in requests] == [-(-pages // 4) for pages in sizes]
-
-
-def test_loads_without_end_leave_a_chunk_in_a_tenth_of_a_second() -> None:
-    now = 0.0
-    queue, _ = new_queue(lambda: now, concurrent=3)
-    request = PrefetchRequest(1000)
-    queue.add(request)
-    begun = []
-    for step in range(1, 1001):
-        now = step / 1000
-        if queue.next(demand=True) is not None:
-            queue.begin(request, chunk=True)
-            queue.land(request, good=True)
-            begun.append(now)
-            assert queue.wake() == pytest.approx(DEMAND_PAUSE_S)
-    assert len(begun) == 9
-    assert all(b - a >= DEMAND_PAUSE_S - 1e-9 for a, b in zip([0.001, *begun], begun, strict=False))
-    assert queue.next(demand=False) is not None, "the loads are over"
