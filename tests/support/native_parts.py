@@ -12,6 +12,8 @@ from gdscache.arrays import address
 from gdscache.errors import NativeCallError
 from gdscache.native import move_pieces
 
+LATE, HANG = 5, 6  # of csrc/host/tests/faulty_disk.h
+
 
 def has_ring() -> bool:
     try:
