@@ -60,7 +60,7 @@ def pool_parts(config: Config) -> list[PoolPart]:
     pools = pools_of(groups)
     if not pools:
         return []
-    layouts = config.model.pool_layouts()
+    layouts = config.model.pool_layouts
     models = [
         _model(config, groups, pool, layout, alone=len(pools) == 1) for pool, layout in zip(pools, layouts, strict=True)
     ]
@@ -129,7 +129,7 @@ def window_every(config: Config) -> int:
     groups = config.model.layer_groups()
     if config.store.window_every is not None or not groups:
         return config.store.window_every or 0
-    return interval(groups, pools_of(groups), [layout.extent_bytes for layout in config.model.pool_layouts()])
+    return interval(groups, pools_of(groups), [layout.extent_bytes for layout in config.model.pool_layouts])
 
 
 def shared_sizes(config: Config) -> Iterator[tuple[tuple[str, ...], int]]:
