@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from gdscache.histograms import AGES, ERRORS, SECONDS, Buckets, Histogram
 from gdscache.moves import PageStatus, PrefetchEnd
-from gdscache.pages.layout import is_plain
+from gdscache.pages.layout import PLAIN, is_plain
 from gdscache.policies.admission import ADMISSIONS
 
 Kind = Literal["counter", "gauge", "histogram"]
@@ -157,8 +157,11 @@ def _given_up(name: str) -> Callable[[Stats], Values]:
 
 
 def _lost(stats: Stats) -> Values:
-    ssd = stats["tiers"].get("ssd")
-    return {} if ssd is None else _labelled({**dict.fromkeys(LOSSES, 0), **ssd.get("lost_at_recovery", {})})
+    ssds = [about for tier, about in stats["tiers"].items() if tier in ("ssd", f"ssd{PLAIN}")]
+    lost = Counter(dict.fromkeys(LOSSES, 0))
+    for about in ssds:
+        lost.update(about.get("lost_at_recovery", {}))
+    return _labelled(lost) if ssds else {}
 
 
 def _leased(stats: Stats) -> Values:
