@@ -43,7 +43,7 @@ def host(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Host]:
     opened.engine.close()
 
 
-def written(folder: Path, number: int, written: float, times: int = 1, **changes: Any) -> None:
+def written(folder: Path, number: int, written: float, times: int = 1, pid: int = 4711, **changes: Any) -> None:
     """A page that tells of everything, with `times` the counts."""
     counts = {name: 0 for name in status_page.COUNTS if name[1]}
     counts |= {("lookups", "requests"): 10 * times, ("lookups", "pages"): 100 * times, ("hits", "cpu"): 40 * times}
@@ -60,7 +60,7 @@ def written(folder: Path, number: int, written: float, times: int = 1, **changes
     } | changes  # fmt: skip
     folder.mkdir(exist_ok=True)
     figures = status_page.Figures(**told)
-    page = status_page.Status(4711, "host", "vllm serve", 1.7e9, written, number, 0, 0, figures)
+    page = status_page.Status(pid, "host", "vllm serve", 1.7e9, written, number, 0, 0, figures)
     (folder / "status").write_bytes(status_page.pack(page))
 
 
@@ -109,11 +109,7 @@ def test_rates_are_of_the_last_seconds_and_begin_anew_with_another_engine(tmp_pa
         found = one.look()
     assert found["rates"]["over_seconds"] == pytest.approx(5, abs=0.01)
     assert found["rates"]["lookups"] == pytest.approx(10 * (19 * 19 - 14 * 14) / 5, rel=0.01)
-    written(tmp_path, 1, now, 1)
-    page = bytearray((tmp_path / "status").read_bytes())
-    page[24:32] = (4712).to_bytes(8, "little")
-    page[8:16] = status_page.xxhash.xxh3_64_intdigest(bytes(page[16:])).to_bytes(8, "little")
-    (tmp_path / "status").write_bytes(page)
+    written(tmp_path, 1, now, pid=4712)
     assert (one.look()["pid"], one.look()["rates"]) == (4712, None)
 
 
@@ -208,8 +204,8 @@ def test_groups_of_a_running_engine_without_an_ssd(tmp_path: Path, pack: str) ->
     )
 
 
-@pytest.mark.parametrize("width", [38, 80, 100, 120, 200])
-@pytest.mark.parametrize("directories", [1, 2, 3, 5])
+@pytest.mark.parametrize("width", [38, 80, 120, 200])
+@pytest.mark.parametrize("directories", [1, 2, 5])
 def test_a_screen_has_everything_at_any_width(tmp_path: Path, width: int, directories: int) -> None:
     reports = two_looks([tmp_path / f"d{n}" for n in range(directories)])
     lines = top.screen(reports, width).plain.splitlines()

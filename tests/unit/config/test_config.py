@@ -250,6 +250,9 @@ def test_a_decimal_size_is_exact_but_for_the_last_byte(whole: int, thousandths: 
     assert size == (whole * 1000 + thousandths) * parse_size(f"1{unit}") // 1000
 
 
+A_SIZE = jsonschema.Draft202012Validator(SIZE_SCHEMA)
+
+
 @given(st.text(max_size=12) | st.from_regex(r"[0-9]{1,4}\.?[0-9]{0,2} ?[KMGTPkib]{0,3}B?", fullmatch=True))
 def test_schema_and_parser_agree_on_every_text(text: str) -> None:
     try:
@@ -258,7 +261,7 @@ def test_schema_and_parser_agree_on_every_text(text: str) -> None:
     except ValueError:
         accepted = False
     # A pattern's `$` also matches before a final newline in Python's `re`, unlike in ECMAScript, whose rules count.
-    assert accepted == (jsonschema.Draft202012Validator(SIZE_SCHEMA).is_valid(text) and not text.endswith("\n"))
+    assert accepted == (A_SIZE.is_valid(text) and not text.endswith("\n"))
 
 
 @given(st.integers(0, 1 << 62))
@@ -481,7 +484,7 @@ def test_data_that_is_no_mapping(data: Any) -> None:
         (b"load: !!python/object:os.system x\n", "c.yaml:1:7"),
         (b"? [a]\n: 1\n", "c.yaml:1:3"),
         (b"\xff\xfe\x00\xd8", "is not YAML"),
-        (b"[" * 5000, "is not YAML"),
+        (b"[" * 1500, "is not YAML"),
         (b"load: 2001-99-99\n", "is not YAML"),
         (b"<<: 1\n", "c.yaml:1"),
         (b"load: *nowhere\n", "c.yaml:1:7"),
@@ -736,7 +739,7 @@ def test_aliases_that_double_with_each_line_take_no_time(tmp_path: Path) -> None
         load_config(file, model=MHA)
 
 
-@pytest.mark.parametrize("name", ["x" * 1_000_000, "a\x1b[31mb\x07", "\u202e" * 10])
+@pytest.mark.parametrize("name", ["x" * 100_000, "a\x1b[31mb\x07", "\u202e" * 10])
 def test_messages_are_short_and_printable(name: str) -> None:
     with pytest.raises(errors.ConfigError) as raised:
         Config.from_dict({"model": {**MHA, name: 1}})
