@@ -27,7 +27,7 @@ from gdscache.sizes import GIB, MIB
 from gdscache.storage.files import Mount, find_mount, probe_direct_io
 from gdscache.storage.trial import run_child
 from tests.support.doctor_facts import PLAIN, WHOLE, answered
-from tests.support.helpers import WAIT
+from tests.support.helpers import WAIT, until
 from tests.support.native_parts import has_ring
 from tests.support.posix_transport import PosixTransport
 from tests.support.transport_parts import refuse_ring
@@ -406,23 +406,11 @@ with open(os.environ["PIDS"], "w") as file:
 while True:
     pass
 """
-MODULE = """
-import os
-from tests.support.posix_transport import PosixTransport
-
-class Dies(PosixTransport):
-    name = "dies"
-
-    def flush(self, file):
-        os.abort()
-"""
 
 
 @pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Transports that a child can import; the file for the pids of the one that hangs."""
-    (tmp_path / "broken_transports.py").write_text(MODULE)
-    monkeypatch.syspath_prepend(str(tmp_path))
+def pids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The file for the pids of a child that hangs."""
     monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
     yield tmp_path / "pids"
     for pid in (tmp_path / "pids").read_text().split() if (tmp_path / "pids").exists() else ():
@@ -438,7 +426,7 @@ def alive(pid: int) -> bool:
 
 
 def test_a_transport_that_hangs_is_killed_with_what_it_started(
-    module: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    pids: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(trial, "run_child", lambda code, arguments, seconds: run_child(HANGS, arguments, seconds))
     place = tmp_path / "ssd"
@@ -451,15 +439,13 @@ def test_a_transport_that_hangs_is_killed_with_what_it_started(
     assert "no answer within 3 s: killed" in found.cause
     assert found.hint
     assert list(place.iterdir()) == []
-    pids = [int(pid) for pid in module.read_text().split()]  # it had come so far
-    deadline = time.monotonic() + WAIT
-    while any(map(alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not any(map(alive, pids))
+    left = [int(pid) for pid in pids.read_text().split()]  # it had come so far
+    until(lambda: not any(map(alive, left)), "both are gone")
 
 
-def test_a_transport_that_dies_is_an_answer(module: Path, tmp_path: Path) -> None:
-    found = trial.try_transport(a_trial(tmp_path, "broken_transports:Dies"))
+def test_a_transport_that_dies_is_an_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(trial, "run_child", lambda code, *given: run_child("import os; os.abort()", *given))
+    found = trial.try_transport(a_trial(tmp_path))
     assert found.value is None
     assert "exit status -6" in found.cause
 
