@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from gdscache import load_config
-from gdscache.commands.config_init import Printed, Shipped
+from gdscache.commands.config_init import SHIPPED, Printed
 from gdscache.commands.doctor import engines
 from gdscache.commands.main import main
 from gdscache.config import Config
@@ -146,10 +146,10 @@ def test_sizes_follow_from_the_machine(
 
 def test_every_file_of_configs_is_shipped() -> None:
     assert {kind.value for kind in Printed} == {file.stem for file in (ROOT / "configs").iterdir()}
-    assert {kind.value for kind in Printed} - {kind.value for kind in Shipped} == {"alerts", "grafana"}
+    assert {kind.value for kind in Printed} - {*SHIPPED} == {"alerts", "grafana"}
 
 
-@pytest.mark.parametrize("name", [kind.value for kind in Shipped])
+@pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_file_is_written_and_printed_as_it_is(
     init: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], name: str
 ) -> None:
