@@ -214,16 +214,16 @@ class ModelConfig(ConfigSection):
         return self._packed(PageLayout(self._layers(), self.page_tokens), self.layer_groups())
 
     @cached_property
-    def pool_layouts(self) -> list[PageLayout]:
+    def pool_layouts(self) -> tuple[PageLayout, ...]:
         """The places of a page's bytes for each pool, in the order of `pools_of`; for all layers without groups."""
         if not (groups := self.layer_groups()):
-            return [self.layout()]
+            return (self.layout(),)
         layers, found = self._layers(), list[PageLayout]()
         for pool in pools_of(groups):
             own = tuple(layers[layer] for layer in pool.layers)
             layout = PageLayout(own, rows_of(groups, pool, self.page_tokens))
             found.append(self._packed(layout, [groups[g] for g in pool.groups]))
-        return found
+        return tuple(found)
 
     def __copy__(self) -> Self:
         """Of `model_copy`, which may change `pack`: the copy finds its layouts itself."""

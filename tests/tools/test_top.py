@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
@@ -153,8 +152,11 @@ def no_second_page(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_second_page")
 def test_trouble_is_said_and_is_the_exit_status(tmp_path: Path, gdscache: Gdscache, changes: dict[str, Any]) -> None:
     written(tmp_path, 1, time.time() + 60, **changes)
+    page = tmp_path / "status"
+    before = [page], page.stat().st_mtime_ns, page.read_bytes()
     status, said, _ = gdscache("top", tmp_path, "--once")
     assert status == 1
+    assert ([*tmp_path.iterdir()], page.stat().st_mtime_ns, page.read_bytes()) == before, "it changes nothing"
     assert changes["state"].replace("_", " ") in said
     assert ("3 requests are late" in said) == ("late_requests" in changes)
     assert ("lock is gone" in said) == ("stopped" in changes)
@@ -252,16 +254,3 @@ def test_on_a_terminal_frames_replace_each_other(tmp_path: Path) -> None:
     status, text = on_terminal(["-c", code], 80)
     assert status == 0
     assert text.count("running, page") >= 3
-
-
-@pytest.mark.usefixtures("no_second_page")
-def test_it_changes_nothing(tmp_path: Path, gdscache: Gdscache) -> None:
-    written(tmp_path, 1, time.time() + 60)
-
-    def state() -> list[tuple[str, int, bytes]]:
-        return [(path.name, path.stat().st_mtime_ns, path.read_bytes()) for path in sorted(tmp_path.iterdir())]
-
-    before = state()
-    with contextlib.chdir(tmp_path):
-        gdscache("top", ".", "--once", "--json")
-    assert state() == before

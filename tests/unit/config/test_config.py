@@ -278,11 +278,7 @@ def test_a_rounded_size_is_near(size: int) -> None:
     ("data", "key", "nearest"),
     [
         ({"cup": {}}, "`cup`", "`cpu`"),
-        ({"cpu": {"capcity": 1}}, "`cpu.capcity`", "`cpu.capacity`"),
-        ({"gpu": {"stagging": 1}}, "`gpu.stagging`", "`gpu.staging`"),
-        ({"ssd": {"path": "x", "thread": 1}}, "`ssd.thread`", "`ssd.threads`"),
         ({"load": {"dead_line": 3}}, "`load.dead_line`", "`deadline`"),
-        ({"model": MHA | {"kv_head": 2}}, "`model.kv_head`", "`model.kv_heads`"),
         (
             {"model": PLANES | {"planes": [{"name": "a", "shape": [1], "dtyp": "int8"}]}},
             "`model.planes[0].dtyp`",
@@ -484,7 +480,7 @@ def test_data_that_is_no_mapping(data: Any) -> None:
         (b"load: !!python/object:os.system x\n", "c.yaml:1:7"),
         (b"? [a]\n: 1\n", "c.yaml:1:3"),
         (b"\xff\xfe\x00\xd8", "is not YAML"),
-        (b"[" * 1500, "is not YAML"),
+        (b"[" * 700, "is not YAML"),
         (b"load: 2001-99-99\n", "is not YAML"),
         (b"<<: 1\n", "c.yaml:1"),
         (b"load: *nowhere\n", "c.yaml:1:7"),
