@@ -25,7 +25,7 @@ from gdscache.disk.slab import slab_name
 from gdscache.errors import DirectoryNotWritableError, StorageError, TransportUnavailableError
 from gdscache.sizes import GIB, MIB
 from gdscache.storage.files import Mount, find_mount, probe_direct_io
-from gdscache.storage.trial import run_child
+from gdscache.storage.trial import Ended, run_child
 from tests.support.doctor_facts import PLAIN, WHOLE, answered
 from tests.support.helpers import WAIT, until
 from tests.support.native_parts import has_ring
@@ -450,13 +450,19 @@ def test_a_transport_that_dies_is_an_answer(monkeypatch: pytest.MonkeyPatch, tmp
     assert "exit status -6" in found.cause
 
 
-def test_an_error_in_the_child_keeps_its_cause_and_its_hint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_in_the_child_keeps_its_cause_and_its_hint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_here(code: str, arguments: object, seconds: float) -> Ended:
+        exec(code)
+        return Ended(0, capsys.readouterr().out)
+
+    monkeypatch.setattr(trial, "run_child", run_here)
     found = trial.try_transport(a_trial(tmp_path, "broken.module:Class"))
     assert found.value is None
     assert "broken.module:Class" in found.cause
     assert found.hint.startswith("name a subclass")
-    trial.answer(**dataclasses.asdict(a_trial(tmp_path / "none")))
-    assert "No such file" in capsys.readouterr().out
+    assert "No such file" in trial.try_transport(a_trial(tmp_path / "none")).cause
 
 
 # --- rows --------------------------------------------------------------------------------------------------------
