@@ -191,7 +191,7 @@ def verify_directory(
 
 def describe(config: Config) -> dict[str, Any]:
     """A configuration's meaning as plain data: sizes in bytes, whole pages a tier, the namespace in hex."""
-    layout = max(config.model.pool_layouts(), key=lambda one: one.page_tokens)  # a page of states is one row
+    layout = max(config.model.pool_layouts, key=lambda one: one.page_tokens)  # a page of states is one row
     extent = layout.extent_bytes
     return {
         "model": config.model.name,
@@ -222,7 +222,7 @@ def _sizes(config: Config, layout: PageLayout) -> dict[str, tuple[int | None, in
     parts = [("", config, layout.extent_bytes)]
     if layout.packed:
         tiers["gpu"] = config.gpu.capacity, layout.plane_bytes
-    if layout.packed and len(config.model.pool_layouts()) == 1:
+    if layout.packed and len(config.model.pool_layouts) == 1:
         packed, plain = plain_parts(config)
         parts = [("", packed, layout.extent_bytes), (PLAIN, plain, plain.model.layout().extent_bytes)]
     for ending, part, size in parts:

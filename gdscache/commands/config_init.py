@@ -28,25 +28,11 @@ _LEAST = 256 * MIB
 _SAMPLE = {"name": "sample", "layers": 1, "kv_heads": 1, "head_dim": 64}  # for the check of written files
 
 
-class SupportedEngine(Enum):
-    """The engines with an integration."""
+ENGINES = ("vllm", "sglang", "sglang-hicache")  # the cache linker, and the storage below HiCache
+SHIPPED = ("default", "cpu_only", "three_tier_gds", "ssd_direct", "llama3_8b", "deepseek_v3_mla")
 
-    VLLM = "vllm"
-    SGLANG = "sglang"  # the cache linker
-    HICACHE = "sglang-hicache"  # the storage below HiCache
-
-
-class Shipped(Enum):
-    DEFAULT = "default"
-    CPU_ONLY = "cpu_only"
-    THREE_TIER_GDS = "three_tier_gds"
-    SSD_DIRECT = "ssd_direct"
-    LLAMA3_8B = "llama3_8b"
-    DEEPSEEK_V3_MLA = "deepseek_v3_mla"
-
-
-Start = Enum("Start", {kind.name: kind.value for kind in (*SupportedEngine, *Shipped)})  # type: ignore[misc]
-Printed = Enum("Printed", {**{kind.name: kind.value for kind in Shipped}, "ALERTS": "alerts", "GRAFANA": "grafana"})  # type: ignore[misc]
+Start = Enum("Start", {name: name for name in (*ENGINES, *SHIPPED)})  # type: ignore[misc]
+Printed = Enum("Printed", {name: name for name in (*SHIPPED, "alerts", "grafana")})  # type: ignore[misc]
 
 
 def shipped_text(name: str) -> str:
@@ -88,7 +74,7 @@ def init(
     chosen for this machine: a quarter of the available memory, and half of the free disk space. The file is checked
     before it is written. An existing file is replaced only with --force.
     """
-    if name.value in {kind.value for kind in Shipped}:
+    if name.value in SHIPPED:
         if given := [option for option, value in (("--cpu", cpu), ("--ssd", ssd), ("--dir", directory)) if value]:
             raise InvalidValueError(
                 f"{' and '.join(given)}: {name.value} has sizes and a path of its own",
@@ -102,19 +88,18 @@ def init(
                 f"{absolute}: written. Its first lines name its requirements. To check it: gdscache config check {file}"
             )
         return
-    engine = SupportedEngine(name.value)
     if directory is None:
-        directory = _DIRECTORY.format(engine=engine.value)
+        directory = _DIRECTORY.format(engine=name.value)
     if not directory.startswith(("/", "~", "$")):
         directory = str(Path.cwd() / directory)  # the engine's working directory may differ
-    written_for = WRITTEN_FOR[engine]
+    written_for = WRITTEN_FOR[name.value]
     if cpu is not None and not written_for.cpu:
         raise InvalidValueError("--cpu is given, but HiCache keeps pages in host memory itself", "leave --cpu out")
     sizes = choose(cpu, ssd, directory)
     absolute = _write(file, written_for.text(sizes, directory), force=force, model=_SAMPLE)
     command = written_for.command(absolute)
     if as_json:
-        said: dict[str, Any] = {"engine": engine.value, "file": absolute, "ssd_bytes": sizes.ssd}
+        said: dict[str, Any] = {"engine": name.value, "file": absolute, "ssd_bytes": sizes.ssd}
         said |= {"cpu_bytes": sizes.cpu} if written_for.cpu else {}
         said |= {written_for.option: json.loads(command[-1]), "command": command}
         typer.echo(json.dumps(said, indent=2))
@@ -265,9 +250,9 @@ def _hicache(file: str) -> list[str]:
 
 
 WRITTEN_FOR = {
-    SupportedEngine.VLLM: WrittenFor("vLLM", "--gpu-memory-utilization", "kv_transfer_config", _vllm, gate=True),
-    SupportedEngine.SGLANG: WrittenFor("SGLang", "--mem-fraction-static", "linker_config", _linker),
-    SupportedEngine.HICACHE: WrittenFor("SGLang", "--mem-fraction-static", "storage_config", _hicache, cpu=False),
+    "vllm": WrittenFor("vLLM", "--gpu-memory-utilization", "kv_transfer_config", _vllm, gate=True),
+    "sglang": WrittenFor("SGLang", "--mem-fraction-static", "linker_config", _linker),
+    "sglang-hicache": WrittenFor("SGLang", "--mem-fraction-static", "storage_config", _hicache, cpu=False),
 }
 
 

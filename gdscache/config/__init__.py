@@ -362,7 +362,7 @@ class Config(ConfigSection):
         has_tier = any(info.data.get(tier, True) for tier in ("cpu", "ssd", "tiers"))
         small: dict[tuple[int | str, ...], tuple[str, str]] = {}
         if model is not None and (has_tier or name not in ("host_buffer", "store")):
-            extent = sum(layout.extent_bytes for layout in model.pool_layouts())  # each pool holds a page
+            extent = sum(layout.extent_bytes for layout in model.pool_layouts)  # each pool holds a page
             for loc, size in _sizes(name, checked):
                 key = dotted((name, *loc))
                 pages, what = _PAGES.get(key, (1, "one page"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, Strict, WithJsonSchema, model_validator
@@ -136,7 +137,7 @@ class ModelConfig(ConfigSection):
             if problems:
                 raise rejected(GeometryError, {(): ("; ".join(problems), hint)})
         try:
-            layouts = self.pool_layouts()
+            layouts = self.pool_layouts
             extent = max(layout.extent_bytes for layout in layouts)
         except GeometryError as error:
             raise rejected(GeometryError, {(): (f"model: {error.message}", error.hint or self._hint)}) from None
@@ -212,14 +213,23 @@ class ModelConfig(ConfigSection):
         """The places of a page's bytes. Planes keep their order in the list."""
         return self._packed(PageLayout(self._layers(), self.page_tokens), self.layer_groups())
 
-    def pool_layouts(self) -> list[PageLayout]:
+    @cached_property
+    def pool_layouts(self) -> tuple[PageLayout, ...]:
         """The places of a page's bytes for each pool, in the order of `pools_of`; for all layers without groups."""
-        layers, groups, found = self._layers(), self.layer_groups(), list[PageLayout]()
+        if not (groups := self.layer_groups()):
+            return (self.layout(),)
+        layers, found = self._layers(), list[PageLayout]()
         for pool in pools_of(groups):
             own = tuple(layers[layer] for layer in pool.layers)
             layout = PageLayout(own, rows_of(groups, pool, self.page_tokens))
             found.append(self._packed(layout, [groups[g] for g in pool.groups]))
-        return found or [self.layout()]
+        return tuple(found)
+
+    def __copy__(self) -> Self:
+        """Of `model_copy`, which may change `pack`: the copy finds its layouts itself."""
+        copied = super().__copy__()
+        copied.__dict__.pop("pool_layouts", None)
+        return copied
 
     def _packed(self, layout: PageLayout, groups: Sequence[Group]) -> PageLayout:
         """The layout of packed pages with `pack: on`, but for states, and pages of groups that cannot be packed."""

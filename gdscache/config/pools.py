@@ -60,15 +60,11 @@ def pool_parts(config: Config) -> list[PoolPart]:
     pools = pools_of(groups)
     if not pools:
         return []
-    layouts = config.model.pool_layouts()
-    models = [
-        _model(config, groups, pool, layout, alone=len(pools) == 1) for pool, layout in zip(pools, layouts, strict=True)
-    ]
-    if len(pools) < 2:
-        return [
-            PoolPart(pool, groups, 1.0, Config.from_dict({**config.dump(), "model": model, "metrics": None}))
-            for pool, model in zip(pools, models, strict=True)
-        ]
+    layouts, alone = config.model.pool_layouts, len(pools) == 1
+    models = [_model(config, groups, pool, layout, alone=alone) for pool, layout in zip(pools, layouts, strict=True)]
+    if alone:
+        whole = Config.from_dict({**config.dump(), "model": models[0], "metrics": None})
+        return [PoolPart(pools[0], groups, 1.0, whole)]
     if config.events is not None and config.events.endpoint is not None:
         raise InvalidValueError(
             f"events.endpoint is {config.events.endpoint}, and groups with planes of their own are several engines",
@@ -129,7 +125,7 @@ def window_every(config: Config) -> int:
     groups = config.model.layer_groups()
     if config.store.window_every is not None or not groups:
         return config.store.window_every or 0
-    return interval(groups, pools_of(groups), [layout.extent_bytes for layout in config.model.pool_layouts()])
+    return interval(groups, pools_of(groups), [layout.extent_bytes for layout in config.model.pool_layouts])
 
 
 def shared_sizes(config: Config) -> Iterator[tuple[tuple[str, ...], int]]:

@@ -10,6 +10,7 @@ import os
 import platform
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -481,6 +482,7 @@ def _figures(
     quarantine, ssd = manager.quarantine, manager.ssd
     index = None if ssd is None else ssd.index
     stopped = quarantine.stopped or ("" if ssd is None else ssd.lock_lost())
+    lost = sum((tier.lost for tier in manager.tiers.values() if isinstance(tier, SsdTier)), Counter[str]())
     off = ssd is not None and quarantine.refuses(ssd.name)
     state = "stopped" if stopped else "switched_off" if off else "running"
     return Figures(
@@ -494,7 +496,7 @@ def _figures(
         late_requests=quarantine.requests,
         state=state,
         stopped=stopped,
-        counts={**manager.counts, **{("lost", cause): n for cause, n in ([] if ssd is None else ssd.lost.items())}},
+        counts={**manager.counts, **{("lost", cause): n for cause, n in lost.items()}},
         shards=top.layout.shards,
         ranks=_ranks_told(top.ranks, state),
         latencies={what: manager.latencies.summary(*_work(what)) for what in LATENCIES},

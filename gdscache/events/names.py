@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -81,20 +81,17 @@ class NamedEvents:
                     for key in event.block_hashes:
                         change(key, event.ownership)
 
-    def take(self) -> Iterator[NamedRun]:
+    def take(self) -> list[NamedRun]:
         """The changes since the last call, in order."""
         with self._lock:
             changes, self._told = self._told, []
-        run: NamedRun | None = None
+        runs = list[NamedRun]()
         for stored, medium, name in changes:
-            if run is not None and (stored, medium) == run[:2] and _together(run.blocks[-1], name, stored):
-                run.blocks.append(name)
-                continue
-            if run is not None:
-                yield run
-            run = NamedRun(stored, medium, [name])
-        if run is not None:
-            yield run
+            if runs and runs[-1][:2] == (stored, medium) and _together(runs[-1].blocks[-1], name, stored):
+                runs[-1].blocks.append(name)
+            else:
+                runs.append(NamedRun(stored, medium, [name]))
+        return runs
 
     def _got(self, key: bytes, tier: str) -> None:
         name = self._expected.pop(key, None)

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from gdscache.histograms import AGES, ERRORS, SECONDS, Buckets, Histogram
 from gdscache.moves import PageStatus, PrefetchEnd
-from gdscache.pages.layout import is_plain
+from gdscache.pages.layout import PLAIN, is_plain
 from gdscache.policies.admission import ADMISSIONS
 
 Kind = Literal["counter", "gauge", "histogram"]
@@ -157,8 +157,11 @@ def _given_up(name: str) -> Callable[[Stats], Values]:
 
 
 def _lost(stats: Stats) -> Values:
-    ssd = stats["tiers"].get("ssd")
-    return {} if ssd is None else _labelled({**dict.fromkeys(LOSSES, 0), **ssd.get("lost_at_recovery", {})})
+    ssds = [about for tier, about in stats["tiers"].items() if tier in ("ssd", f"ssd{PLAIN}")]
+    lost = Counter(dict.fromkeys(LOSSES, 0))
+    for about in ssds:
+        lost.update(about.get("lost_at_recovery", {}))
+    return _labelled(lost) if ssds else {}
 
 
 def _leased(stats: Stats) -> Values:
@@ -210,7 +213,8 @@ def _family(
     bounds: Sequence[float] = (),
     hybrid: bool = False,
 ) -> Family:
-    """`hybrid`: the part of a hybrid engine for whole hits has the metric, too."""
+    """`name`: without `gdscache_`. `hybrid`: the part of a hybrid engine for whole hits has the metric, too."""
+    name = f"gdscache_{name}"
     return Family(kind, name, text, labels, read if hybrid else lambda s: read(s) if "tiers" in s else {}, bounds)
 
 
@@ -221,237 +225,204 @@ _TIER, _CAUSE = ("tier",), ("cause",)
 
 FAMILIES = (
     # Lookups
-    _counter("gdscache_lookups", "Lookups.", _one("lookups", "requests")),
-    _counter("gdscache_lookup_tokens", "Tokens of full pages that lookups asked for.", _asked, hybrid=True),
+    _counter("lookups", "Lookups.", _one("lookups", "requests")),
+    _counter("lookup_tokens", "Tokens of full pages that lookups asked for.", _asked, hybrid=True),
     _counter(
-        "gdscache_hit_tokens",
-        "Tokens of them that were found, by the fastest tier of their page.",
-        _hit,
-        _TIER,
-        hybrid=True,
+        "hit_tokens", "Tokens of them that were found, by the fastest tier of their page.", _hit, _TIER, hybrid=True
     ),
-    _counter("gdscache_lookup_pages", "Pages looked up.", _one("lookups", "pages")),
-    _counter("gdscache_hit_pages", "Pages found, by their fastest tier.", _by_tier("hits"), _TIER),
-    _counter("gdscache_miss_pages", "Pages not found or not loaded, by cause.", _by_cause("misses", MISSES), _CAUSE),
+    _counter("lookup_pages", "Pages looked up.", _one("lookups", "pages")),
+    _counter("hit_pages", "Pages found, by their fastest tier.", _by_tier("hits"), _TIER),
+    _counter("miss_pages", "Pages not found or not loaded, by cause.", _by_cause("misses", MISSES), _CAUSE),
+    _counter("gate_hits", "Hits below the GPU, by load.gate's decision.", _gate("hits"), ("decision",), hybrid=True),
     _counter(
-        "gdscache_gate_hits", "Hits below the GPU, by load.gate's decision.", _gate("hits"), ("decision",), hybrid=True
-    ),
-    _counter(
-        "gdscache_gate_tokens",
-        "Tokens of these hits, by load.gate's decision.",
-        _gate("tokens"),
-        ("decision",),
-        hybrid=True,
+        "gate_tokens", "Tokens of these hits, by load.gate's decision.", _gate("tokens"), ("decision",), hybrid=True
     ),
     # Loads
-    _counter("gdscache_loaded_pages", "Pages loaded, by source.", _by_tier("loaded"), _TIER),
-    _counter("gdscache_loaded_bytes", "Bytes of pages loaded, by source.", _by_tier("bytes_loaded"), _TIER),
+    _counter("loaded_pages", "Pages loaded, by source.", _by_tier("loaded"), _TIER),
+    _counter("loaded_bytes", "Bytes of pages loaded, by source.", _by_tier("bytes_loaded"), _TIER),
     _histogram(
-        "gdscache_load_duration_seconds",
+        "load_duration_seconds",
         "From the begin of a load, or of a chunk of a prefetch, to its verdict, by its slowest tier and its size.",
         _by_tier_and_size("load_seconds"),
         ("tier", "size"),
     ),
     _histogram(
-        "gdscache_layer_wait_seconds",
+        "layer_wait_seconds",
         "Waits for a layer of a load.",
         lambda stats: {(): stats["measured"]["wait_seconds"]["layer"]},
     ),
     _histogram(
-        "gdscache_request_wait_seconds",
+        "request_wait_seconds",
         "Waits of a request: for the verdict on its load, or for its pages to come to the CPU tier.",
         _request_waits,
         ("wait",),
     ),
-    _counter(
-        "gdscache_moved_bytes", "Bytes of good pages that went from one place to another.", _moved, ("source", "target")
-    ),
+    _counter("moved_bytes", "Bytes of good pages that went from one place to another.", _moved, ("source", "target")),
     # Stores
-    _counter("gdscache_stores", "Stores.", _one("stores", "requests")),
-    _counter("gdscache_present_pages", "Pages of stores that were there already.", _one("stores", "present")),
+    _counter("stores", "Stores.", _one("stores", "requests")),
+    _counter("present_pages", "Pages of stores that were there already.", _one("stores", "present")),
     _counter(
-        "gdscache_unfit_pages",
+        "unfit_pages",
         "Pages of stores that do not fit into packed extents, and are kept as they are.",
         _one("stores", "unfit"),
     ),
-    _counter("gdscache_stored_pages", "Pages committed, by tier.", _by_tier("stored"), _TIER),
-    _counter("gdscache_dropped_pages", "Pages of stores dropped, by cause.", _drops, _CAUSE),
+    _counter("stored_pages", "Pages committed, by tier.", _by_tier("stored"), _TIER),
+    _counter("dropped_pages", "Pages of stores dropped, by cause.", _drops, _CAUSE),
     _histogram(
-        "gdscache_store_duration_seconds",
+        "store_duration_seconds",
         "From a store to the commit of pages of it, by tier and by the size of the store.",
         _by_tier_and_size("store_seconds"),
         ("tier", "size"),
     ),
-    _gauge("gdscache_store_queue_bytes", "Bytes accepted and not done.", _one("store_queue", "bytes")),
+    _gauge("store_queue_bytes", "Bytes accepted and not done.", _one("store_queue", "bytes")),
+    _gauge("store_queue_to_ssd_bytes", "Bytes of them on their way to the SSD.", _one("store_queue", "to_ssd_bytes")),
     _gauge(
-        "gdscache_store_queue_to_ssd_bytes",
-        "Bytes of them on their way to the SSD.",
-        _one("store_queue", "to_ssd_bytes"),
-    ),
-    _gauge(
-        "gdscache_store_queue_limit_bytes",
+        "store_queue_limit_bytes",
         "The most of them on their way to the SSD, and of the others; of both without a CPU tier.",
         _one("store_queue", "limit_bytes"),
     ),
-    _counter("gdscache_admitted_pages", "Pages that the SSD's admission let in.", _admission("admitted")),
+    _counter("admitted_pages", "Pages that the SSD's admission let in.", _admission("admitted")),
     _counter(
-        "gdscache_refused_pages",
-        "Pages that the SSD's admission refused, by cause.",
-        _by_cause("refused", REFUSALS),
-        _CAUSE,
+        "refused_pages", "Pages that the SSD's admission refused, by cause.", _by_cause("refused", REFUSALS), _CAUSE
     ),
     _gauge(
-        "gdscache_endurance_bytes",
-        "Bytes that ssd.endurance lets be written a day.",
-        _admission("bytes_per_day", "endurance"),
+        "endurance_bytes", "Bytes that ssd.endurance lets be written a day.", _admission("bytes_per_day", "endurance")
     ),
     _gauge(
-        "gdscache_endurance_left_bytes",
-        "Bytes that ssd.endurance lets be written now.",
-        _admission("left_bytes", "endurance"),
+        "endurance_left_bytes", "Bytes that ssd.endurance lets be written now.", _admission("left_bytes", "endurance")
     ),
     # Tiers
-    _gauge("gdscache_tier_capacity_bytes", "Bytes reserved.", _of_tiers("capacity_bytes"), _TIER),
-    _gauge("gdscache_tier_slots", "Pages that fit.", _of_tiers("slots"), _TIER),
-    _gauge("gdscache_tier_pages", "Pages there, those on their way included.", _of_tiers("pages"), _TIER),
+    _gauge("tier_capacity_bytes", "Bytes reserved.", _of_tiers("capacity_bytes"), _TIER),
+    _gauge("tier_slots", "Pages that fit.", _of_tiers("slots"), _TIER),
+    _gauge("tier_pages", "Pages there, those on their way included.", _of_tiers("pages"), _TIER),
     _gauge(
-        "gdscache_tier_dirty_pages",
+        "tier_dirty_pages",
         "Pages that no lower tier has and that may not go before one does (write_back).",
         _of_tiers("dirty_pages"),
         _TIER,
     ),
-    _gauge("gdscache_tier_free_slots", "Slots free without evicting.", _of_tiers("free_slots"), _TIER),
-    _counter("gdscache_evicted_pages", "Pages evicted, by tier.", _of_tiers("evictions"), _TIER),
+    _gauge("tier_free_slots", "Slots free without evicting.", _of_tiers("free_slots"), _TIER),
+    _counter("evicted_pages", "Pages evicted, by tier.", _of_tiers("evictions"), _TIER),
     _histogram(
-        "gdscache_evicted_page_age_seconds",
+        "evicted_page_age_seconds",
         "Time since they came, of a sample of pages that are evicted.",
         _of_tiers("evicted_age_seconds"),
         _TIER,
         bounds=AGES,
     ),
     _histogram(
-        "gdscache_evicted_page_idle_seconds",
+        "evicted_page_idle_seconds",
         "Time since they were used, or came, of a sample of pages that are evicted.",
         _of_tiers("evicted_idle_seconds"),
         _TIER,
         bounds=AGES,
     ),
     _histogram(
-        "gdscache_page_reuse_gap_seconds",
+        "page_reuse_gap_seconds",
         "Time from one use of a page to the next, of a sample of pages.",
         _of_tiers("reuse_gap_seconds"),
         _TIER,
         bounds=AGES,
     ),
-    _counter("gdscache_expired_pages", "Pages dropped as their ttl was over.", _by_tier("expired"), _TIER),
-    _counter("gdscache_lost_pages", "Pages that the SSD tier gave up when it was opened, by cause.", _lost, _CAUSE),
-    _gauge("gdscache_leased_pages", "Pages held in their slots, by holder.", _leased, ("owner",)),
+    _counter("expired_pages", "Pages dropped as their ttl was over.", _by_tier("expired"), _TIER),
+    _counter("lost_pages", "Pages that the SSD tier gave up when it was opened, by cause.", _lost, _CAUSE),
+    _gauge("leased_pages", "Pages held in their slots, by holder.", _leased, ("owner",)),
     # Trouble
     _gauge(
-        "gdscache_tier_switched_off",
+        "tier_switched_off",
         "1 while nothing is read from a tier of files, nor written: its I/O hangs or fails, or its directory was lost.",
         _switched_off,
         _TIER,
     ),
-    _counter("gdscache_switch_offs", "Times that a tier was switched off: I/O hung, or failed.", _switches, _CAUSE),
-    _gauge("gdscache_late_requests", "Reads and writes past their deadline.", _late, ("op",)),
+    _counter("switch_offs", "Times that a tier was switched off: I/O hung, or failed.", _switches, _CAUSE),
+    _gauge("late_requests", "Reads and writes past their deadline.", _late, ("op",)),
     _gauge(
-        "gdscache_quarantined_slots",
+        "quarantined_slots",
         "Slots that I/O past its deadline may still touch, by the pool that they are of.",
         lambda stats: _labelled(_quarantine(stats).get("held_slots", {})),
         ("pool",),
     ),
-    _gauge("gdscache_failing_pages", "Pages whose last read failed.", _given_up("failing_pages")),
-    _counter("gdscache_given_up_pages", "Pages dropped as their reads kept failing.", _given_up("given_up")),
+    _gauge("failing_pages", "Pages whose last read failed.", _given_up("failing_pages")),
+    _counter("given_up_pages", "Pages dropped as their reads kept failing.", _given_up("given_up")),
+    _gauge("rank_running", "1 while a rank answers.", _ranks(lambda rank: int(rank["state"] == "running")), ("rank",)),
     _gauge(
-        "gdscache_rank_running",
-        "1 while a rank answers.",
-        _ranks(lambda rank: int(rank["state"] == "running")),
-        ("rank",),
-    ),
-    _gauge(
-        "gdscache_rank_overdue_orders",
+        "rank_overdue_orders",
         "Orders that a rank has not answered in time.",
         _ranks(lambda rank: rank["overdue"]),
         ("rank",),
     ),
     _gauge(
-        "gdscache_concerns",
-        "Warnings about the configuration when it was opened.",
-        lambda stats: {(): len(stats["concerns"])},
+        "concerns", "Warnings about the configuration when it was opened.", lambda stats: {(): len(stats["concerns"])}
     ),
     _gauge(
-        "gdscache_copies",
+        "copies",
         "1 for the page copier in use: cuda, copy_engine or native.",
         lambda stats: {} if stats["copies"] is None else {(stats["copies"]["name"],): 1},
         ("mover",),
     ),
     # Prefetches
-    _counter("gdscache_prefetches", "Prefetches.", _one("prefetch", "requests")),
+    _counter("prefetches", "Prefetches.", _one("prefetch", "requests")),
     _counter(
-        "gdscache_prefetches_ended",
-        "Prefetches ended, by why.",
-        _prefetch("ended", [e.value for e in PrefetchEnd]),
-        _CAUSE,
+        "prefetches_ended", "Prefetches ended, by why.", _prefetch("ended", [e.value for e in PrefetchEnd]), _CAUSE
     ),
     _counter(
-        "gdscache_prefetch_pages",
+        "prefetch_pages",
         "Pages prefetches read, by verdict.",
         _prefetch("pages", [PageStatus.LOADED.value, "cleared", *BAD]),
         _CAUSE,
     ),
-    _counter("gdscache_prefetch_bytes", "Bytes prefetched, of good pages.", _one("prefetch", "bytes")),
-    _counter("gdscache_prefetch_used_pages", "Prefetched pages that a load then used.", _one("prefetch", "used_pages")),
+    _counter("prefetch_bytes", "Bytes prefetched, of good pages.", _one("prefetch", "bytes")),
+    _counter("prefetch_used_pages", "Prefetched pages that a load then used.", _one("prefetch", "used_pages")),
     _counter(
-        "gdscache_prefetch_lost_pages",
+        "prefetch_lost_pages",
         "Prefetched pages that left the CPU tier before any load used them.",
         _one("prefetch", "lost_pages"),
     ),
-    _gauge("gdscache_prefetches_under_way", "Prefetches that have not ended.", _one("prefetch", "under_way")),
+    _gauge("prefetches_under_way", "Prefetches that have not ended.", _one("prefetch", "under_way")),
     _gauge(
-        "gdscache_prefetch_unused_pages",
+        "prefetch_unused_pages",
         "Prefetched pages in the CPU tier that no load has used yet.",
         _one("prefetch", "unused_pages"),
     ),
     _gauge(
-        "gdscache_prefetch_held_pages",
+        "prefetch_held_pages",
         "Pages that count against the quota of prefetches: unused ones, and those under way.",
         _one("prefetch", "held_pages"),
     ),
-    _gauge("gdscache_prefetch_quota_pages", "The most of them.", _one("prefetch", "quota_pages")),
+    _gauge("prefetch_quota_pages", "The most of them.", _one("prefetch", "quota_pages")),
     # The gate's figures
     _gauge(
-        "gdscache_load_bytes_per_second",
+        "load_bytes_per_second",
         "Bandwidth that estimates use, by source.",
         lambda stats: _labelled(stats["bytes_per_second"]),
         _TIER,
     ),
     _gauge(
-        "gdscache_load_latency_seconds",
+        "load_latency_seconds",
         "Estimated seconds of a load before its bytes move, by source.",
         lambda stats: _labelled({name: one["latency_seconds"] for name, one in stats["gate"]["tiers"].items()}),
         _TIER,
     ),
     _gauge(
-        "gdscache_prefill_tokens_per_second",
+        "prefill_tokens_per_second",
         "Estimated tokens a second of prefills.",
         _single(lambda stats: stats["gate"]["prefill"]["tokens_per_second"]),
     ),
     _histogram(
-        "gdscache_load_error_ratio",
+        "load_error_ratio",
         "Errors of load estimates, relative to the loads' times, by source.",
         _load_errors,
         _TIER,
         bounds=ERRORS,
     ),
     _histogram(
-        "gdscache_prefill_error_ratio",
+        "prefill_error_ratio",
         "Errors of prefill estimates, relative to the prefills' times.",
         lambda stats: {(): stats["gate"]["prefill"]["relative_errors"]},
         bounds=ERRORS,
     ),
     # KV events
-    _counter("gdscache_event_batches", "Batches of KV events.", _events("batches")),
-    _counter("gdscache_event_dropped_pages", "Pages whose KV events were dropped.", _events("dropped_pages")),
-    _gauge("gdscache_event_waiting_pages", "Pages whose KV events wait.", _events("waiting_pages")),
+    _counter("event_batches", "Batches of KV events.", _events("batches")),
+    _counter("event_dropped_pages", "Pages whose KV events were dropped.", _events("dropped_pages")),
+    _gauge("event_waiting_pages", "Pages whose KV events wait.", _events("waiting_pages")),
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gdscache.errors import InvalidValueError
+from gdscache.runtime.files import write_whole
 from gdscache.tracing.base import Span, Timeline, title
 
 LIMIT = 200_000  # events, some 300 bytes each
@@ -179,13 +179,9 @@ class TraceTimeline(Timeline):
             raise InvalidValueError("there is no file to write the timeline to", "pass a path")
         check_path(file)
         text = json.dumps(self.describe(), default=str, separators=(",", ":"))
-        fresh = file.with_name(f".{file.name}.{os.getpid()}")
         try:
-            fresh.write_text(text)
-            fresh.replace(file)
+            write_whole(file, text.encode(), 0o644)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                fresh.unlink()
             raise InvalidValueError(f"the timeline cannot be written to {file}: {error}", "use another path") from None
         return file
 

@@ -122,12 +122,6 @@ def test_refusals_by_cause_and_what_endurance_leaves(open_host: OpenHost) -> Non
     assert 0 <= value("gdscache_endurance_left_bytes") < extent
 
 
-def test_without_admission_or_a_budget_there_is_nothing_to_show(open_engine: OpenEngine) -> None:
-    assert registry_of(open_engine()).get_sample_value("gdscache_endurance_left_bytes") is None
-    value = registry_of(open_engine(ssd=None)).get_sample_value
-    assert value("gdscache_admitted_pages_total") is None
-
-
 def test_dirty_and_expired_pages(open_host: OpenHost) -> None:
     now = [1000.0]
     host = open_host(store={"write_policy": "write_back"})
@@ -217,23 +211,19 @@ def test_one_registry_refuses_two_nameless_engines(open_engine: OpenEngine, tmp_
     registry = registry_of(open_engine(tmp_path / "a"))
     with pytest.raises(ValueError, match="gdscache"):
         registry.register(EngineCollector(open_engine(tmp_path / "b")))
-
-
-def test_nothing_is_registered_for_everybody(open_engine: OpenEngine) -> None:
-    EngineCollector(open_engine())
-    assert not [metric.name for metric in REGISTRY.collect() if metric.name.startswith("gdscache")]
+    assert not [metric.name for metric in REGISTRY.collect() if metric.name.startswith("gdscache")], "nor everybody's"
 
 
 def test_missing_tiers_are_absent(open_engine: OpenEngine) -> None:
-    registry = registry_of(open_engine(cpu=None))
-    assert registry.get_sample_value("gdscache_tier_slots", {"tier": "cpu"}) is None
-    assert registry.get_sample_value("gdscache_tier_slots", {"tier": "ssd"}) == 12
-    assert registry.get_sample_value("gdscache_quarantined_slots", {"pool": "cpu"}) is None
-    assert registry.get_sample_value("gdscache_quarantined_slots", {"pool": "bounce_loads"}) == 0
-
-
-def test_without_an_ssd_tier_nothing_is_switched_off_or_on(open_engine: OpenEngine) -> None:
-    assert registry_of(open_engine(ssd=None)).get_sample_value("gdscache_tier_switched_off", {"tier": "ssd"}) is None
+    value = registry_of(open_engine(cpu=None)).get_sample_value
+    assert value("gdscache_tier_slots", {"tier": "cpu"}) is None
+    assert value("gdscache_tier_slots", {"tier": "ssd"}) == 12
+    assert value("gdscache_quarantined_slots", {"pool": "cpu"}) is None
+    assert value("gdscache_quarantined_slots", {"pool": "bounce_loads"}) == 0
+    assert value("gdscache_endurance_left_bytes") is None, "there is no budget"
+    value = registry_of(open_engine(ssd=None)).get_sample_value
+    assert value("gdscache_admitted_pages_total") is None
+    assert value("gdscache_tier_switched_off", {"tier": "ssd"}) is None
 
 
 def test_names_and_help_follow_the_conventions() -> None:

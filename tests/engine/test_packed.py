@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import os
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from gdscache import CacheEngine, Config
 from gdscache.commands import top
 from gdscache.commands.cli import app
 from gdscache.config import ModelConfig
+from gdscache.config.pools import PLAIN_DIRECTORY
 from gdscache.disk import status_page
 from gdscache.errors import ExtentSizeError, GeometryError
 from gdscache.metrics import FAMILIES
@@ -392,6 +394,21 @@ def test_damage_of_plain_pages_is_found(tmp_path: Path) -> None:
         assert engine.lookup(TOKENS).tokens == len(TOKENS)
         assert load(engine, range(10)) == 0
         assert engine.stats()["misses"]["checksum"] == PAGES
+
+
+def test_plain_pages_that_were_lost_are_counted(tmp_path: Path) -> None:
+    given = config(tmp_path, "on", ssd=ssd(tmp_path, "32MiB"))
+    with CacheEngine(given, planes("random")) as engine:
+        assert not store(engine)
+    catalogue = sqlite3.connect(tmp_path / PLAIN_DIRECTORY / "catalog.sqlite")
+    with contextlib.closing(catalogue), catalogue:
+        assert catalogue.execute("UPDATE pages SET length = 0").rowcount == PAGES
+    with CacheEngine(given, planes()) as engine:
+        (lost,) = (family.read(engine.stats()) for family in FAMILIES if family.name == "gdscache_lost_pages")
+        assert lost["length",] == PAGES
+        [one] = top.watched([tmp_path])
+        until(lambda: "pid" in one.look(), "there is a page")
+        assert one.look()["causes"]["lost"]["length"] == PAGES
 
 
 def test_damage_of_packed_bytes_is_found(tmp_path: Path) -> None:

@@ -46,21 +46,17 @@ def _small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 def traced(open_host: OpenHost, slab: Path) -> Callable[..., Host]:
     """`traced(timeline, **make_config arguments)`: a host whose cache tells that timeline."""
 
+    hosts: list[Host] = []
+
     def opens(timeline: Timeline, **options: Any) -> Host:
-        options = {"model": SIX, "transport": FAULTY, "cpu": 8, "ssd": 16} | options
-        host = open_host(**options)
+        host = open_host(**{"model": SIX, "transport": FAULTY, "cpu": 8, "ssd": 16} | options)
         config = host.engine.config
         host.engine.close()
         host.engine = CacheEngine.from_config(config, planes=host.planes, timeline=timeline)
+        hosts.append(host)
         return host
 
-    hosts: list[Host] = []
-
-    def keeps(timeline: Timeline, **options: Any) -> Host:
-        hosts.append(opens(timeline, **options))
-        return hosts[-1]
-
-    yield keeps
+    yield opens
     for host in hosts:
         if not host.engine._closed:
             settle(host.engine)
@@ -239,8 +235,8 @@ def test_what_the_streams_of_a_gpu_did(
             kind: {names[e["tid"]] for e in found if e["cat"] == f"{way} {kind}"} for kind in ("copies", "kernel")
         }
         assert tracks["copies"] == {f"{way}s: copy stream"}
-        kernels = f"{way}s: kernel stream"  # of a lane's three, whose work may overlap
-        assert {kernels} <= tracks["kernel"] <= {kernels, f"{kernels} (2)", f"{kernels} (3)"}
+        kernels = f"{way}s: kernel stream"  # of a lane's three; the times of all four groups may overlap
+        assert {kernels} <= tracks["kernel"] <= {kernels, *(f"{kernels} ({number})" for number in (2, 3, 4))}
     begun, load = ([e for e in found if e["cat"] == kind] for kind in ("begin", "load"))
     work = [e for e in found if e["cat"] in ("load copies", "load kernel")]
     first, last = min(e["ts"] for e in work), max(e["ts"] + e["dur"] for e in work)
@@ -250,7 +246,7 @@ def test_what_the_streams_of_a_gpu_did(
 
 
 @pytest.mark.parametrize("fault", [Fault.EIO, Fault.SHORT, Fault.FLIP])
-@pytest.mark.parametrize("skip", [0, 5, 15])
+@pytest.mark.parametrize("skip", [0, 15])
 def test_reads_that_fail_end(traced: OpenHost, fault: Fault, skip: int) -> None:
     timeline = TraceTimeline()
     host = traced(timeline)
@@ -369,11 +365,6 @@ def test_no_more_events_than_the_limit(limit: int) -> None:
     assert "unfinished" not in json.dumps(data)
 
 
-def test_a_timeline_of_nothing_is_refused() -> None:
-    with pytest.raises(InvalidValueError, match="at least one"):
-        TraceTimeline(limit=0)
-
-
 def test_many_threads() -> None:
     timeline, threads, rounds = TraceTimeline(), 8, 60
     start = threading.Barrier(threads + 1)
@@ -439,13 +430,12 @@ def test_a_bad_path_is_refused_before_anything_runs(tmp_path: Path) -> None:
         TraceTimeline(tmp_path)
     with pytest.raises(InvalidValueError, match="pass a path"):
         TraceTimeline().write()
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidValueError, match="at least one"):
+        TraceTimeline(limit=0)
     tmp_path.chmod(0o500)
-    with pytest.raises(InvalidValueError, match="cannot be written"):
-        TraceTimeline(tmp_path / "t.json")
+    if not os.access(tmp_path, os.W_OK):  # root may write everywhere
+        with pytest.raises(InvalidValueError, match="cannot be written"):
+            TraceTimeline(tmp_path / "t.json")
 
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -453,10 +443,10 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: p
     timeline = TraceTimeline(file)
     file.write_text("old")
 
-    def full(self: Path, text: str) -> int:
+    def full(self: Path, target: Path) -> Path:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(InvalidValueError, match="No space left"):
         timeline.write()
     assert file.read_text() == "old"
@@ -492,17 +482,14 @@ class FakeNvtx:
         return not any(self.pushed.values())
 
 
-@pytest.mark.parametrize("fault", [None, Fault.EIO, Fault.FLIP])
-def test_nvtx_ranges_are_balanced(traced: OpenHost, fault: Fault | None) -> None:
+@pytest.mark.parametrize("faults", [0, 2])
+def test_nvtx_ranges_are_balanced(traced: OpenHost, faults: int) -> None:
     nvtx = FakeNvtx()
     host = traced(NvtxTimeline(nvtx))
     tokens = prompt(1, PAGES)
     stored(host, tokens)
-    if fault is None:
+    with PLAN.rule(Op.READ, Fault.EIO, times=faults):
         host.load(tokens)
-    else:
-        with PLAN.rule(Op.READ, fault, times=2):
-            host.load(tokens)
     settle(host.engine)
     until(lambda: nvtx.balanced, f"all ranges end: {nvtx.pushed}")
     kinds = {text.removeprefix("gdscache: ").split(" ")[0] for text in nvtx.texts}

@@ -8,7 +8,9 @@ from typing import Any
 from gdscache.commands.doctor import Facts
 from gdscache.commands.doctor.facts import Gpu, Kept, NvidiaDriver
 from gdscache.commands.doctor.report import Found
+from gdscache.commands.doctor.trial import Moved
 from gdscache.kernels.choice import Calibration
+from gdscache.sizes import MIB
 from tests.support.rates import DOWN, UP
 
 KEY = {"gpu": "H200", "gpu_uuid": "GPU-1", "driver": "13000", "copy_engine": "batch_13", "kernels": "0123456789abcdef"}
@@ -39,6 +41,12 @@ def changed(facts: Facts, **parts: Any) -> Facts:
 
 def lacking(cause: str, hint: str = HINT) -> Any:
     return Found(None, cause, hint)
+
+
+def answered(name: str = "posix", **changes: Any) -> Found[Moved]:
+    """The result of a transport's trial."""
+    facts = Moved(name, "host", "host", True, 32 * MIB, 0.01, 0.02, "configured")
+    return Found(dataclasses.replace(facts, **changes))
 
 
 PLAIN = changed(  # no GPU, as torch's CPU build shows it

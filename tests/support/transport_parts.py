@@ -12,7 +12,7 @@ from gdscache.native import move_pieces
 from gdscache.storage import native
 from gdscache.storage.base import Switch
 from gdscache.storage.native import NativeTransport
-from gdscache.testing.cases import FILE_BYTES, SECTOR, odd_extents, random_bytes, soon
+from gdscache.testing.transport_suite import FILE_BYTES, SECTOR, odd_extents, random_bytes, soon
 
 __all__ = ["FILE_BYTES", "SECTOR", "has_libcuda", "odd_extents", "opened", "random_bytes", "refuse_ring", "soon"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -12,12 +13,14 @@ from gdscache.commands.main import main
 
 @pytest.fixture
 def gdscache(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
-    """Run the entry point: (exit status, stdout, stderr)."""
+    """Run the entry point: (exit status, stdout, stderr). `stdout` takes what it prints."""
 
-    def start(*arguments: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["gdscache", *map(str, arguments)])
-        with pytest.raises(SystemExit) as caught:
-            main()
+    def start(*arguments: str | Path, stdout: IO[str] | None = None) -> tuple[int, str, str]:
+        with monkeypatch.context() as patched:
+            patched.setattr(sys, "argv", ["gdscache", *map(str, arguments)])
+            patched.setattr(sys, "stdout", stdout or sys.stdout)
+            with pytest.raises(SystemExit) as caught:
+                main()
         assert isinstance(caught.value.code, int)
         return caught.value.code, *capfd.readouterr()
 

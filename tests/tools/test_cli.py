@@ -17,7 +17,6 @@ import pytest
 import typer.main
 
 from gdscache.commands import cli
-from gdscache.commands.main import main
 from gdscache.config import config_schema, load_config
 from gdscache.pages.keys import namespace_digest
 from gdscache.sizes import about
@@ -165,45 +164,17 @@ def test_help_shows_flags_without_a_value_and_sentences_in_one_piece(
             assert re.search(rf"{option.opts[0]} +\S*[<A-Z]", out), option.opts
 
 
-def test_completion_is_offered_and_completes_commands(tmp_path: Path) -> None:
+def test_completion_is_offered_and_completes_commands() -> None:
     asked = {"_GDSCACHE_COMPLETE": "complete_bash", "COMP_WORDS": "gdscache config c", "COMP_CWORD": "2"}
-    done = subprocess.run(
-        [sys.executable, "-m", "gdscache"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=ROOT,
-        env=os.environ | asked,
-        check=False,
-    )
+    command, environment = [sys.executable, "-m", "gdscache"], os.environ | asked
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, env=environment, check=False)
     assert done.stdout.split() == ["check"], done.stderr
 
 
-def test_an_error_inside_gdscache_is_not_hidden(gdscache, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(path: object) -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(cli, "load_config", broken)
-    monkeypatch.setattr(sys, "argv", ["gdscache", "config", "check", "x"])
-    with pytest.raises(ZeroDivisionError):
-        main()
-
-
-def test_as_a_module_in_its_own_process(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "gdscache", "config", "check"]
+def test_as_a_module_in_its_own_process() -> None:
+    command = [sys.executable, "-m", "gdscache", "config", "check", str(CONFIGS / "cpu_only.yaml")]
     environment = os.environ | {"COLUMNS": "30"}
-    good = subprocess.run(
-        [*command, str(CONFIGS / "cpu_only.yaml")],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=ROOT,
-        env=environment,
-        check=False,
-    )
-    assert (good.returncode, good.stderr) == (0, "")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, env=environment, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
     namespace = load_config(CONFIGS / "cpu_only.yaml").model.namespace_fields()
-    assert namespace_digest(namespace).hex() in good.stdout  # on one line, however narrow
-    bad = subprocess.run([*command, "no.yaml"], capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
-    assert (bad.returncode, bad.stdout) == (2, "")
-    assert bad.stderr.startswith("error: no.yaml: cannot be read")
+    assert namespace_digest(namespace).hex() in done.stdout  # on one line, however narrow

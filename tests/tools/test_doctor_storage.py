@@ -7,8 +7,6 @@ import errno
 import json
 import os
 import signal
-import sys
-import tarfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,18 +19,16 @@ from gdscache.commands.doctor.facts import Asked, Directory, Facts, FreeSpace, P
 from gdscache.commands.doctor.report import Found, Row
 from gdscache.commands.doctor.ssd import ssd_rows
 from gdscache.commands.doctor.trial import Moved
-from gdscache.commands.main import main
 from gdscache.config import Config
 from gdscache.disk.directory import CacheDirectory
 from gdscache.disk.slab import slab_name
 from gdscache.errors import DirectoryNotWritableError, StorageError, TransportUnavailableError
 from gdscache.sizes import GIB, MIB
 from gdscache.storage.files import Mount, find_mount, probe_direct_io
-from gdscache.storage.trial import run_child
-from tests.support.doctor_facts import PLAIN, WHOLE
-from tests.support.helpers import WAIT
+from gdscache.storage.trial import Ended, run_child
+from tests.support.doctor_facts import PLAIN, WHOLE, answered
+from tests.support.helpers import WAIT, until
 from tests.support.native_parts import has_ring
-from tests.support.places import ROOT
 from tests.support.posix_transport import PosixTransport
 from tests.support.transport_parts import refuse_ring
 
@@ -187,11 +183,6 @@ def test_libcufile_is_found_in_the_system_and_in_wheels(tmp_path: Path) -> None:
 # --- a real directory --------------------------------------------------------------------------------------------
 
 
-def answered(name: str = "posix", **changes: Any) -> Found[Moved]:
-    facts = Moved(name, "host", "host", True, 32 * MIB, 0.01, 0.02, "configured")
-    return Found(dataclasses.replace(facts, **changes))
-
-
 def look(asked: Asked, directory: Path) -> Ssd:
     return storage.find_ssd(asked, directory, "cpu", has_gpu=False)
 
@@ -290,21 +281,6 @@ def test_an_engine_in_the_directory_is_named(tmp_path: Path) -> None:
         found = storage.find_directory(tmp_path, tmp_path)
     assert f"process {os.getpid()}" in found.holder
     assert storage.find_directory(tmp_path, tmp_path).holder == ""
-
-
-@pytest.mark.parametrize(("version", "said"), [("5", "format 5, which the next engine makes 6"), ("6", "format 6")])
-def test_the_format_of_a_cache_is_told(version: str, said: str, tmp_path: Path) -> None:
-    with tarfile.open(ROOT / "tests" / "formats" / version / "closed.tar.xz") as tar:
-        tar.extractall(tmp_path, filter="data")
-    before = {file.name: file.read_bytes() for file in (tmp_path / "a").iterdir()}
-    found = storage.find_directory(tmp_path / "a", tmp_path / "a")
-    assert found.format == int(version)
-    assert said in judged(directory=found)["directory"].value
-    assert {file.name: file.read_bytes() for file in (tmp_path / "a").iterdir()} == before
-    (tmp_path / "a" / "catalog.sqlite-wal").touch()
-    assert storage.find_directory(tmp_path / "a", tmp_path / "a").format is None
-    (tmp_path / "catalog.sqlite").write_bytes(b"no database")
-    assert storage.find_directory(tmp_path, tmp_path).format is None
 
 
 def test_free_space_counts_the_slab_that_is_there(tmp_path: Path) -> None:
@@ -430,23 +406,11 @@ with open(os.environ["PIDS"], "w") as file:
 while True:
     pass
 """
-MODULE = """
-import os
-from tests.support.posix_transport import PosixTransport
-
-class Dies(PosixTransport):
-    name = "dies"
-
-    def flush(self, file):
-        os.abort()
-"""
 
 
 @pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Transports that a child can import; the file for the pids of the one that hangs."""
-    (tmp_path / "broken_transports.py").write_text(MODULE)
-    monkeypatch.syspath_prepend(str(tmp_path))
+def pids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The file for the pids of a child that hangs."""
     monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
     yield tmp_path / "pids"
     for pid in (tmp_path / "pids").read_text().split() if (tmp_path / "pids").exists() else ():
@@ -462,7 +426,7 @@ def alive(pid: int) -> bool:
 
 
 def test_a_transport_that_hangs_is_killed_with_what_it_started(
-    module: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    pids: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(trial, "run_child", lambda code, arguments, seconds: run_child(HANGS, arguments, seconds))
     place = tmp_path / "ssd"
@@ -475,26 +439,30 @@ def test_a_transport_that_hangs_is_killed_with_what_it_started(
     assert "no answer within 3 s: killed" in found.cause
     assert found.hint
     assert list(place.iterdir()) == []
-    pids = [int(pid) for pid in module.read_text().split()]  # it had come so far
-    deadline = time.monotonic() + WAIT
-    while any(map(alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not any(map(alive, pids))
+    left = [int(pid) for pid in pids.read_text().split()]  # it had come so far
+    until(lambda: not any(map(alive, left)), "both are gone")
 
 
-def test_a_transport_that_dies_is_an_answer(module: Path, tmp_path: Path) -> None:
-    found = trial.try_transport(a_trial(tmp_path, "broken_transports:Dies"))
+def test_a_transport_that_dies_is_an_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(trial, "run_child", lambda code, *given: run_child("import os; os.abort()", *given))
+    found = trial.try_transport(a_trial(tmp_path))
     assert found.value is None
     assert "exit status -6" in found.cause
 
 
-def test_an_error_in_the_child_keeps_its_cause_and_its_hint(tmp_path: Path) -> None:
+def test_an_error_in_the_child_keeps_its_cause_and_its_hint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_here(code: str, arguments: object, seconds: float) -> Ended:
+        exec(code)
+        return Ended(0, capsys.readouterr().out)
+
+    monkeypatch.setattr(trial, "run_child", run_here)
     found = trial.try_transport(a_trial(tmp_path, "broken.module:Class"))
     assert found.value is None
     assert "broken.module:Class" in found.cause
     assert found.hint.startswith("name a subclass")
-    found = trial.try_transport(a_trial(tmp_path / "none"))
-    assert "No such file" in found.cause
+    assert "No such file" in trial.try_transport(a_trial(tmp_path / "none")).cause
 
 
 # --- rows --------------------------------------------------------------------------------------------------------
@@ -563,8 +531,6 @@ HELD = dataclasses.replace(PLACE.directory, holder="process 7")
         ({"space": Found(FreeSpace(GIB, 0))}, {"capacity": "2GiB"}, "fail", {"free space"}),
         ({"space": Found(FreeSpace(GIB, GIB))}, {"capacity": "2GiB"}, "fail", set()),
         ({"directory": HELD}, {}, "warn", {"directory"}),
-        ({"directory": dataclasses.replace(PLACE.directory, format=4)}, {}, "fail", {"directory"}),
-        ({"directory": dataclasses.replace(PLACE.directory, format=5)}, {}, "fail", set()),
         ({"direct_io": Found("open answers EINVAL")}, {}, "warn", {"O_DIRECT"}),
         ({"mount": Mount("tmpfs", "tmpfs", "0:4", "rw")}, {}, "warn", {"file system"}),
         ({"mount": Mount("nfs4", "host:/x", "0:4", "rw")}, {}, "warn", {"file system"}),
@@ -625,16 +591,13 @@ def test_nothing_of_gds_is_missed_where_there_is_no_gpu() -> None:
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, Any]]:
+def run(gdscache: Callable[..., tuple[int, str, str]]) -> Callable[..., tuple[int, Any]]:
     """Run `gdscache doctor --json`: (exit status, rows of the section SSD by name)."""
 
     def runs(*arguments: str | Path) -> tuple[int, Any]:
-        monkeypatch.setattr(sys, "argv", ["gdscache", "doctor", "--json", *map(str, arguments)])
-        with pytest.raises(SystemExit) as caught:
-            main()
-        sections = {section["title"]: section["rows"] for section in json.loads(capfd.readouterr().out)["sections"]}
-        assert isinstance(caught.value.code, int)
-        return caught.value.code, {row["name"]: row for row in sections["SSD"]}
+        status, out, _ = gdscache("doctor", "--json", *arguments)
+        sections = {section["title"]: section["rows"] for section in json.loads(out)["sections"]}
+        return status, {row["name"]: row for row in sections["SSD"]}
 
     return runs
 

@@ -219,27 +219,12 @@ def test_an_old_python_is_refused_before_anything_is_made(tmp_path: Path) -> Non
     assert not (tmp_path / "venv").exists()
 
 
-def test_ci_runs_lint_the_tests_and_the_suites() -> None:
-    script = ROOT / ".ci" / "run"
-    assert os.access(script, os.X_OK)
-    lines = script.read_text(encoding="utf-8").splitlines()
-    assert lines[0] == "#!/usr/bin/env bash"
-    assert "set -euo pipefail" in lines
+def test_ci_runs_lint_the_tests_and_the_suites_and_fails_where_one_of_its_parts_fails(tmp_path: Path) -> None:
+    """The real script, with stand-ins for make and for what it runs."""
     fetched = ["engine_pins.py"]
     fetched += [f"install_gpu.py --only-{what}" for what in ("kvikio 13", "nixl 13", "nvrtc 12", "nvrtc 13")]
-    begin = lines.index("fetch() {")
-    *fetches, model, last = lines[begin + 1 : lines.index("}", begin)]
-    assert fetches[0].startswith("\tprometheus || echo ")
-    assert fetches[1:] == [f"\t.venv/bin/python tools/{what}" for what in fetched]
-    assert model == "\tmake demo-model"  # for the test of the demo
-    assert last.startswith("\tmake mooncake-env || echo ")
-    made = [line for line in lines if line.startswith("make ")]
-    beside = ['make engines-smoke scale-smoke >"$log" 2>&1 &', "make suites || suites=$?"]
-    assert made == ["make .venv/.installed-dev", "make lint", "make test", *beside]
-
-
-def test_ci_fails_where_one_of_its_parts_fails(tmp_path: Path) -> None:
-    """The real script, with stand-ins for make and for what it runs."""
+    fetches = [f"fetches tools/{what}" for what in fetched]
+    before = ["makes .venv/.installed-dev", "makes lint", *fetches, "makes demo-model", "makes mooncake-env"]
     script = tmp_path / ".ci" / "run"
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     script.parent.mkdir()
@@ -258,6 +243,8 @@ def test_ci_fails_where_one_of_its_parts_fails(tmp_path: Path) -> None:
         )
         assert (done.returncode, done.stderr) == (status, "")
         assert done.stdout.rstrip().endswith(last)
+        if fails == "nothing":
+            assert done.stdout.splitlines() == [*before, "makes test", "makes suites", end]
 
 
 # --- GPU libraries -----------------------------------------------------------------------------------------------
@@ -297,23 +284,22 @@ def extra(major: int, name: str) -> str:
     return str(found)
 
 
-def test_the_libraries_of_the_extra_are_installed_without_what_is_never_imported(installer: ModuleType) -> None:
+def test_the_libraries_of_the_extra_are_installed_without_what_is_never_imported(
+    installer: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed = ["--no-deps", "packaging", "cuda-pathfinder", "rapids-logger==0.3.*"]
+    kvikio = [["--no-deps", extra(13, "kvikio")], ["--no-deps", "libkvikio-cu13==26.10.*"], [*needed, "nvidia-cufile"]]
+    kernels = [[extra(13, "cuda-core")], [extra(13, "cuda-bindings")]]
     assert installer.main([]) == 0
-    assert installer.calls == [
-        [extra(13, "cuda-core")],
-        [extra(13, "cuda-bindings")],
-        ["--no-deps", extra(13, "kvikio")],
-        ["--no-deps", "libkvikio-cu13==26.10.*"],
-        ["--no-deps", "packaging", "cuda-pathfinder", "rapids-logger==0.3.*", "nvidia-cufile"],
-        ["--no-deps", extra(13, "nixl")],
-        ["--no-deps", "nixl==1.5.1"],
-    ]
-
-
-def test_a_cufile_that_is_there_is_kept(installer: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert installer.calls == [*kernels, *kvikio, ["--no-deps", extra(13, "nixl")], ["--no-deps", "nixl==1.5.1"]]
+    with monkeypatch.context() as without_a_gpu:
+        without_a_gpu.setattr(installer, "driver_cuda_major", lambda: None)
+        installer.calls.clear()
+        assert installer.main(["--only-kvikio", "13"]) == 0
+        assert installer.calls == kvikio
     monkeypatch.setattr(installer.importlib.metadata, "distributions", lambda name: iter([name]))
     assert installer.main([]) == 0
-    assert ["--no-deps", "packaging", "cuda-pathfinder", "rapids-logger==0.3.*"] in installer.calls
+    assert needed in installer.calls, "a cuFile that is there is kept"
 
 
 @pytest.mark.parametrize(
@@ -366,16 +352,6 @@ def test_a_failing_pip_fails_the_set_up(
     assert "status 7; GPU=off" in capsys.readouterr().err
 
 
-def test_kvikio_alone_is_installed_without_a_gpu(installer: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(installer, "driver_cuda_major", lambda: None)
-    assert installer.main(["--only-kvikio", "13"]) == 0
-    assert installer.calls == [
-        ["--no-deps", extra(13, "kvikio")],
-        ["--no-deps", "libkvikio-cu13==26.10.*"],
-        ["--no-deps", "packaging", "cuda-pathfinder", "rapids-logger==0.3.*", "nvidia-cufile"],
-    ]
-
-
 # --- what compiles the kernels without a GPU ---------------------------------------------------------------------
 
 
@@ -397,6 +373,9 @@ def prefix(installer: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 @pytest.mark.parametrize(("major", "nvrtc"), [(12, "nvidia-cuda-nvrtc-cu12>=12.8"), (13, "nvidia-cuda-nvrtc>=13,<14")])
 def test_nvrtc_goes_into_a_directory_of_its_own(installer: ModuleType, prefix: Path, major: int, nvrtc: str) -> None:
+    for other in ("11", "14", "x"):
+        with pytest.raises(SystemExit):
+            installer.main(["--only-nvrtc", other])
     assert installer.main(["--only-nvrtc", str(major)]) == 0
     directory = prefix / f"nvrtc{major}"
     assert installer.nvrtc_directory(major) == directory
@@ -407,10 +386,19 @@ def test_nvrtc_goes_into_a_directory_of_its_own(installer: ModuleType, prefix: P
 
 
 def test_nvrtc_is_installed_anew_when_it_is_not_what_is_wanted(
-    installer: ModuleType, prefix: Path, monkeypatch: pytest.MonkeyPatch
+    installer: ModuleType, prefix: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    directory = prefix / "nvrtc13"
-    directory.mkdir()
+    directory, working = prefix / "nvrtc13", installer.pip_install
+
+    def fail(*arguments: str) -> None:
+        working(*arguments)
+        raise subprocess.CalledProcessError(7, ["pip"])
+
+    with monkeypatch.context() as failing:
+        failing.setattr(installer, "pip_install", fail)
+        assert installer.main(["--only-nvrtc", "13"]) == 1
+    assert capsys.readouterr().err == "error: pip ended with status 7\n"
+    installer.calls.clear()
     (directory / "half").touch()  # an installation that was interrupted
     assert installer.main(["--only-nvrtc", "13"]) == 0
     assert sorted(path.name for path in directory.iterdir()) == ["complete.txt", "installed.py"]
@@ -421,27 +409,3 @@ def test_nvrtc_is_installed_anew_when_it_is_not_what_is_wanted(
         another_python.setattr(sys, "version_info", (3, 99))
         assert installer.main(["--only-nvrtc", "13"]) == 0
     assert len(installer.calls) == 3
-
-
-def test_a_failing_pip_leaves_no_complete_nvrtc(
-    installer: ModuleType, prefix: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    working = installer.pip_install
-
-    def fail(*arguments: str) -> None:
-        working(*arguments)
-        raise subprocess.CalledProcessError(7, ["pip"])
-
-    monkeypatch.setattr(installer, "pip_install", fail)
-    assert installer.main(["--only-nvrtc", "12"]) == 1
-    assert capsys.readouterr().err == "error: pip ended with status 7\n"
-    monkeypatch.setattr(installer, "pip_install", working)
-    assert installer.main(["--only-nvrtc", "12"]) == 0
-    assert len(installer.calls) == 2
-
-
-@pytest.mark.parametrize("major", ["11", "14", "x"])
-def test_nvrtc_of_another_cuda_version_is_refused(installer: ModuleType, prefix: Path, major: str) -> None:
-    with pytest.raises(SystemExit):
-        installer.main(["--only-nvrtc", major])
-    assert installer.calls == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
@@ -43,7 +42,7 @@ def host(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Host]:
     opened.engine.close()
 
 
-def written(folder: Path, number: int, written: float, times: int = 1, **changes: Any) -> None:
+def written(folder: Path, number: int, written: float, times: int = 1, pid: int = 4711, **changes: Any) -> None:
     """A page that tells of everything, with `times` the counts."""
     counts = {name: 0 for name in status_page.COUNTS if name[1]}
     counts |= {("lookups", "requests"): 10 * times, ("lookups", "pages"): 100 * times, ("hits", "cpu"): 40 * times}
@@ -60,7 +59,7 @@ def written(folder: Path, number: int, written: float, times: int = 1, **changes
     } | changes  # fmt: skip
     folder.mkdir(exist_ok=True)
     figures = status_page.Figures(**told)
-    page = status_page.Status(4711, "host", "vllm serve", 1.7e9, written, number, 0, 0, figures)
+    page = status_page.Status(pid, "host", "vllm serve", 1.7e9, written, number, 0, 0, figures)
     (folder / "status").write_bytes(status_page.pack(page))
 
 
@@ -109,11 +108,7 @@ def test_rates_are_of_the_last_seconds_and_begin_anew_with_another_engine(tmp_pa
         found = one.look()
     assert found["rates"]["over_seconds"] == pytest.approx(5, abs=0.01)
     assert found["rates"]["lookups"] == pytest.approx(10 * (19 * 19 - 14 * 14) / 5, rel=0.01)
-    written(tmp_path, 1, now, 1)
-    page = bytearray((tmp_path / "status").read_bytes())
-    page[24:32] = (4712).to_bytes(8, "little")
-    page[8:16] = status_page.xxhash.xxh3_64_intdigest(bytes(page[16:])).to_bytes(8, "little")
-    (tmp_path / "status").write_bytes(page)
+    written(tmp_path, 1, now, pid=4712)
     assert (one.look()["pid"], one.look()["rates"]) == (4712, None)
 
 
@@ -157,8 +152,11 @@ def no_second_page(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_second_page")
 def test_trouble_is_said_and_is_the_exit_status(tmp_path: Path, gdscache: Gdscache, changes: dict[str, Any]) -> None:
     written(tmp_path, 1, time.time() + 60, **changes)
+    page = tmp_path / "status"
+    before = [page], page.stat().st_mtime_ns, page.read_bytes()
     status, said, _ = gdscache("top", tmp_path, "--once")
     assert status == 1
+    assert ([*tmp_path.iterdir()], page.stat().st_mtime_ns, page.read_bytes()) == before, "it changes nothing"
     assert changes["state"].replace("_", " ") in said
     assert ("3 requests are late" in said) == ("late_requests" in changes)
     assert ("lock is gone" in said) == ("stopped" in changes)
@@ -208,8 +206,8 @@ def test_groups_of_a_running_engine_without_an_ssd(tmp_path: Path, pack: str) ->
     )
 
 
-@pytest.mark.parametrize("width", [38, 80, 100, 120, 200])
-@pytest.mark.parametrize("directories", [1, 2, 3, 5])
+@pytest.mark.parametrize("width", [38, 80, 120, 200])
+@pytest.mark.parametrize("directories", [1, 2, 5])
 def test_a_screen_has_everything_at_any_width(tmp_path: Path, width: int, directories: int) -> None:
     reports = two_looks([tmp_path / f"d{n}" for n in range(directories)])
     lines = top.screen(reports, width).plain.splitlines()
@@ -256,16 +254,3 @@ def test_on_a_terminal_frames_replace_each_other(tmp_path: Path) -> None:
     status, text = on_terminal(["-c", code], 80)
     assert status == 0
     assert text.count("running, page") >= 3
-
-
-@pytest.mark.usefixtures("no_second_page")
-def test_it_changes_nothing(tmp_path: Path, gdscache: Gdscache) -> None:
-    written(tmp_path, 1, time.time() + 60)
-
-    def state() -> list[tuple[str, int, bytes]]:
-        return [(path.name, path.stat().st_mtime_ns, path.read_bytes()) for path in sorted(tmp_path.iterdir())]
-
-    before = state()
-    with contextlib.chdir(tmp_path):
-        gdscache("top", ".", "--once", "--json")
-    assert state() == before

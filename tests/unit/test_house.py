@@ -28,8 +28,8 @@ TOOLS = ("commands",)  # nothing imports them
 MAY_IMPORT = {
     "_native": "",  # the library
     "native": "_native",
-    "tracing": "",
     "runtime": "",
+    "tracing": "runtime",
     "gate": "",
     "pages": "native",
     "policies": "native runtime",

@@ -70,8 +70,7 @@ class Kept:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Directory:
     """A directory of an SSD tier. `place`: the directory, or its nearest existing parent. `holder`: the engine that
-    uses the directory now. `problem`: the cause that makes it unusable. `format`: the cache's format version, if known
-    without its log."""
+    uses the directory now. `problem`: the cause that makes it unusable."""
 
     path: str
     exists: bool
@@ -79,7 +78,6 @@ class Directory:
     holder: str = ""
     problem: str = ""
     hint: str = ""
-    format: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

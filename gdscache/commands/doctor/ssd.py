@@ -9,7 +9,6 @@ from gdscache.commands.doctor.facts import Asked, Facts, Place
 from gdscache.commands.doctor.report import Found, Row, Verdict, answer, comes_to
 from gdscache.commands.doctor.trial import Moved
 from gdscache.config import SsdConfig
-from gdscache.disk.catalog_file import FORMAT_VERSION, OLD_VERSION
 from gdscache.sizes import about, format_size
 from gdscache.storage.files import Mount
 
@@ -27,24 +26,22 @@ def ssd_rows(facts: Facts, asked: Asked) -> Iterator[Row]:
     if found is None:
         yield Row("directory", "not looked at: none was given (--dir DIR, or ssd.path of --config)")
         return
-    for number, place in enumerate(found.places):
-        rows = _place_rows(place, found.places, ssd)
-        if number == 0:
-            yield from rows
-            yield from found.kernel
-            for name, package in found.packages.items():
-                yield from answer(name, package, "info")
-            for name, trial in found.trials.items():
-                yield _trial_row(name, trial, facts.has_gpu)
-        else:
-            yield from (_of_stripe(row, number) for row in rows)
-        for row in _key_rows(place, ssd) if ssd and place.chosen else ():
-            yield row if number == 0 else _of_stripe(row, number)
-        if number == 0 and ssd and found.route is not None:
-            route = found.route.value
-            value = comes_to(ssd.route, route or found.route.cause)
-            data = (route or "").partition(" (")[0] or None
-            yield Row("ssd.route", value, "ok" if route else "fail", found.route.hint, data)
+    first, *more = found.places
+    yield from _place_rows(first, found.places, ssd)
+    yield from found.kernel
+    for name, package in found.packages.items():
+        yield from answer(name, package, "info")
+    for name, trial in found.trials.items():
+        yield _trial_row(name, trial, facts.has_gpu)
+    yield from _key_rows(first, ssd)
+    if ssd and found.route is not None:
+        route = found.route.value
+        value = comes_to(ssd.route, route or found.route.cause)
+        data = (route or "").partition(" (")[0] or None
+        yield Row("ssd.route", value, "ok" if route else "fail", found.route.hint, data)
+    for number, place in enumerate(more, start=1):
+        for row in (*_place_rows(place, found.places, ssd), *_key_rows(place, ssd)):
+            yield _of_stripe(row, number)
 
 
 def _of_stripe(row: Row, number: int) -> Row:
@@ -75,14 +72,7 @@ def _directory_row(found: Place) -> Row:
         hint = "an engine cannot open it meanwhile, and the measurements below share the disk with that process"
         return Row("directory", f"{facts.path}: in use by {facts.holder}", "warn", hint, data)
     state = "exists" if facts.exists else f"can be made in {facts.place}, which is looked at"
-    hint = ""
-    if facts.format is not None:
-        state += f", a cache of format {facts.format}"
-        if facts.format == OLD_VERSION:
-            state += f", which the next engine makes {FORMAT_VERSION}, with its pages"
-        elif facts.format != FORMAT_VERSION:
-            hint = "an engine refuses it: use the gdscache that wrote it, or set another ssd.path"
-    return Row("directory", f"{facts.path}: {state}", "fail" if hint else "ok", hint, data)
+    return Row("directory", f"{facts.path}: {state}", "ok", data=data)
 
 
 def _mount_row(mount: Mount) -> Row:
@@ -139,9 +129,10 @@ def _trial_row(name: str, trial: Found[Moved], has_gpu: bool) -> Row:
     return Row(f"transport {name}", value, "ok", data=data)
 
 
-def _key_rows(found: Place, ssd: SsdConfig) -> Iterator[Row]:
-    """`ssd.transport`, `ssd.gds`: their results with the chosen transport."""
-    assert found.chosen is not None, "a transport was tried"
+def _key_rows(found: Place, ssd: SsdConfig | None) -> Iterator[Row]:
+    """`ssd.transport`, `ssd.gds`: their results with the chosen transport; no rows if none was tried."""
+    if ssd is None or found.chosen is None:
+        return
     chosen = found.chosen.value
     if chosen is None:
         hint = found.chosen.hint or "set ssd.transport to posix"

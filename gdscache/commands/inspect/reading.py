@@ -148,61 +148,41 @@ def at_rest(directory: Path, read: Callable[[bool], _T | None]) -> _T:
     )
 
 
-def read_once(directory: Path, progress: Progress, *, last: bool = True) -> Contents | None:
-    """The contents of a directory without an owner. None if it changed meanwhile, or if it is damaged and may be
-    changing. `last`: damage raises. `progress`: see `open_catalog`."""
-    before = _version(directory)
+def read(directory: Path, progress: Progress, *, last: bool = True) -> Contents | None:
+    """The contents as of the last commits, also while an engine commits more. None if the directory changed meanwhile,
+    so that the copy may be torn. `last`: damage raises, also if the directory is changing. `progress`: see
+    `open_catalog`.
+
+    An engine changes the database itself only when it checkpoints the log. The checkpointed rows stay in the log until
+    the log restarts with another header. So a copy of both is whole if the log's header is the same before and after.
+    """
+    before = header, *_ = _version(directory)
     try:
         with open_catalog(directory, progress) as connection:
+            if _version(directory) != before:
+                return None
             contents = read_contents(directory, connection)
     except GdsCacheError:
         if last or _version(directory) == before:
             raise
         return None
-    return contents if _version(directory) == before else None
+    return contents if header or _version(directory) == before else None
 
 
-def read_beside(directory: Path, progress: Progress, *, last: bool = True) -> Contents | None:
-    """The contents as of the last commits, also while an engine commits more. None if the copy may be torn.
-
-    An engine changes the database itself only when it checkpoints the log. The checkpointed rows stay in the log until
-    the log restarts with another header. So a copy of both is whole if the log's header is the same before and after.
-    Parameters as in `read_once`.
-    """
-    before = _log_header(directory)
-    if before is None:
-        return read_once(directory, progress, last=last)
-    try:
-        with open_catalog(directory, progress) as connection:
-            if _log_header(directory) != before:
-                return None
-            return read_contents(directory, connection)
-    except GdsCacheError:
-        if last:
-            raise
-        return None
-
-
-def _log_header(directory: Path) -> tuple[int, bytes] | None:
-    """The catalogue's inode and the log's header; None without a log or for an empty one."""
+def _version(directory: Path) -> tuple[bytes, int, int, int]:
+    """The log's header, empty without one, and the catalogue's inode; without a log also its size and modification
+    time."""
     path = directory / CATALOG_NAME
-    try:
-        fd = os.open(f"{path}-wal", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        header = os.pread(fd, catalog_image.HEADER, 0)
-    finally:
-        os.close(fd)
-    return (regular_file(path).st_ino, header) if len(header) == catalog_image.HEADER else None
-
-
-def _version(directory: Path) -> list[tuple[int, int, int]]:
-    """Inode, size and modification time of the catalogue and of its log, if any."""
-    found = [regular_file(directory / CATALOG_NAME)]
+    status, header = regular_file(path), b""
     with contextlib.suppress(OSError):
-        found.append(os.lstat(directory / f"{CATALOG_NAME}-wal"))
-    return [(status.st_ino, status.st_size, status.st_mtime_ns) for status in found]
+        fd = os.open(f"{path}-wal", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            header = os.pread(fd, catalog_image.HEADER, 0)
+        finally:
+            os.close(fd)
+    if len(header) == catalog_image.HEADER:
+        return header, status.st_ino, 0, 0
+    return b"", status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def has_log(directory: Path) -> bool:

@@ -20,7 +20,7 @@ from gdscache.commands.inspect.reading import (
     existing,
     has_log,
     os_errors,
-    read_once,
+    read,
     slab_directories,
 )
 from gdscache.config.pools import PLAIN_DIRECTORY
@@ -58,7 +58,7 @@ def inspect(directory: Path, progress: Progress = lambda done, total, text: None
         fresh = isinstance(status, Status) and status.age < status_page.FRESH_S
         if owner.state == "in use" or (owner.state == "unknown" and fresh):
             return _live(directory, owner, status)
-        contents = read_once(directory, progress, last=last)
+        contents = read(directory, progress, last=last)
         return None if contents is None else _still(directory, owner, contents)
 
     return at_rest(directory, look)

@@ -110,14 +110,14 @@ def packing(config: Config) -> float | None:
     if model.pack == "on":
         return None
     try:
-        packed = model.model_copy(update={"pack": "on"}).pool_layouts()
+        packed = model.model_copy(update={"pack": "on"}).pool_layouts
     except GeometryError:
         return None
     if not any(layout.packed for layout in packed):
         return None
     left = 0.0  # of the bytes of a token, over all pools
     shares = [part.share for part in pool_parts(config)] or [1.0]
-    for share, layout, own in zip(shares, model.pool_layouts(), packed, strict=True):
+    for share, layout, own in zip(shares, model.pool_layouts, packed, strict=True):
         room = 1 - 1 / PLAIN_PARTS if own.packed else 1
         left += share * own.extent_bytes / layout.extent_bytes / room
     return 1 / left

@@ -129,7 +129,7 @@ def describe_infinite(workload: Workload, model: ModelConfig) -> dict[str, Any]:
 
 def page_bytes(model: ModelConfig) -> int:
     """Bytes of a page. If only some layers keep all tokens and these have their own planes, a page of these layers."""
-    groups, layouts = model.layer_groups(), model.pool_layouts()
+    groups, layouts = model.layer_groups(), model.pool_layouts
     for pool, layout in zip(pools_of(groups), layouts, strict=False):
         if any(groups[g].keeps == "all" for g in pool.groups):
             return layout.extent_bytes

@@ -49,13 +49,19 @@ def pool(master: str) -> FakePool:
 
 
 @pytest.fixture
-def host(open_host: OpenHost, master: str) -> Host:
-    return shared(open_host, master)
+def opens(open_host: OpenHost, master: str) -> OpenHost:
+    """`opens(**make_config arguments)`: an engine with the pool. `options`: of its tier."""
+
+    def opens(**arguments: Any) -> Host:
+        entry = pool_entry(master, **arguments.pop("options", {}))
+        return open_host(**{"cpu": 16, "ssd": None, "tiers": [entry]} | arguments)
+
+    return opens
 
 
-def shared(open_host: OpenHost, master: str, **options: Any) -> Host:
-    entry = pool_entry(master, **options.pop("options", {}))
-    return open_host(**{"cpu": 16, "ssd": None, "tiers": [entry]} | options)
+@pytest.fixture
+def host(opens: OpenHost) -> Host:
+    return opens()
 
 
 def tier_of(host: Host) -> MooncakeTier:
@@ -87,8 +93,8 @@ def fetched(host: Host, tokens: list[int], salt: str = "") -> int:
 # -- sharing ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_one_engine_stores_another_one_finds(open_host: OpenHost, host: Host, master: str) -> None:
-    other = shared(open_host, master)
+def test_what_one_engine_stores_another_one_finds(opens: OpenHost, host: Host) -> None:
+    other = opens()
     tokens = prompt(1, PAGES)
     assert all({*tiers} == {"cpu", "mooncake"} for tiers in host.store(tokens).result(WAIT).tiers)
     assert other.engine.lookup(tokens).tokens == 0
@@ -120,9 +126,9 @@ def test_lookups_wake_no_thread_for_the_pool(host: Host, monkeypatch: pytest.Mon
     assert posted == []
 
 
-def test_pages_of_the_ssd_and_of_the_pool_are_one_prefix(open_host: OpenHost, master: str, tmp_path: Any) -> None:
-    other = shared(open_host, master, ssd=32, path=tmp_path / "other")
-    host = shared(open_host, master, ssd=32, path=tmp_path / "mine")
+def test_pages_of_the_ssd_and_of_the_pool_are_one_prefix(opens: OpenHost, tmp_path: Any) -> None:
+    other = opens(ssd=32, path=tmp_path / "other")
+    host = opens(ssd=32, path=tmp_path / "mine")
     tokens = stored(other, pages=6)
     host.keep(tokens[:12])
     drop_from(host.engine, "cpu", "mooncake")
@@ -133,9 +139,9 @@ def test_pages_of_the_ssd_and_of_the_pool_are_one_prefix(open_host: OpenHost, ma
     assert len(host.load(tokens).pages) == 6
 
 
-def test_a_prefetch_with_pins_holds_what_came(open_host: OpenHost, host: Host, master: str, pool: FakePool) -> None:
+def test_a_prefetch_with_pins_holds_what_came(opens: OpenHost, host: Host, pool: FakePool) -> None:
     tokens = stored(host)
-    other = shared(open_host, master)
+    other = opens()
     pool.answers.clear()
     found = other.engine.prefetch(tokens, pin=60.0)
     assert (found.asking, found.verified) == (True, 0)
@@ -159,8 +165,8 @@ def test_names_carry_the_namespace(host: Host, pool: FakePool) -> None:
     assert {name.rsplit("/", 1)[1] for name in pool.objects} == keys
 
 
-def test_memory_is_registered_once_and_all_pieces_lie_in_it(open_host: OpenHost, host: Host, master: str) -> None:
-    pool, other = POOLS[master], shared(open_host, master)
+def test_memory_is_registered_once_and_all_pieces_lie_in_it(opens: OpenHost, host: Host, pool: FakePool) -> None:
+    other = opens()
     tokens = [stored(host, seed) for seed in range(3)]
     for some in tokens:
         assert fetched(other, some) == PAGES
@@ -171,11 +177,9 @@ def test_memory_is_registered_once_and_all_pieces_lie_in_it(open_host: OpenHost,
     assert sizes.count(16 * EXTENT) == 2
 
 
-def test_a_call_has_as_many_pages_as_it_may(
-    open_host: OpenHost, master: str, pool: FakePool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_has_as_many_pages_as_it_may(opens: OpenHost, pool: FakePool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gdscache.mooncake.io.BATCH_PAGES", 3)
-    host, other = (shared(open_host, master, cpu=32, bounce=32) for _ in range(2))
+    host, other = (opens(cpu=32, bounce=32) for _ in range(2))
     tokens = stored(host, pages=16)
     assert pool.largest == 3
     pool.largest = 0
@@ -187,10 +191,10 @@ def test_a_call_has_as_many_pages_as_it_may(
 # -- asking ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_page_is_asked_for_once_a_prefetch(open_host: OpenHost, host: Host, master: str, pool: FakePool) -> None:
+def test_a_page_is_asked_for_once_a_prefetch(opens: OpenHost, host: Host, pool: FakePool) -> None:
     tokens = stored(host, pages=8)
     pool.asked.clear()  # before it was put
-    other = shared(open_host, master)
+    other = opens()
     found = other.engine.prefetch(tokens, pin=60.0)
     until(found.done, "it ends")
     for _ in range(50):
@@ -208,11 +212,9 @@ def test_who_has_it_all_asks_nobody(host: Host, pool: FakePool) -> None:
     assert pool.calls["exist"] == before
 
 
-def test_a_page_that_exists_and_cannot_be_got_is_a_miss(
-    open_host: OpenHost, host: Host, master: str, pool: FakePool
-) -> None:
+def test_a_page_that_exists_and_cannot_be_got_is_a_miss(opens: OpenHost, host: Host, pool: FakePool) -> None:
     tokens = stored(host)
-    other = shared(open_host, master)
+    other = opens()
     lost = next(name for name in pool.objects if name.endswith(host.engine.pages(tokens)[2].key.hex()))
     pool.lost.add(lost)
     report = other.engine.prefetch(tokens).result(WAIT)
@@ -236,11 +238,9 @@ def test_a_name_that_leads_to_nothing_goes(host: Host, pool: FakePool) -> None:
 
 
 @pytest.mark.parametrize("where", ["extent", "sums", "key", "magic"])
-def test_a_flipped_bit_is_a_miss_and_the_object_goes(
-    open_host: OpenHost, host: Host, master: str, pool: FakePool, where: str
-) -> None:
+def test_a_flipped_bit_is_a_miss_and_the_object_goes(opens: OpenHost, host: Host, pool: FakePool, where: str) -> None:
     tokens = stored(host)
-    other = shared(open_host, master)
+    other = opens()
     victim = next(name for name in pool.objects if name.endswith(host.engine.pages(tokens)[1].key.hex()))
     raw = bytearray(pool.objects[victim])
     raw[{"extent": 77, "magic": EXTENT, "key": EXTENT + 20, "sums": EXTENT + 96}[where]] ^= 4
@@ -254,25 +254,23 @@ def test_a_flipped_bit_is_a_miss_and_the_object_goes(
     until(lambda: victim not in pool.objects, "it goes, so that a good one finds its place")
     stored(other)
     assert victim in pool.objects
-    third = shared(open_host, master)
+    third = opens()
     assert fetched(third, tokens) == PAGES
 
 
-def test_a_page_under_another_pages_name_is_a_miss(
-    open_host: OpenHost, host: Host, master: str, pool: FakePool
-) -> None:
+def test_a_page_under_another_pages_name_is_a_miss(opens: OpenHost, host: Host, pool: FakePool) -> None:
     tokens, others = stored(host, 1), stored(host, 2)
     swapped = [host.engine.pages(some)[0].key.hex() for some in (tokens, others)]
     names = [next(name for name in pool.objects if name.endswith(key)) for key in swapped]
     pool.objects[names[0]], pool.objects[names[1]] = pool.objects[names[1]], pool.objects[names[0]]
-    other = shared(open_host, master)
+    other = opens()
     assert fetched(other, tokens) == 0
     assert fetched(other, others) == 0
 
 
-def test_bytes_of_another_computation_are_as_good(open_host: OpenHost, master: str, pool: FakePool) -> None:
+def test_bytes_of_another_computation_are_as_good(opens: OpenHost, pool: FakePool) -> None:
     """Two engines compute a page, with other bytes: the pool has the first one's, and whoever gets them, gets those."""
-    first, second = shared(open_host, master), shared(open_host, master)
+    first, second = opens(), opens()
     second.data = lambda key: first.data(key) ^ 1
     tokens = stored(first)
     stored(second)
@@ -324,9 +322,9 @@ def test_a_dead_master_is_called_once_then_left_alone(host: Host, pool: FakePool
     assert state(host)["opened"] == 1
 
 
-def test_it_comes_back_by_itself(open_host: OpenHost, host: Host, master: str, pool: FakePool) -> None:
+def test_it_comes_back_by_itself(opens: OpenHost, host: Host, pool: FakePool) -> None:
     tokens = stored(host)
-    other = shared(open_host, master)
+    other = opens()
     assert fetched(other, tokens) == PAGES
     pool.dead = True
     for some in (host, other):
@@ -341,24 +339,22 @@ def test_it_comes_back_by_itself(open_host: OpenHost, host: Host, master: str, p
     assert len(pool.registered) == 2 * 3  # the clients are the same, and so is what is registered with them
 
 
-def test_an_engine_opens_without_a_master_and_finds_it_later(open_host: OpenHost, master: str, pool: FakePool) -> None:
+def test_an_engine_opens_without_a_master_and_finds_it_later(opens: OpenHost, pool: FakePool) -> None:
     pool.dead = True
-    host = shared(open_host, master)
+    host = opens()
     assert state(host)["state"] == "connecting"
     assert all({*tiers} == {"cpu"} for tiers in host.store(prompt(1, PAGES)).result(WAIT).tiers)
     pool.dead = False
     ready(host)
     assert len(pool.registered) == 3
     tokens = stored(host, 2)
-    assert fetched(shared(open_host, master), tokens) == PAGES
+    assert fetched(opens(), tokens) == PAGES
 
 
 @pytest.mark.parametrize("what", ["put", "get", "ask"])
-def test_a_call_that_hangs_holds_nobody(
-    open_host: OpenHost, host: Host, master: str, pool: FakePool, what: str
-) -> None:
+def test_a_call_that_hangs_holds_nobody(opens: OpenHost, host: Host, pool: FakePool, what: str) -> None:
     tokens = stored(host)
-    other = shared(open_host, master, options={"deadline": 0.3})
+    other = opens(options={"deadline": 0.3})
     local = stored(other, 7, 2)
     gate = pool.answers if what == "ask" else pool.gate
     gate.clear()
@@ -397,8 +393,8 @@ def ended(tier: Any, before: Collection[threading.Thread] = ()) -> None:
     until(over, "its threads end")
 
 
-def test_an_engine_closes_while_a_call_hangs(open_host: OpenHost, master: str, pool: FakePool) -> None:
-    host = shared(open_host, master, options={"deadline": 0.05}, deadline=0.2)
+def test_an_engine_closes_while_a_call_hangs(opens: OpenHost, pool: FakePool) -> None:
+    host = opens(options={"deadline": 0.05}, deadline=0.2)
     pool.gate.clear()
     host.store(prompt(1, PAGES))
     until(lambda: state(host)["state"] == "open", "the breaker opens")
@@ -415,9 +411,9 @@ def test_an_engine_closes_while_a_call_hangs(open_host: OpenHost, master: str, p
 # -- removing --------------------------------------------------------------------------------------------------------
 
 
-def test_a_clear_reaches_the_pool(open_host: OpenHost, host: Host, master: str, pool: FakePool) -> None:
+def test_a_clear_reaches_the_pool(opens: OpenHost, host: Host, pool: FakePool) -> None:
     tokens = stored(host)
-    other = shared(open_host, master)
+    other = opens()
     assert fetched(other, tokens) == PAGES
     drop_from(host.engine, "mooncake")  # its index does not know what it has put any more
     host.engine.clear()
@@ -447,10 +443,8 @@ def test_what_was_cleared_while_the_master_was_dead_never_comes_back(host: Host,
 
 
 @pytest.mark.parametrize("deadline", [WAIT, 0.1])
-def test_a_put_that_was_under_way_in_a_clear_goes_again(
-    open_host: OpenHost, master: str, pool: FakePool, deadline: float
-) -> None:
-    host = shared(open_host, master, deadline=deadline)  # the put ends in time, or late
+def test_a_put_that_was_under_way_in_a_clear_goes_again(opens: OpenHost, pool: FakePool, deadline: float) -> None:
+    host = opens(deadline=deadline)  # the put ends in time, or late
     pool.gate.clear()
     handle = host.store(prompt(1, PAGES))
     until(lambda: pool.calls["put"] == 1, "the put is under way")
@@ -474,11 +468,11 @@ def hashes_of(seed: int, pages: int) -> list[bytes]:
 
 
 @pytest.fixture
-def pair(open_host: OpenHost, host: Host, master: str) -> tuple[Host, list[bytes]]:
+def pair(opens: OpenHost, host: Host) -> tuple[Host, list[bytes]]:
     """An engine that has nothing, and the hashes of pages that another one has put."""
     hashes = hashes_of(1, PAGES)
     host.keep(PageHashes(hashes))
-    return shared(open_host, master), hashes
+    return opens(), hashes
 
 
 def request_of(hashes: list[bytes]) -> Any:
@@ -553,10 +547,10 @@ def test_sglangs_lookup_waits_for_the_answer_while_nothing_else_runs(
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_whatever_happens_no_byte_is_wrong(open_host: OpenHost, master: str, pool: FakePool, seed: int) -> None:
+def test_whatever_happens_no_byte_is_wrong(opens: OpenHost, pool: FakePool, seed: int) -> None:
     """`Host` compares every page that a load calls good."""
     rng = random.Random(seed)
-    hosts = [shared(open_host, master, options={"pages": 20, "deadline": 0.5}, cpu=12) for _ in range(2)]
+    hosts = [opens(options={"pages": 20, "deadline": 0.5}, cpu=12) for _ in range(2)]
     pool.room = 24
     for _ in range(120):
         host, tokens = rng.choice(hosts), prompt(rng.randrange(8), rng.randint(1, 5))
@@ -633,9 +627,9 @@ def test_a_prefetch_that_is_cancelled_while_it_asks_is_over(host: Host, pool: Fa
     assert fetched(host, tokens) == PAGES
 
 
-def test_an_engine_closes_while_it_asks(open_host: OpenHost, host: Host, master: str, pool: FakePool) -> None:
+def test_an_engine_closes_while_it_asks(opens: OpenHost, host: Host, pool: FakePool) -> None:
     tokens, before = stored(host), threading.enumerate()
-    other = shared(open_host, master, options={"deadline": 0.2})
+    other = opens(options={"deadline": 0.2})
     pool.answers.clear()
     found, tier = other.engine.prefetch(tokens), other.engine.manager.tiers["mooncake"]
     other.engine.close()

@@ -156,7 +156,7 @@ def test_without_pytest_only_the_suite_is_missing() -> None:
     code = """
 import sys
 sys.modules["pytest"] = None
-import gdscache.testing
+import gdscache.storage
 from gdscache.errors import MissingPackageError
 try:
     import gdscache.testing.transport_suite

@@ -19,8 +19,7 @@ from gdscache.native import move_pieces
 from gdscache.storage import Transport, cufile
 from gdscache.storage.base import DeviceMemory
 from gdscache.storage.cufile import CufileTransport
-from gdscache.testing.cases import FILE_BYTES, SECTOR, Make, Remember
-from gdscache.testing.transport_suite import TransportSuite
+from gdscache.testing.transport_suite import FILE_BYTES, SECTOR, Make, Remember, TransportSuite
 from tests.engine.storage.by_disk import CufileByDisk
 from tests.support import fake_cufile
 from tests.support.cufile_parts import HANG, NOT_ON_THIS_FILE, TOO_MUCH_MEMORY, Call, Fault

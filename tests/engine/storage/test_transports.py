@@ -18,7 +18,6 @@ from gdscache.storage.files import probe_direct_io
 from gdscache.storage.kvikio import KvikioTransport
 from gdscache.storage.native import NativeTransport
 from gdscache.storage.nixl import NixlTransport
-from gdscache.testing.cases import Cases
 from gdscache.testing.transport_suite import TransportSuite
 from tests.engine.storage.by_disk import NativeByDisk
 from tests.support.faults import Fault, FaultPlan, FaultRule, FaultyTransport
@@ -71,7 +70,7 @@ class TestUringBuffered(TransportSuite):
 
 @pytest.mark.suite
 @pytest.mark.usefixtures("_uring")
-class TestEverySectorByItself(Cases):
+class TestEverySectorByItself(TransportSuite):
     sectors = 2048  # the whole file
     make_transport = TestUringBuffered.make_transport
 

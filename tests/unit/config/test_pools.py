@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gdscache.config import Config
+from gdscache.config import Config, ModelConfig
 from gdscache.config.pools import plain_parts, pool_parts
 from gdscache.errors import CapacityError, GeometryError
 from gdscache.groups.base import Group
@@ -53,12 +53,21 @@ def test_a_state_is_one_row_and_not_one_for_each_token() -> None:
     model = {"name": "next", "layers": 48, "page_tokens": 64, "planes": planes, "groups": groups}
     sizes = {"gpu": {"staging": "512MiB"}, "host_buffer": "512MiB"}
     config = Config.from_dict({"model": model, "cpu": {}, **sizes})
-    assert [layout.page_tokens for layout in config.model.pool_layouts()] == [64, 1]
+    assert [layout.page_tokens for layout in config.model.pool_layouts] == [64, 1]
     extents = [12 * 64 * 2 * 256 * 2, 36 * (8192 * 4 * 2 + 32 * 128 * 128 * 4)]
-    assert [layout.extent_bytes for layout in config.model.pool_layouts()] == extents
+    assert [layout.extent_bytes for layout in config.model.pool_layouts] == extents
     assert [part.config.model.layout().extent_bytes for part in pool_parts(config)] == extents
     alone = Config.from_dict({"model": model | {"groups": [groups[1] | {"layers": [*range(48)]}]}})
-    assert [layout.page_tokens for layout in alone.model.pool_layouts()] == [1]
+    assert [layout.page_tokens for layout in alone.model.pool_layouts] == [1]
+
+
+def test_layouts_are_found_once_for_all_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = list[object]()
+    layers = ModelConfig._layers
+    monkeypatch.setattr(ModelConfig, "_layers", lambda model: found.append(model) or layers(model))
+    sections: dict[str, Any] = {"cpu": {}, "ssd": {"path": "/x"}, "store": {}, "gpu": {}}
+    config = Config.from_dict({"model": KV | {"layers": 2}, **sections})
+    assert (len(found), len(config.model.pool_layouts)) == (1, 1)
 
 
 def test_the_groups_whose_pages_can_be_packed_are() -> None:
@@ -79,6 +88,8 @@ def test_the_groups_whose_pages_can_be_packed_are() -> None:
         pack: pool_parts(Config.from_dict({"model": model | {"pack": pack}, "cpu": {}}))
         for pack in ("off", "auto", "on")
     }
+    copied = Config.from_dict({"model": model}).model.model_copy(update={"pack": "on"})
+    assert [layout.packed for layout in copied.pool_layouts] == [True, True, False, False]
     assert [part.config.model.pack for part in parts["on"]] == ["on", "on", "off", "off"]
     assert [part.config.model.layout().packed for part in parts["on"]] == [True, True, False, False]
     assert [part.config.model.pack for part in parts["auto"]] == ["auto"] * 4
