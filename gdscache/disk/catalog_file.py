@@ -205,6 +205,19 @@ def slab_extent(directory: Path) -> int | None:
         return None
 
 
+def format_version(directory: Path) -> int | None:
+    """The version of the catalogue there, which must not be open. None if it is missing, has a log, or cannot be read.
+    Writes nothing, and takes no lock."""
+    path = directory / CATALOG_NAME
+    if not path.is_file() or os.path.lexists(f"{path}{catalog_image.LOG_SUFFIX}"):
+        return None
+    try:
+        with _glance(path) as connection:
+            return integers(connection).get("format_version")
+    except (sqlite3.Error, CorruptCatalogError):
+        return None
+
+
 def _glance(path: Path) -> contextlib.closing[sqlite3.Connection]:
     return contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True))
 

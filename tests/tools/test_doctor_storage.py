@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import signal
+import tarfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,6 +30,7 @@ from gdscache.storage.trial import Ended, run_child
 from tests.support.doctor_facts import PLAIN, WHOLE, answered
 from tests.support.helpers import WAIT, until
 from tests.support.native_parts import has_ring
+from tests.support.places import ROOT
 from tests.support.posix_transport import PosixTransport
 from tests.support.transport_parts import refuse_ring
 
@@ -283,6 +285,21 @@ def test_an_engine_in_the_directory_is_named(tmp_path: Path) -> None:
     assert storage.find_directory(tmp_path, tmp_path).holder == ""
 
 
+@pytest.mark.parametrize(("version", "said"), [("5", "format 5, which the next engine makes 6"), ("6", "format 6")])
+def test_the_format_of_a_cache_is_told(version: str, said: str, tmp_path: Path) -> None:
+    with tarfile.open(ROOT / "tests" / "formats" / version / "closed.tar.xz") as tar:
+        tar.extractall(tmp_path, filter="data")
+    before = {file.name: file.read_bytes() for file in (tmp_path / "a").iterdir()}
+    found = storage.find_directory(tmp_path / "a", tmp_path / "a")
+    assert found.format == int(version)
+    assert said in judged(directory=found)["directory"].value
+    assert {file.name: file.read_bytes() for file in (tmp_path / "a").iterdir()} == before
+    (tmp_path / "a" / "catalog.sqlite-wal").touch()
+    assert storage.find_directory(tmp_path / "a", tmp_path / "a").format is None
+    (tmp_path / "catalog.sqlite").write_bytes(b"no database")
+    assert storage.find_directory(tmp_path, tmp_path).format is None
+
+
 def test_free_space_counts_the_slab_that_is_there(tmp_path: Path) -> None:
     assert storage.find_space(tmp_path, tmp_path).slab == 0
     for number in (0, 2):
@@ -531,6 +548,8 @@ HELD = dataclasses.replace(PLACE.directory, holder="process 7")
         ({"space": Found(FreeSpace(GIB, 0))}, {"capacity": "2GiB"}, "fail", {"free space"}),
         ({"space": Found(FreeSpace(GIB, GIB))}, {"capacity": "2GiB"}, "fail", set()),
         ({"directory": HELD}, {}, "warn", {"directory"}),
+        ({"directory": dataclasses.replace(PLACE.directory, format=4)}, {}, "fail", {"directory"}),
+        ({"directory": dataclasses.replace(PLACE.directory, format=5)}, {}, "fail", set()),
         ({"direct_io": Found("open answers EINVAL")}, {}, "warn", {"O_DIRECT"}),
         ({"mount": Mount("tmpfs", "tmpfs", "0:4", "rw")}, {}, "warn", {"file system"}),
         ({"mount": Mount("nfs4", "host:/x", "0:4", "rw")}, {}, "warn", {"file system"}),

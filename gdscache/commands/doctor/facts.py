@@ -70,7 +70,8 @@ class Kept:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Directory:
     """A directory of an SSD tier. `place`: the directory, or its nearest existing parent. `holder`: the engine that
-    uses the directory now. `problem`: the cause that makes it unusable."""
+    uses the directory now. `problem`: the cause that makes it unusable. `format`: the cache's format version, if known
+    without its log."""
 
     path: str
     exists: bool
@@ -78,6 +79,7 @@ class Directory:
     holder: str = ""
     problem: str = ""
     hint: str = ""
+    format: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from gdscache.commands.doctor.facts import Asked, Facts, Place
 from gdscache.commands.doctor.report import Found, Row, Verdict, answer, comes_to
 from gdscache.commands.doctor.trial import Moved
 from gdscache.config import SsdConfig
+from gdscache.disk.catalog_file import FORMAT_VERSION, OLD_VERSION
 from gdscache.sizes import about, format_size
 from gdscache.storage.files import Mount
 
@@ -72,7 +73,14 @@ def _directory_row(found: Place) -> Row:
         hint = "an engine cannot open it meanwhile, and the measurements below share the disk with that process"
         return Row("directory", f"{facts.path}: in use by {facts.holder}", "warn", hint, data)
     state = "exists" if facts.exists else f"can be made in {facts.place}, which is looked at"
-    return Row("directory", f"{facts.path}: {state}", "ok", data=data)
+    hint = ""
+    if facts.format is not None:
+        state += f", a cache of format {facts.format}"
+        if facts.format == OLD_VERSION:
+            state += f", which the next engine makes {FORMAT_VERSION}, with its pages"
+        elif facts.format != FORMAT_VERSION:
+            hint = "an engine refuses it: use the gdscache that wrote it, or set another ssd.path"
+    return Row("directory", f"{facts.path}: {state}", "fail" if hint else "ok", hint, data)
 
 
 def _mount_row(mount: Mount) -> Row:

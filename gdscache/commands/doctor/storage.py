@@ -20,6 +20,7 @@ from gdscache.commands.doctor.report import Found, Row, Verdict, attempt
 from gdscache.commands.doctor.trial import Moved, Trial, try_transport
 from gdscache.commands.inspect.owner import find_owner
 from gdscache.config.pools import PLAIN_DIRECTORY
+from gdscache.disk.catalog_file import format_version
 from gdscache.disk.slab import slab_name
 from gdscache.errors import DirectoryNotWritableError
 from gdscache.runtime.files import text_of
@@ -125,7 +126,8 @@ def find_directory(directory: Path, place: Path) -> Directory:
         owner = find_owner(place, catalog_open=False)
         if owner.state == "in use":
             holder = f"process {owner.pid}" + (f": {owner.command}" if owner.command else "")
-    return Directory(str(directory), exists, str(place), holder, problem, hint)
+    found = format_version(place) if exists and not problem else None
+    return Directory(str(directory), exists, str(place), holder, problem, hint, found)
 
 
 @contextlib.contextmanager
