@@ -20,7 +20,6 @@ from gdscache.pages.checksum import layer_checksums
 from gdscache.tiers.cpu import Bounce
 from tests.support.hooks import Job, hooks
 from tests.support.host_copies import HostCopies
-from tests.support.window import Window
 
 if TYPE_CHECKING:
     from gdscache.extents.host import HostExtents
@@ -67,6 +66,35 @@ class SteppedEvent:
 
     def synchronize(self) -> None:
         assert self.query(), "a step waited in the middle"
+
+
+class Window:
+    """Neighbouring slots of a reserve, cut anew: each of its own slots holds a part of an extent and no more.
+
+    `within`: the slots; `span`: `(start, stop)` of the part in bytes of an extent, multiples of `EXTENT_ALIGNMENT`. So
+    the memory of one page holds a group of layers of several, side by side, and neighbours are copied at once.
+    """
+
+    def __init__(self, extents: HostExtents, within: range, span: tuple[int, int]) -> None:
+        self._start, stop = span
+        self._extents = extents
+        self._part = stop - self._start
+        extent = extents.layout.extent_bytes
+        self._first = within.start * extent - self._start  # where the first slot's extent would begin
+        assert self._first >= 0, "the reserve's first slots are those of stores"
+        slots, offset = len(within) * extent // self._part, int(extents.rows.storage_offset()) + self._first
+        self.rows = extents.rows.as_strided((slots, stop), (self._part, 1), offset)
+
+    def where(self, slot: int) -> range:
+        """The bytes of a slot's part in the reserve."""
+        at = self._first + self._start + slot * self._part
+        return range(at, at + self._part)
+
+    def digest(self, slot: int, layers: range) -> Checksums:
+        """The checksums of some layers of the slot's bytes, taken now."""
+        bounds, part = self._extents.layout.layer_bounds[layers.start : layers.stop], self.where(slot)
+        view = self._extents.flat[part.start : part.stop]
+        return layer_checksums(view, [(first - self._start, end - self._start) for first, end in bounds])
 
 
 class SteppedMachine:

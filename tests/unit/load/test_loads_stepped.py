@@ -40,7 +40,6 @@ from gdscache.tiers.manager import TierManager
 from tests.support.helpers import MHA, SEED, layout_of, read_page, write_page
 from tests.support.stepped import Order, SteppedExecutor, every_order, prompt, random_orders
 from tests.support.stepped_machine import Choice, SteppedMachine
-from tests.support.window import Window
 
 LAYOUT = layout_of(MHA | {"layers": 2, "head_dim": 72})  # two groups of a layer each, with the sizes below
 SIZES = GroupSizes(least=4096, first=1)
@@ -317,10 +316,7 @@ class Run(Order):
         for job, extents, places in self.machine.copies:
             for place in places:
                 if job.window:
-                    start, stop = LAYOUT.read_span(job.layers, alone=True)
-                    assert isinstance(extents, Window)
-                    at = int(extents.where(np.array([place]), start)[0])
-                    written.append(range(at, at + stop - start))
+                    written.append(extents.where(place))
                 else:
                     assert place in kept["cpu"], "a slot of the CPU tier in use was given back"
         written.sort(key=lambda part: part.start)
