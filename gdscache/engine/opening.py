@@ -10,13 +10,13 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 
-from gdscache.config import Config, EventsConfig
+from gdscache.config import Config, EventsConfig, load_config
 from gdscache.config.concerns import concerns
 from gdscache.config.pools import PLAIN_DIRECTORY, plain_parts, pool_parts
 from gdscache.cuda.host_memory import PageLocking
@@ -31,6 +31,7 @@ from gdscache.disk.slab_io import SlabIO
 from gdscache.disk.status_page import LATENCIES, RANKS, SLOWEST, Figures, Queues, RankState, StatusWriter, TierState
 from gdscache.errors import (
     CapacityError,
+    ConfigError,
     GeometryError,
     InvalidValueError,
     IOFailedError,
@@ -229,8 +230,7 @@ def build(
         prefetcher = Prefetcher(loader, held, layout, limits)
         undo.callback(prefetcher.close)
         status = history = None
-        queues = functools.partial(_queues, storer, loader, prefetcher)
-        figures = functools.partial(_figures, config, top, manager, journal, queues)
+        figures = functools.partial(_figures, config, top, manager, journal, storer, loader, prefetcher)
         if below.ssd is not None:
             history = HistoryFile(below.ssd.path, manager.fates.evicted, manager.fates.bad)
             history.restore()
@@ -270,9 +270,18 @@ def build(
     return parts
 
 
+def read_config(config: str | os.PathLike[str] | Mapping[str, Any] | Config) -> Config:
+    """A configuration from a YAML file, from a mapping of the same shape, or as it is."""
+    if isinstance(config, Config):
+        return config
+    return Config.from_dict(config) if isinstance(config, Mapping) else load_config(config)
+
+
 def as_directory(config: Config) -> Config:
     """The configuration with `model.pack` on or off: for `auto`, as the directory of the SSD tier, or one of a pool's,
-    has its extents."""
+    has its extents. Raises `ConfigError` for an object that is no configuration."""
+    if not isinstance(config, Config):
+        raise ConfigError(f"a configuration was given as {type(config).__name__}", "use from_config, or pass a Config")
     model = config.model
     if model.pack != "auto":
         return config
@@ -465,20 +474,21 @@ def _describe(names: NamespacesFile, ssd: SsdTier) -> None:
         names.save(ssd.described)
 
 
-def _queues(storer: Storer, loader: Loader, prefetcher: Prefetcher) -> Queues:
-    stores = storer.queue()
-    sizes = stores["bytes"], stores["to_ssd_bytes"], stores["limit_bytes"]
-    return Queues(*sizes, loader.loads, prefetcher.under_way)
-
-
 def _figures(
-    config: Config, top: _Top, manager: TierManager, journal: Journal, queues: Callable[[], Queues]
+    config: Config,
+    top: _Top,
+    manager: TierManager,
+    journal: Journal,
+    storer: Storer,
+    loader: Loader,
+    prefetcher: Prefetcher,
 ) -> Figures:
     """For the status page. Without the manager's lock, so the figures need not agree exactly. A line of the log that is
     due is left to a thread that may wait for a slow log."""
     if journal.due:
         manager.calls.post(journal.tick)
-    quarantine, ssd = manager.quarantine, manager.ssd
+    quarantine, ssd, stores = manager.quarantine, manager.ssd, storer.queue()
+    sizes = stores["bytes"], stores["to_ssd_bytes"], stores["limit_bytes"]
     index = None if ssd is None else ssd.index
     stopped = quarantine.stopped or ("" if ssd is None else ssd.lock_lost())
     off = ssd is not None and quarantine.refuses(ssd.name)
@@ -501,7 +511,7 @@ def _figures(
         tiers=[TierState(name, t.index.slots, len(t.index), t.index.evictions) for name, t in manager.tiers.items()],
         slowest=manager.latencies.slowest(SLOWEST),
         groups=", ".join(group.words for group in config.model.layer_groups()),
-        queues=queues(),
+        queues=Queues(*sizes, loader.loads, prefetcher.under_way),
         plain_extent_bytes=top.layout.packed_as(packed=False).extent_bytes,
     )
 
