@@ -205,23 +205,12 @@ def test_a_full_queue_drops_and_counts(open_host: OpenHost) -> None:
     assert host.load(prompt(2, 2)).tokens == 8
 
 
-# -- cancel ----------------------------------------------------------------------------------------------------------
-
-
 # -- bad input -------------------------------------------------------------------------------------------------------
 
 
 def state(host: Host) -> Any:
     stats = host.engine.stats()
     return [(n, t["pages"], t["free_slots"]) for n, t in stats["tiers"].items()], stats["leases"], stats["store_queue"]
-
-
-def test_a_slot_may_not_be_in_two_requests_of_a_batch(open_host: OpenHost) -> None:
-    host, tokens = kept(open_host, 2)
-    before, hit = state(host), host.engine.lookup(tokens)
-    with pytest.raises(SlotRangeError, match="twice"):
-        host.engine.load_many([(hit, [1, 2]), (hit, [3, 2])])
-    assert state(host) == before
 
 
 def test_a_broken_page_of_blocks(open_host: OpenHost) -> None:

@@ -126,17 +126,6 @@ def test_a_bad_page_within_a_merged_read_costs_its_own_suffix(
 # -- memory and files ------------------------------------------------------------------------------------------------
 
 
-def test_check_finds_a_bad_page_of_the_cpu_pool(open_host: OpenHost) -> None:
-    host, tokens = kept(open_host, 3)
-    cpu = host.engine.manager.cpu
-    byte = cpu.extents.memory(slot_of(host.engine, tokens, 1, "cpu"))[:1]
-    byte[0] ^= 1
-    [problem] = host.engine.check().problems
-    assert "differ from the stored ones" in problem
-    byte[0] ^= 1
-    assert host.engine.check().ok
-
-
 def test_a_bad_page_of_the_cpu_pool_is_not_written_on_unseen(open_host: OpenHost) -> None:
     host = open_host(transport=FAULTY)
     tokens = prompt(1, 3)

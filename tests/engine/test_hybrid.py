@@ -299,8 +299,9 @@ def test_a_batch_is_of_hits_of_this_engine_and_no_block_is_in_it_twice(open_hybr
     for batch in ([hit], [(hit.parts[0], slots)], hit, [(hit, slots, None)]):
         with pytest.raises(InvalidValueError, match="without a hit"):
             host.engine.load_many(batch)  # type: ignore[arg-type]
-    with pytest.raises(SlotRangeError):
+    with pytest.raises(SlotRangeError, match="twice"):
         host.engine.load_many([(hit, slots), (hit, slots)])
+    assert not any(engine.stats()["leases"] for engine in host.engine.engines)
     empty = host.engine.load_many([])
     assert (empty.tokens, empty.results(WAIT), empty.result(WAIT).tokens) == (0, [], 0)
     host.give(slots)

@@ -47,7 +47,7 @@ POINTS = 3  # of a call at which the short form interrupts it
 SOON = 0.3  # seconds: 100 ms, and what a busy machine takes
 Call = Callable[[], object]
 Handler = Callable[[int, FrameType | None], Any]
-
+Case = Callable[["Rig"], Iterator[Call]]
 
 _RIGS: list[Rig] = []
 
@@ -204,12 +204,13 @@ def _threads() -> list[str]:
 # What is interrupted: each makes a call, and what has to be done behind it where the engine is whole.
 
 
-def _sequence(rig: Rig) -> Iterator[Call]:
-    yield lambda: rig.engine.sequence(rig.tokens).close()
+def _plain(use: Callable[[CacheEngine, list[int]], object]) -> Case:
+    """A call that leaves nothing behind."""
 
+    def case(rig: Rig) -> Iterator[Call]:
+        yield lambda: use(rig.engine, rig.tokens)
 
-def _sequence_lost(rig: Rig) -> Iterator[Call]:
-    yield lambda: rig.engine.sequence(rig.tokens)
+    return case
 
 
 def _append(rig: Rig) -> Iterator[Call]:
@@ -234,10 +235,6 @@ def _leave(rig: Rig) -> Iterator[Call]:
     seq.close()
 
 
-def _lookup(rig: Rig) -> Iterator[Call]:
-    yield lambda: rig.engine.lookup(rig.tokens)
-
-
 def _pin(rig: Rig) -> Iterator[Call]:
     pins: list[Any] = []
     yield lambda: pins.append(rig.engine.pin(rig.tokens, 0.3))  # its handle may be lost
@@ -251,33 +248,9 @@ def _release(rig: Rig) -> Iterator[Call]:
     pin.release()
 
 
-def _prefetch(rig: Rig) -> Iterator[Call]:
-    yield lambda: rig.engine.prefetch(rig.tokens).result(WAIT)
-
-
 def _prefetch_cancel(rig: Rig) -> Iterator[Call]:
     handle = rig.engine.prefetch(rig.tokens)
     yield lambda: (handle.wait(), handle.cancel())
-
-
-def _clear(rig: Rig) -> Iterator[Call]:
-    yield rig.engine.clear
-
-
-def _invalidate(rig: Rig) -> Iterator[Call]:
-    yield lambda: rig.engine.invalidate(rig.engine.namespace())
-
-
-def _drain(rig: Rig) -> Iterator[Call]:
-    yield lambda: rig.engine.drain(WAIT)
-
-
-def _flush(rig: Rig) -> Iterator[Call]:
-    yield lambda: rig.engine.flush(WAIT)
-
-
-def _figures(rig: Rig) -> Iterator[Call]:
-    yield lambda: (rig.engine.stats(), rig.engine.check())
 
 
 def _load(rig: Rig) -> Iterator[Call]:
@@ -321,12 +294,21 @@ def _store_result(rig: Rig) -> Iterator[Call]:
     yield lambda: (handle.release_event.synchronize(WAIT), handle.result(WAIT))
 
 
+_sequence = _plain(lambda engine, tokens: engine.sequence(tokens).close())
+_sequence_lost = _plain(lambda engine, tokens: engine.sequence(tokens))
+_lookup = _plain(lambda engine, tokens: engine.lookup(tokens))
+_prefetch = _plain(lambda engine, tokens: engine.prefetch(tokens).result(WAIT))
+_clear = _plain(lambda engine, _: engine.clear())
+_invalidate = _plain(lambda engine, _: engine.invalidate(engine.namespace()))
+_drain = _plain(lambda engine, _: engine.drain(WAIT))
+_flush = _plain(lambda engine, _: engine.flush(WAIT))
+_figures = _plain(lambda engine, _: (engine.stats(), engine.check()))
 WAITS = [_verify, _drain, _load_result, _store_result]
 BOTH = [_lookup, _pin, _release, _prefetch, _prefetch_cancel, _clear, _invalidate, _drain, _flush, _figures]
 OWN = [_sequence, _sequence_lost, _append, _commit, _verify, _leave]
 ATTACHED = [_load, _load_many, _load_result, _store, _store_result]
 CASES = [(False, case) for case in [*OWN, *BOTH]] + [(True, case) for case in [*ATTACHED, _lookup, _clear]]
-Case = Callable[[Rig], Iterator[Call]]
+NAMES = {case: name for name, case in [*globals().items()] if case in [*OWN, *BOTH, *ATTACHED]}
 
 
 def _interrupt(rig: Rig, case: Case, points: Points, error: type[BaseException] = KeyboardInterrupt) -> None:
@@ -378,7 +360,7 @@ SHARES = [pytest.param(20, marks=pytest.mark.suite), pytest.param(10_000, marks=
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("most", SHARES)
-@pytest.mark.parametrize(("attached", "case"), CASES, ids=lambda value: getattr(value, "__name__", str(value)))
+@pytest.mark.parametrize(("attached", "case"), CASES, ids=lambda value: NAMES.get(value, str(value)))
 def test_an_interrupt_at_any_point_of_any_call(slab: Path, attached: bool, case: Case, most: int) -> None:
     rig = Rig(slab, attached=attached)
     _everywhere(rig, case, most)
@@ -394,7 +376,7 @@ def test_whatever_a_handler_raises_ends_the_engine(slab: Path, error: type[BaseE
         for at in _points(count.seen, 4)[1:]:
             before = rig.ended
             _interrupt(rig, case, Points(at), error)
-            assert rig.ended == before + 1, case.__name__
+            assert rig.ended == before + 1, NAMES[case]
 
 
 @pytest.mark.timeout(600)
@@ -689,7 +671,7 @@ def _storm(rig: Rig, seed: int, interrupts: int) -> None:
                                 call()
                     except KeyboardInterrupt:
                         taken += 1
-                rig.after(f"a moment of {case.__name__}", kept=False)
+                rig.after(f"a moment of {NAMES[case]}", kept=False)
                 rig.restore()
     finally:
         over.set()

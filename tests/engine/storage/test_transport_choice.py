@@ -143,20 +143,16 @@ def test_cufile_by_name_takes_any_path_that_brings_the_bytes(
 
 
 @pytest.mark.skipif(has_libcuda(), reason="needs a machine without a CUDA driver")
-def test_cufile_without_a_driver_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "device", "cause"), [("cufile", "cuda:0", "CUDA driver"), ("kvikio", "cpu", "libcuda")]
+)
+def test_without_a_driver_is_a_clear_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, device: str, cause: str
+) -> None:
     monkeypatch.setattr(probe, "probe", lambda *_: probe.ProbeResult(True, "compat", "not counted"))
     before = threading.active_count()
-    with pytest.raises(TransportUnavailableError, match="CUDA driver") as caught:
-        opened(tmp_path, "cufile", "cuda:0")
-    assert "posix" in caught.value.hint
-    assert threading.active_count() == before
-
-
-@pytest.mark.skipif(has_libcuda(), reason="needs a machine without a CUDA driver")
-def test_kvikio_without_a_driver_is_a_clear_error(tmp_path: Path) -> None:
-    before = threading.active_count()
-    with pytest.raises(TransportUnavailableError, match="libcuda") as caught:
-        opened(tmp_path, "kvikio")
+    with pytest.raises(TransportUnavailableError, match=cause) as caught:
+        opened(tmp_path, name, device)
     assert "posix" in caught.value.hint
     assert threading.active_count() == before
 
