@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from gdscache.errors import IOFailedError, TransportUnavailableError
-from gdscache.storage import Transport, open_transport, probe, trial
+from gdscache.storage import Transport, calls, open_transport, probe, trial
 from gdscache.storage.cufile import CufileTransport
 from gdscache.storage.files import DirectFiles, find_mount
 from tests.support.posix_transport import PosixTransport
@@ -263,7 +263,7 @@ def test_only_counted_io_proves_gds(
         return SimpleNamespace(cause=refusals[arguments[2]])
 
     monkeypatch.setattr(probe, "NVIDIA_FS_STATS", stats)
-    monkeypatch.setattr(probe, "PROC_MODULES", there)
+    monkeypatch.setattr(calls, "PROC_MODULES", there)
     monkeypatch.setattr(probe, "run_child", child)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)  # kvikio is installed
     result = probe.probe("kvikio", folder, 0)
@@ -276,7 +276,7 @@ def test_only_counted_io_proves_gds(
 
 def test_cufile_is_not_asked_without_proc_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(probe, "PROC_MODULES", tmp_path / "missing")
+    monkeypatch.setattr(calls, "PROC_MODULES", tmp_path / "missing")
 
     def child(code: str, arguments: list[str], deadline_s: float) -> SimpleNamespace:
         asked.append(arguments[2])
