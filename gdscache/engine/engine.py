@@ -8,7 +8,7 @@ import functools
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -55,6 +55,7 @@ from gdscache.tiers.manager import TierManager
 from gdscache.tiers.pins import Pin
 from gdscache.tracing import OtelTimeline, Timeline, timeline_from_environment
 
+AnyHit = TypeVar("AnyHit")
 _SALTS_KEPT = 4096
 
 
@@ -387,7 +388,7 @@ class CacheEngine:
         """
         with self.calls:
             self._check_attached()
-            planes, batch, pairs = self._parts.planes, [], _requests(requests)
+            planes, batch, pairs = self._parts.planes, [], hits_and_slots(requests, Hit)
             for hit, slots in pairs:
                 blocks = planes.block_table(slots)
                 if len(blocks) > len(hit.pages):
@@ -693,11 +694,12 @@ class CacheEngine:
         return arguments.start_page(start, self.layout.page_tokens)
 
 
-def _requests(requests: Any) -> list[tuple[Hit, Any]]:
+def hits_and_slots(requests: Any, kind: type[AnyHit]) -> list[tuple[AnyHit, Any]]:
+    """The requests of a batch of loads. Raises `InvalidValueError` if one has no hit of this kind."""
     pairs = list(requests) if isinstance(requests, Sequence) else [requests]
     for pair in pairs:
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], Hit):
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], kind):
             raise InvalidValueError(
-                "a load is asked for without a hit", "pass the hit that lookup() returned, and its slots"
+                "a load is asked for without a hit", "pass the hit that lookup() of this engine returned, and its slots"
             )
     return [(hit, slots) for hit, slots in pairs]

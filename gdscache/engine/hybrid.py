@@ -30,7 +30,7 @@ from gdscache.config import Config
 from gdscache.config.pools import PoolPart, pool_parts, window_every
 from gdscache.cuda.streams import Event, resolve_device
 from gdscache.engine.closing import serving
-from gdscache.engine.engine import CacheEngine, CheckReport
+from gdscache.engine.engine import CacheEngine, CheckReport, hits_and_slots
 from gdscache.engine.hybrid_handles import (
     HybridHit,
     HybridLoad,
@@ -269,14 +269,9 @@ class HybridEngine:
     def load_many(self, requests: Sequence[tuple[HybridHit, Slots]], after: Event = None) -> HybridLoad:
         """Begin a batch of loads, each a hit and its slots: one submit a pool, and one wait a layer. See
         `CacheEngine.load_many`."""
-        pairs = list(requests) if isinstance(requests, Sequence) else [requests]
-        for pair in pairs:
-            known = isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], HybridHit)
-            if not known or len(pair[0].parts) != len(self.engines):
-                raise InvalidValueError(
-                    "a load is asked for without a hit",
-                    "pass the hit that lookup() of this engine returned, and its slots",
-                )
+        pairs = hits_and_slots(requests, HybridHit)
+        if any(len(hit.parts) != len(self.engines) for hit, _ in pairs):
+            raise InvalidValueError("a hit is of another engine", "pass the hits that lookup() of this engine returned")
         batches: list[list[tuple[Hit, Blocks]]] = [[] for _ in self.engines]
         for hit, slots in pairs:
             for batch, part, table in zip(batches, hit.parts, self._tables(hit, slots), strict=True):

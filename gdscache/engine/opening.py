@@ -122,11 +122,7 @@ class Parts:
 
     def _end_lost(self) -> None:
         for moving, rows in self.executor.end_lost():
-            self.manager.quarantine.hold(moving, {row: Late("read", "", "", row, _nothing) for row in rows})
-
-
-def _nothing() -> None:
-    pass
+            self.manager.quarantine.hold(moving, {row: Late("read", "", "", row, lambda: None) for row in rows})
 
 
 class _Top(NamedTuple):
@@ -140,15 +136,19 @@ class _Top(NamedTuple):
 
 
 class _Below(NamedTuple):
-    """The tiers below the planes. `direct`: pages go between the SSD and the planes past host memory."""
+    """The tiers below the planes."""
 
     config: Config
     top: _Top
     cpu: CpuTier | None
     ssd: SsdTier | None
     further: list[DurableTier]
-    bounce: Bounce | None
-    direct: bool
+    bounce: Bounce | None = None
+
+    @property
+    def direct(self) -> bool:
+        """Whether pages go between the SSD and the planes past host memory."""
+        return self.ssd is not None and self.ssd.direct
 
     @property
     def files(self) -> list[DurableTier]:
@@ -371,12 +371,23 @@ def _open_below(
             raise TierUnavailableError(
                 f"pages of tier {tier.name!r} are brought into the CPU tier, but there is none", "add a cpu section"
             )
-    files = [*([] if ssd is None else [ssd]), *further]
-    direct = ssd is not None and ssd.direct
-    bounce = _bounce(config, top, cpu, files, direct, quarantine)
-    if bounce is not None:
-        undo.callback(bounce.close)
-    return _Below(config, top, cpu, ssd, further, bounce, direct)
+    below = _Below(config, top, cpu, ssd, further)
+    if not below.files:
+        return below
+    reserved: DeviceExtents | HostExtents | RemoteMemory
+    if below.direct:
+        reserved = DeviceExtents(layout, config.host_buffer, device)
+    else:
+        reserved = _memory(top, "bounce", config.host_buffer)
+    bounce = Bounce(reserved, quarantine, plain=top.plain, only=below.files[0].name if top.plain else "")
+    undo.callback(bounce.close)
+    for extents in (reserved, None if cpu is None else cpu.extents):
+        for tier in below.files:
+            if isinstance(extents, DeviceExtents):
+                tier.register(extents.rows.view(-1))
+            elif isinstance(extents, HostExtents):
+                tier.register(extents.buffer.view)
+    return below._replace(bounce=bounce)
 
 
 def _open_status(
@@ -615,27 +626,3 @@ def _memory(top: _Top, space: str, capacity: int) -> HostExtents | RemoteMemory:
         pin: PageLocking = "auto" if top.planes.device.type == "cuda" else "off"
         return HostExtents(top.layout, capacity, pin, setting)
     return RemoteMemory(top.layout, capacity, top.ranks, space + PLAIN * top.plain, setting)
-
-
-def _bounce(
-    config: Config,
-    top: _Top,
-    cpu: CpuTier | None,
-    files: Sequence[DurableTier],
-    direct: bool,
-    quarantine: Quarantine,
-) -> Bounce | None:
-    if not files:
-        return None
-    memory: DeviceExtents | HostExtents | RemoteMemory
-    if direct:
-        memory = DeviceExtents(top.layout, config.host_buffer, top.planes.device)
-    else:
-        memory = _memory(top, "bounce", config.host_buffer)
-    for extents in (memory, None if cpu is None else cpu.extents):
-        for tier in files:
-            if isinstance(extents, DeviceExtents):
-                tier.register(extents.rows.view(-1))
-            elif isinstance(extents, HostExtents):
-                tier.register(extents.buffer.view)
-    return Bounce(memory, quarantine, plain=top.plain, only=files[0].name if top.plain else "")
