@@ -29,6 +29,7 @@ from tests.support.helpers import (
     expected,
     kept,
     make_config,
+    our_threads,
     prompt,
     quiet,
     read_page,
@@ -40,8 +41,8 @@ from tests.support.helpers import (
     untouched,
     write_page,
 )
+from tests.support.pages import FAULTY
 
-FAULTY = "tests.support.faulty:FaultyTransport"
 LOADED = PageStatus.LOADED
 
 
@@ -239,7 +240,7 @@ def test_planes_that_do_not_fit_open_nothing(slab: Path) -> None:
     for bad in ([], host.planes[:2], [layer[::-1][:1] for layer in host.planes]):
         with pytest.raises(PlanesError):
             CacheEngine.from_config(config, planes=bad)
-    assert not [t for t in threading.enumerate() if t.name.startswith("gdscache")]
+    assert not our_threads()
     with CacheEngine.from_config(config, planes=host.planes):
         pass
 

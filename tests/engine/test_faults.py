@@ -9,7 +9,6 @@ import errno
 import logging
 import os
 import sqlite3
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from tests.support.helpers import (
     flip_file,
     kept,
     kept_on_ssd,
+    our_threads,
     prompt,
     quiet,
     reserve_used,
@@ -269,7 +269,7 @@ def test_a_catalogue_that_breaks_in_use_is_a_miss(open_host: OpenHost, slab: Pat
         assert cause in {"io_error", "checksum"}
     with contextlib.suppress(StorageError):  # close() may say that the last deletions were not written
         host.engine.close()
-    assert not [t for t in threading.enumerate() if t.name.startswith("gdscache")]
+    assert not our_threads()
 
 
 @pytest.mark.parametrize(("free", "said"), [(1 << 20, True), (1 << 40, False)])

@@ -34,6 +34,7 @@ from tests.support.helpers import (
     OpenHost,
     fill,
     make_config,
+    our_threads,
     prompt,
     quiet,
     ran,
@@ -187,7 +188,7 @@ class Rig:
                 call()
         engine.close()
         engine.close()
-        assert not _threads()
+        assert not our_threads()
         self.open()
         assert self.engine.lookup(self.tokens).tokens == 16 or not kept, "what was committed is gone"
         if self.host is not None:
@@ -195,10 +196,6 @@ class Rig:
         else:
             run(self.engine, self.tokens)
         self.restore()
-
-
-def _threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("gdscache-")]
 
 
 # What is interrupted: each makes a call, and what has to be done behind it where the engine is whole.
@@ -467,7 +464,7 @@ def test_ctrl_c_ends_a_wait_at_once_and_the_engine_is_whole(open_host: OpenHost,
             waits.get(wait, handle.result if not loads else load.result)()
     if wait == "close":
         engine.close()
-        assert not _threads()
+        assert not our_threads()
         return
     assert not engine.calls.broken_by
     if loads:
@@ -540,7 +537,7 @@ def test_a_handler_that_closes_the_engine_in_the_middle_of_a_call_does_not_wait(
     with contextlib.suppress(SystemExit, errors.EngineClosedError):
         _interrupted_in_load(host, handler)
     host.engine.close()
-    assert not _threads()
+    assert not our_threads()
     with Host(make_config(slab)).engine as engine:
         assert engine.lookup(prompt(1, 2)).tokens == 8
 
@@ -577,7 +574,7 @@ def test_a_with_block_ends_well(slab: Path) -> None:
     host.store(prompt(1, 2)).result(WAIT)
     with pytest.raises(KeyboardInterrupt), host.engine, host.engine.pin(prompt(1, 2), 100.0):
         _interrupted_in_load(host, signal.default_int_handler)
-    assert not _threads()
+    assert not our_threads()
     host.engine.close()
     with Host(make_config(slab)).engine as engine:
         assert engine.lookup(prompt(1, 2)).tokens == 8
@@ -591,7 +588,7 @@ def test_an_interrupted_close_goes_on_and_the_next_one_waits_for_its_end(slab: P
         points = Points(at)
         points.run(host.engine.close)
         host.engine.close()
-        until(lambda: not _threads(), "the threads end")
+        until(lambda: not our_threads(), "the threads end")
         return points
 
     for at in _points(close(None).seen, 14):
@@ -616,7 +613,7 @@ def test_an_interrupted_open_leaves_nothing_open(slab: Path, most: int) -> None:
         points.run(lambda: engines.append(CacheEngine.from_config(make_config(slab))))
         assert not engines, points.where
         gc.collect()
-        until(lambda: not _threads(), f"the threads end, {points.where}")
+        until(lambda: not our_threads(), f"the threads end, {points.where}")
     rng = random.Random(5)
     with _handler(signal.default_int_handler):  # and at any moment of the thread that opens it
         for _ in range(most):
@@ -629,7 +626,7 @@ def test_an_interrupted_open_leaves_nothing_open(slab: Path, most: int) -> None:
                     engine.close()
                 engines.clear()
             gc.collect()
-            until(lambda: not _threads(), "the threads end")
+            until(lambda: not our_threads(), "the threads end")
     with Host(make_config(slab)).engine as engine:
         settle(engine)
 

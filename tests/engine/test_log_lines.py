@@ -64,13 +64,7 @@ FAULTS = [
 @pytest.mark.parametrize(("fault", "cause", "words"), FAULTS)
 @pytest.mark.parametrize("way", ["through the CPU tier", "past it", "prefetch"])
 def test_a_page_of_the_ssd_that_does_not_come_is_one_line(
-    open_host: OpenHost,
-    slab: Path,
-    caplog: pytest.LogCaptureFixture,
-    way: str,
-    fault: Fault,
-    cause: str,
-    words: str,
+    open_host: OpenHost, slab: Path, caplog: pytest.LogCaptureFixture, way: str, fault: Fault, cause: str, words: str
 ) -> None:
     transport = "tests.support.faulty:FaultyUring" if fault is Fault.SHORT else FAULTY
     options = {"transport": transport, "deadline": 0.5 if fault is Fault.HANG else 20.0}

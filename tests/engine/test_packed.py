@@ -45,6 +45,9 @@ def _planes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         fake_gpu.use(monkeypatch, request.param)
 
 
+IN_HOST = pytest.mark.parametrize("_planes", ["host"], indirect=True)  # tests that copy nothing into planes
+
+
 def config(path: Path | None, pack: str, **sections: Any) -> Config:
     extent = ModelConfig(**MODEL, pack="off").layout().extent_bytes
     given: dict[str, Any] = {"model": MODEL | {"pack": pack}, "gpu": {"device": "cpu"}, "host_buffer": 4 * extent}
@@ -108,6 +111,7 @@ def test_pages_come_back_bit_for_bit_out_of_memory_and_after_a_restart(tmp_path:
             assert rows(pool, range(10)) == wanted
 
 
+@IN_HOST
 def test_what_was_packed_is_not_found_unpacked_and_the_other_way_round(tmp_path: Path) -> None:
     for first, second in (("on", "off"), ("off", "on")):
         path = tmp_path / first
@@ -121,6 +125,7 @@ def test_what_was_packed_is_not_found_unpacked_and_the_other_way_round(tmp_path:
         assert engine.lookup(TOKENS).tokens == len(TOKENS)
 
 
+@IN_HOST
 def test_auto_packs_no_new_directory(tmp_path: Path) -> None:
     with CacheEngine(config(tmp_path, "auto"), planes()) as engine:
         assert not engine.layout.packed
@@ -347,6 +352,7 @@ def test_pages_behind_one_that_does_not_fit_evict_others(tmp_path: Path, number:
             assert rows(pool, range(16, 26)) == wanted
 
 
+@IN_HOST
 def test_endurance_of_few_pages_has_room_for_some_that_do_not_fit(tmp_path: Path) -> None:
     """Their part of it is the one that the configuration gives them: eight pages at least."""
     extent = ModelConfig(**MODEL, pack="off").layout().extent_bytes
@@ -419,6 +425,7 @@ def test_damage_of_packed_bytes_is_found(tmp_path: Path) -> None:
         assert load(engine, range(10)) == 0
 
 
+@IN_HOST
 @pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn"])
 def test_other_types_are_refused_by_name_and_left_alone_by_auto(dtype: str) -> None:
     with pytest.raises(GeometryError, match=f"{dtype}\\) cannot be packed"):
@@ -428,6 +435,7 @@ def test_other_types_are_refused_by_name_and_left_alone_by_auto(dtype: str) -> N
         assert not engine.layout.packed
 
 
+@IN_HOST
 def test_groups_of_which_none_can_be_packed_are_refused_by_name() -> None:
     groups = [{"name": "all", "layers": [0, 1]}, {"name": "near", "layers": [2], "window": 64}]
     with pytest.raises(GeometryError, match=r"model\.pack is on, and pages of no group can be packed"):

@@ -42,12 +42,12 @@ from tests.support.helpers import (
     until,
     write_page,
 )
+from tests.support.pages import FAULTY
 from tests.support.pairs import pairs
 from tests.support.ranks import RanksHost, bytes_of, fits
 
 Open = Callable[..., RanksHost]
 GOOD = PageStatus.LOADED
-FAULTY = "tests.support.faulty:FaultyTransport"
 
 
 @pytest.fixture
@@ -91,6 +91,17 @@ def pool(layout: PageLayout, blocks: int = 6) -> Any:
     return new_planes(layout, blocks, layout.page_tokens)
 
 
+def come_back(host: RanksHost, some: list[list[int]]) -> None:
+    """Behind a restart these prompts of five pages are brought, pinned and loaded."""
+    host.restart()
+    for tokens in some:
+        with host.engine.prefetch(tokens, pin=WAIT) as prefetch:
+            prefetch.result(WAIT)
+            assert prefetch.hit().tokens == len(tokens)
+        assert host.load(tokens)[0].pages == (GOOD,) * 5
+    assert not host.engine.check().problems
+
+
 @pytest.mark.parametrize("shards", [[0, 1], [0, 1, 2, 3], [0, 0], [0, 0, 1, 1]])
 def test_what_is_stored_comes_back_on_every_rank_also_behind_a_restart(
     ranks_host: Open, device: str, shards: list[int]
@@ -105,13 +116,7 @@ def test_what_is_stored_comes_back_on_every_rank_also_behind_a_restart(
         for tokens in some:
             report, _ = host.load(tokens)
             assert (report.pages, report.bytes_by_tier) == ((GOOD,) * 5, {"ssd": 5 * host.layout.page_bytes})
-    host.restart()
-    for tokens in some:
-        with host.engine.prefetch(tokens, pin=WAIT) as prefetch:
-            prefetch.result(WAIT)
-            assert prefetch.hit().tokens == len(tokens)
-        assert host.load(tokens)[0].pages == (GOOD,) * 5
-    assert not host.engine.check().problems
+    come_back(host, some)
 
 
 @pytest.mark.parametrize("shards", [[0, 1], [0, 0], pytest.param([0, 0, 1, 1], marks=pytest.mark.suite)])
@@ -133,13 +138,7 @@ def test_packed_pages_come_back_on_every_rank(ranks_host: Open, shards: list[int
     drop_from(host.engine, "cpu_plain")
     for tokens in some:
         assert host.load(tokens)[0].pages == (GOOD,) * 5
-    host.restart()
-    for tokens in some:
-        with host.engine.prefetch(tokens, pin=WAIT) as prefetch:
-            prefetch.result(WAIT)
-            assert prefetch.hit().tokens == len(tokens)
-        assert host.load(tokens)[0].pages == (GOOD,) * 5
-    assert not host.engine.check().problems
+    come_back(host, some)
 
 
 @pytest.mark.parametrize("pack", [False, True])
