@@ -52,6 +52,13 @@ def start_page(start: Any, page_tokens: int) -> int:
     return number // page_tokens
 
 
+def hit_alone(start: Any, salt: Any) -> None:
+    """Raises `InvalidValueError` if a start or a salt is given beside a hit."""
+    if start or salt:
+        message = f"a hit is given with start {shown(start)} and salt {shown(salt)}"
+        raise InvalidValueError(message, "leave both out: a hit has its own")
+
+
 def text(value: Any, name: str) -> str:
     """A text. Raises `InvalidValueError`: 1, True and 1.0 would be one key in a table, and three names on the SSD."""
     if not isinstance(value, str):

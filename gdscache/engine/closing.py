@@ -22,6 +22,7 @@ from gdscache.runtime.threads import Flag
 if TYPE_CHECKING:
     from gdscache.config import MetricsConfig
     from gdscache.engine.engine import CacheEngine
+    from gdscache.engine.hybrid import HybridEngine
     from gdscache.metrics.server import MetricsServer
 
 EXIT_S = 30.0  # seconds that a process which ends, or drops an engine, waits for accepted stores
@@ -35,14 +36,9 @@ class EngineClosing:
         self._patience = deadline + EXIT_S  # for the end of an engine after an interrupted call
         self._parts = parts
         self._calls = calls
-        self._server: MetricsServer | None = None
+        self.server: MetricsServer | None = None
         self._turn = threading.Lock()
         self._over = Flag()
-
-    def serve(self, engine: CacheEngine, at: MetricsConfig) -> None:
-        from gdscache.metrics.server import MetricsServer
-
-        self._server = MetricsServer(engine, at.host, at.port)
 
     def close(self, *, drain: bool) -> None:
         """Close, or wait for the thread that closes; returns when all is freed.
@@ -76,8 +72,8 @@ class EngineClosing:
                 last_to_first.callback(self._calls.end_awaits)
                 last_to_first.callback(self._over.set)
                 last_to_first.callback(self._parts.close, drain=drain)
-                if self._server is not None:
-                    last_to_first.callback(self._server.close)
+                if self.server is not None:
+                    last_to_first.callback(self.server.close)
 
     def forgotten(self, ending: bool = False) -> None:
         """The engine has no references any more, or the process is `ending`: finish accepted stores, within `EXIT_S`.
@@ -90,7 +86,7 @@ class EngineClosing:
         # The main thread has ended when Python calls this at the exit.
         ending = ending or not threading.main_thread().is_alive()
         if not (self.begun or ending):
-            warnings.warn(_DROPPED, ResourceWarning, stacklevel=2)
+            warnings.warn("an engine was dropped without close(): it is closed now", ResourceWarning, stacklevel=2)
         ours = threading.current_thread().name.startswith("gdscache-")
         if not ours and not self._parts.manager.lock._is_owned() and not self._calls.join(EXIT_S):  # type: ignore[attr-defined]
             _log.error("stores are still on their way after %g s: they are lost when the process ends", EXIT_S)
@@ -99,7 +95,17 @@ class EngineClosing:
                 self._calls.join(_LEAVE_S)
 
 
-_DROPPED = "an engine was dropped without close(): it is closed now"
+def serving(engine: CacheEngine | HybridEngine, at: MetricsConfig | None) -> MetricsServer | None:
+    """The server of an engine's metrics, if the configuration has one. If it cannot be had, the engine is closed."""
+    if at is None:
+        return None
+    from gdscache.metrics.server import MetricsServer
+
+    with contextlib.ExitStack() as undo:
+        undo.callback(engine.close, drain=False)
+        server = MetricsServer(engine, at.host, at.port)
+        undo.pop_all()
+    return server
 
 
 def at_exit_of_child(action: Callable[[], None]) -> Callable[[], Any]:

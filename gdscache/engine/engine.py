@@ -8,19 +8,18 @@ import functools
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
 
 from gdscache import arguments
-from gdscache.config import Config, load_config
+from gdscache.config import Config
 from gdscache.cuda.streams import Event, on_stream_of_caller
-from gdscache.engine.closing import EngineClosing, at_exit_of_child
-from gdscache.engine.opening import Parts, as_directory, build
+from gdscache.engine.closing import EngineClosing, at_exit_of_child, serving
+from gdscache.engine.opening import Parts, as_directory, build, read_config
 from gdscache.engine.sequence import Sequence as TokenSequence
 from gdscache.errors import (
-    ConfigError,
     DeadlineError,
     EngineClosedError,
     InvalidValueError,
@@ -56,6 +55,7 @@ from gdscache.tiers.manager import TierManager
 from gdscache.tiers.pins import Pin
 from gdscache.tracing import OtelTimeline, Timeline, timeline_from_environment
 
+AnyHit = TypeVar("AnyHit")
 _SALTS_KEPT = 4096
 
 
@@ -97,13 +97,9 @@ class CacheEngine:
         """`ranks`: addresses of the processes that have the planes (`Rank`); this one decides, and needs no device.
         `timeline` records events; None: OpenTelemetry with the key `traces`, else NVTX ranges if a profiler is
         attached, else nothing. `limits`: constants without a setting, for trials of small tiers."""
-        if not isinstance(config, Config):
-            raise ConfigError(
-                f"a configuration was given as {type(config).__name__}", "use CacheEngine.from_config, or pass a Config"
-            )
+        self.config = config = as_directory(config)
         if timeline is not None and not isinstance(timeline, Timeline):
             raise InvalidValueError(f"timeline is {arguments.shown(timeline)}", "pass a Timeline, or None")
-        self.config = config = as_directory(config)
         if timeline is None:
             timeline = OtelTimeline() if config.traces else timeline_from_environment()
         self.timeline = timeline
@@ -137,11 +133,7 @@ class CacheEngine:
         self._namespaces: dict[tuple[str, Group | None], bytes] = {}
         self._described: set[bytes] = set()
         self.names = PageNames(self.layout.page_tokens)
-        if config.metrics is not None:
-            with contextlib.ExitStack() as undo:
-                undo.callback(self.close, drain=False)
-                self._closing.serve(self, config.metrics)
-                undo.pop_all()
+        self._closing.server = serving(self, config.metrics)
 
     @classmethod
     def from_config(
@@ -154,11 +146,7 @@ class CacheEngine:
         limits: EngineLimits = LIMITS,
     ) -> Self:
         """Open an engine from a YAML file, a mapping of the same shape, or a `Config`."""
-        if isinstance(config, Mapping):
-            config = Config.from_dict(config)
-        elif not isinstance(config, Config):
-            config = load_config(config)
-        return cls(config, planes, ranks=ranks, timeline=timeline, limits=limits)
+        return cls(read_config(config), planes, ranks=ranks, timeline=timeline, limits=limits)
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
@@ -400,7 +388,7 @@ class CacheEngine:
         """
         with self.calls:
             self._check_attached()
-            planes, batch, pairs = self._parts.planes, [], _requests(requests)
+            planes, batch, pairs = self._parts.planes, [], hits_and_slots(requests, Hit)
             for hit, slots in pairs:
                 blocks = planes.block_table(slots)
                 if len(blocks) > len(hit.pages):
@@ -533,7 +521,9 @@ class CacheEngine:
 
     # -- both ------------------------------------------------------------------------------------------------------
 
-    def prefetch(self, tokens: Any, start: int = 0, salt: str = "", *, pin: float | None = None) -> Prefetch:
+    def prefetch(
+        self, tokens: Any, start: int = 0, salt: str = "", *, pin: float | None = None, whole: bool = False
+    ) -> Prefetch:
         """Begin to bring cached pages from the SSD into the CPU tier, from token `start` on; returns at once.
 
         A shared pool, which lookups do not see, is asked first for the pages that no tier here has (`Prefetch.asking`).
@@ -547,30 +537,23 @@ class CacheEngine:
         and `handle.hit()` is a hit for `load`. Room is reserved now: all pins together hold half of the CPU tier, first
         come, first served. Pages without room are left out, and the prefetch ends with `no_room`. Pinned pages do not
         count as unused ones. Raises `InvalidValueError` for an impossible number of seconds or without a CPU tier.
+
+        `whole`: the pages are of use together only, so with `pin` they come if all of them have room.
         """
         with self.calls:
-            return self._prefetch(tokens, start, salt, pin)
-
-    def prefetch_whole(self, hit: Hit, pin: float | None) -> Prefetch:
-        """`prefetch`, of a hit that is of use as a whole: with `pin` its pages come if all of them have room."""
-        with self.calls:
-            return self._prefetch(hit, 0, "", pin, whole=True)
-
-    def _prefetch(self, tokens: Any, start: int, salt: str, pin: float | None, *, whole: bool = False) -> Prefetch:
-        self._check_open()
-        if isinstance(tokens, Hit):
-            if start or salt:
-                message = f"a hit is given with start {arguments.shown(start)} and salt {arguments.shown(salt)}"
-                raise InvalidValueError(message, "leave both out: a hit has its own")
-            pages, start = list(tokens.pages), tokens.start
-        else:
-            pages = self.pages(tokens, salt)[self._first_page(start) :]
-        if pin is not None:
-            self._check_attached()
-            pin = arguments.span(pin, "pin", LONGEST_TTL)
-            if self.manager.landing is None:
-                raise InvalidValueError("pin is given, and there is no CPU tier", "add a cpu section, or leave pin out")
-        return self._parts.prefetcher.start(pages, int(start), pin, whole=whole)
+            self._check_open()
+            if isinstance(tokens, Hit):
+                arguments.hit_alone(start, salt)
+                pages, start = list(tokens.pages), tokens.start
+            else:
+                pages = self.pages(tokens, salt)[self._first_page(start) :]
+            if pin is not None:
+                self._check_attached()
+                pin = arguments.span(pin, "pin", LONGEST_TTL)
+                if self.manager.landing is None:
+                    message = "pin is given, and there is no CPU tier"
+                    raise InvalidValueError(message, "add a cpu section, or leave pin out")
+            return self._parts.prefetcher.start(pages, int(start), pin, whole=whole)
 
     def pin(self, tokens: Any, seconds: float, salt: str = "") -> Pin:
         """Keep the cached prefix of `tokens` from eviction, on every tier that has pages of it, for `seconds` at most.
@@ -650,25 +633,22 @@ class CacheEngine:
     def stats(self) -> dict[str, Any]:
         """Counts and sizes as plain data: tiers, hits and misses by cause, loads, stores and drops by cause."""
         with self.calls:
-            return self._stats()
-
-    def _stats(self) -> dict[str, Any]:
-        manager = self.manager
-        return {
-            "device": str(self._parts.planes.device),
-            "copies": self._parts.copies[0].describe() if self._parts.copies else None,
-            "ranks": None if self._parts.ranks is None else self._parts.ranks.describe(),
-            "page_bytes": self.layout.page_bytes,
-            "plain_page_bytes": self.layout.plane_bytes,
-            "page_tokens": self.layout.page_tokens,
-            "extent_bytes": self.layout.extent_bytes,
-            "concerns": list(self._parts.concerns),
-            **manager.stats(),
-            **self._parts.storer.stats(),
-            "prefetch": self._parts.prefetcher.stats(),
-            "gate": self.gate.stats(),
-            "events": None if self._parts.events is None else self._parts.events.describe(),
-        }
+            parts, layout = self._parts, self.layout
+            return {
+                "device": str(parts.planes.device),
+                "copies": parts.copies[0].describe() if parts.copies else None,
+                "ranks": None if parts.ranks is None else parts.ranks.describe(),
+                "page_bytes": layout.page_bytes,
+                "plain_page_bytes": layout.plane_bytes,
+                "page_tokens": layout.page_tokens,
+                "extent_bytes": layout.extent_bytes,
+                "concerns": list(parts.concerns),
+                **self.manager.stats(),
+                **parts.storer.stats(),
+                "prefetch": parts.prefetcher.stats(),
+                "gate": self.gate.stats(),
+                "events": None if parts.events is None else parts.events.describe(),
+            }
 
     def check(self) -> CheckReport:
         """Compare every index with its slots, its catalogue and its bytes in the CPU tier. For a quiet engine. Changes
@@ -714,11 +694,12 @@ class CacheEngine:
         return arguments.start_page(start, self.layout.page_tokens)
 
 
-def _requests(requests: Any) -> list[tuple[Hit, Any]]:
+def hits_and_slots(requests: Any, kind: type[AnyHit]) -> list[tuple[AnyHit, Any]]:
+    """The requests of a batch of loads. Raises `InvalidValueError` if one has no hit of this kind."""
     pairs = list(requests) if isinstance(requests, Sequence) else [requests]
     for pair in pairs:
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], Hit):
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], kind):
             raise InvalidValueError(
-                "a load is asked for without a hit", "pass the hit that lookup() returned, and its slots"
+                "a load is asked for without a hit", "pass the hit that lookup() of this engine returned, and its slots"
             )
     return [(hit, slots) for hit, slots in pairs]

@@ -26,10 +26,11 @@ import numpy as np
 import torch
 
 from gdscache import arguments
-from gdscache.config import Config, load_config
+from gdscache.config import Config
 from gdscache.config.pools import PoolPart, pool_parts, window_every
 from gdscache.cuda.streams import Event, resolve_device
-from gdscache.engine.engine import CacheEngine, CheckReport
+from gdscache.engine.closing import serving
+from gdscache.engine.engine import CacheEngine, CheckReport, hits_and_slots
 from gdscache.engine.hybrid_handles import (
     HybridHit,
     HybridLoad,
@@ -39,9 +40,8 @@ from gdscache.engine.hybrid_handles import (
     remaining,
 )
 from gdscache.engine.hybrid_states import StandingStates
-from gdscache.engine.opening import as_directory
+from gdscache.engine.opening import as_directory, read_config
 from gdscache.errors import (
-    ConfigError,
     InvalidValueError,
     PlanesError,
     PoolFullError,
@@ -103,11 +103,6 @@ class HybridEngine:
 
         `timeline` and `limits` are as for `CacheEngine`.
         """
-        if not isinstance(config, Config):
-            raise ConfigError(
-                f"a configuration was given as {type(config).__name__}",
-                "use HybridEngine.from_config, or pass a Config",
-            )
         self.config = config = as_directory(config)
         self.groups: tuple[Group, ...] = config.model.layer_groups()
         if not self.groups:
@@ -155,14 +150,8 @@ class HybridEngine:
         first = self.engines[0]
         self._tokens = TokenCounts(first.manager.tiers)
         self.gate = Gate(config.load.gate, first.gate.costs, first.layout.page_tokens, first.layout.bytes_in)
-        self._server: MetricsServer | None = None
-        if config.metrics is not None:
-            from gdscache.metrics.server import MetricsServer
-
-            with contextlib.ExitStack() as undo:
-                undo.callback(self.close, drain=False)
-                self._server = MetricsServer(self, config.metrics.host, config.metrics.port)
-                undo.pop_all()
+        self._server: MetricsServer | None = None  # `close` looks at it
+        self._server = serving(self, config.metrics)
 
     @classmethod
     def from_config(
@@ -175,11 +164,7 @@ class HybridEngine:
         limits: EngineLimits = LIMITS,
     ) -> Self:
         """See `CacheEngine.from_config`."""
-        if isinstance(config, Mapping):
-            config = Config.from_dict(config)
-        elif not isinstance(config, Config):
-            config = load_config(config)
-        return cls(config, planes, ranks=ranks, timeline=timeline, limits=limits)
+        return cls(read_config(config), planes, ranks=ranks, timeline=timeline, limits=limits)
 
     @property
     def by_groups(self) -> dict[str, CacheEngine]:
@@ -284,14 +269,9 @@ class HybridEngine:
     def load_many(self, requests: Sequence[tuple[HybridHit, Slots]], after: Event = None) -> HybridLoad:
         """Begin a batch of loads, each a hit and its slots: one submit a pool, and one wait a layer. See
         `CacheEngine.load_many`."""
-        pairs = list(requests) if isinstance(requests, Sequence) else [requests]
-        for pair in pairs:
-            known = isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], HybridHit)
-            if not known or len(pair[0].parts) != len(self.engines):
-                raise InvalidValueError(
-                    "a load is asked for without a hit",
-                    "pass the hit that lookup() of this engine returned, and its slots",
-                )
+        pairs = hits_and_slots(requests, HybridHit)
+        if any(len(hit.parts) != len(self.engines) for hit, _ in pairs):
+            raise InvalidValueError("a hit is of another engine", "pass the hits that lookup() of this engine returned")
         batches: list[list[tuple[Hit, Blocks]]] = [[] for _ in self.engines]
         for hit, slots in pairs:
             for batch, part, table in zip(batches, hit.parts, self._tables(hit, slots), strict=True):
@@ -383,9 +363,7 @@ class HybridEngine:
         `pin`: seconds for which they are kept there: see `CacheEngine.prefetch`. Where pins have no room for all of the
         pages, none is brought or pinned."""
         if isinstance(tokens, HybridHit):
-            if start or salt:
-                message = f"a hit is given with start {arguments.shown(start)} and salt {arguments.shown(salt)}"
-                raise InvalidValueError(message, "leave both out: a hit has its own")
+            arguments.hit_alone(start, salt)
             hit = tokens
         else:
             names, length = self._request(tokens, salt)
@@ -393,7 +371,7 @@ class HybridEngine:
         with contextlib.ExitStack() as undo:
             parts: list[Prefetch | None] = []
             for engine, part in zip(self.engines, hit.parts, strict=True):
-                parts.append(undo.enter_context(engine.prefetch_whole(part, pin)) if part.pages else None)
+                parts.append(undo.enter_context(engine.prefetch(part, pin=pin, whole=True)) if part.pages else None)
             if not any(part.short for part in filter(None, parts)):
                 undo.pop_all()
         return HybridPrefetch(self, hit, parts)

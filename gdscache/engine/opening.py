@@ -11,13 +11,13 @@ import platform
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 
-from gdscache.config import Config, EventsConfig
+from gdscache.config import Config, EventsConfig, load_config
 from gdscache.config.concerns import concerns
 from gdscache.config.pools import PLAIN_DIRECTORY, plain_parts, pool_parts
 from gdscache.cuda.host_memory import PageLocking
@@ -32,6 +32,7 @@ from gdscache.disk.slab_io import SlabIO
 from gdscache.disk.status_page import LATENCIES, RANKS, SLOWEST, Figures, Queues, RankState, StatusWriter, TierState
 from gdscache.errors import (
     CapacityError,
+    ConfigError,
     GeometryError,
     InvalidValueError,
     IOFailedError,
@@ -122,11 +123,7 @@ class Parts:
 
     def _end_lost(self) -> None:
         for moving, rows in self.executor.end_lost():
-            self.manager.quarantine.hold(moving, {row: Late("read", "", "", row, _nothing) for row in rows})
-
-
-def _nothing() -> None:
-    pass
+            self.manager.quarantine.hold(moving, {row: Late("read", "", "", row, lambda: None) for row in rows})
 
 
 class _Top(NamedTuple):
@@ -140,15 +137,19 @@ class _Top(NamedTuple):
 
 
 class _Below(NamedTuple):
-    """The tiers below the planes. `direct`: pages go between the SSD and the planes past host memory."""
+    """The tiers below the planes."""
 
     config: Config
     top: _Top
     cpu: CpuTier | None
     ssd: SsdTier | None
     further: list[DurableTier]
-    bounce: Bounce | None
-    direct: bool
+    bounce: Bounce | None = None
+
+    @property
+    def direct(self) -> bool:
+        """Whether pages go between the SSD and the planes past host memory."""
+        return self.ssd is not None and self.ssd.direct
 
     @property
     def files(self) -> list[DurableTier]:
@@ -230,8 +231,7 @@ def build(
         prefetcher = Prefetcher(loader, held, layout, limits)
         undo.callback(prefetcher.close)
         status = history = None
-        queues = functools.partial(_queues, storer, loader, prefetcher)
-        figures = functools.partial(_figures, config, top, manager, journal, queues)
+        figures = functools.partial(_figures, config, top, manager, journal, storer, loader, prefetcher)
         if below.ssd is not None:
             history = HistoryFile(below.ssd.path, manager.fates.evicted, manager.fates.bad)
             history.restore()
@@ -271,9 +271,18 @@ def build(
     return parts
 
 
+def read_config(config: str | os.PathLike[str] | Mapping[str, Any] | Config) -> Config:
+    """A configuration from a YAML file, from a mapping of the same shape, or as it is."""
+    if isinstance(config, Config):
+        return config
+    return Config.from_dict(config) if isinstance(config, Mapping) else load_config(config)
+
+
 def as_directory(config: Config) -> Config:
     """The configuration with `model.pack` on or off: for `auto`, as the directory of the SSD tier, or one of a pool's,
-    has its extents."""
+    has its extents. Raises `ConfigError` for an object that is no configuration."""
+    if not isinstance(config, Config):
+        raise ConfigError(f"a configuration was given as {type(config).__name__}", "use from_config, or pass a Config")
     model = config.model
     if model.pack != "auto":
         return config
@@ -363,12 +372,23 @@ def _open_below(
             raise TierUnavailableError(
                 f"pages of tier {tier.name!r} are brought into the CPU tier, but there is none", "add a cpu section"
             )
-    files = [*([] if ssd is None else [ssd]), *further]
-    direct = ssd is not None and ssd.direct
-    bounce = _bounce(config, top, cpu, files, direct, quarantine)
-    if bounce is not None:
-        undo.callback(bounce.close)
-    return _Below(config, top, cpu, ssd, further, bounce, direct)
+    below = _Below(config, top, cpu, ssd, further)
+    if not below.files:
+        return below
+    reserved: DeviceExtents | HostExtents | RemoteMemory
+    if below.direct:
+        reserved = DeviceExtents(layout, config.host_buffer, device)
+    else:
+        reserved = _memory(top, "bounce", config.host_buffer)
+    bounce = Bounce(reserved, quarantine, plain=top.plain, only=below.files[0].name if top.plain else "")
+    undo.callback(bounce.close)
+    for extents in (reserved, None if cpu is None else cpu.extents):
+        for tier in below.files:
+            if isinstance(extents, DeviceExtents):
+                tier.register(extents.rows.view(-1))
+            elif isinstance(extents, HostExtents):
+                tier.register(extents.buffer.view)
+    return below._replace(bounce=bounce)
 
 
 def _open_status(
@@ -466,20 +486,21 @@ def _describe(names: NamespacesFile, ssd: SsdTier) -> None:
         names.save(ssd.described)
 
 
-def _queues(storer: Storer, loader: Loader, prefetcher: Prefetcher) -> Queues:
-    stores = storer.queue()
-    sizes = stores["bytes"], stores["to_ssd_bytes"], stores["limit_bytes"]
-    return Queues(*sizes, loader.loads, prefetcher.under_way)
-
-
 def _figures(
-    config: Config, top: _Top, manager: TierManager, journal: Journal, queues: Callable[[], Queues]
+    config: Config,
+    top: _Top,
+    manager: TierManager,
+    journal: Journal,
+    storer: Storer,
+    loader: Loader,
+    prefetcher: Prefetcher,
 ) -> Figures:
     """For the status page. Without the manager's lock, so the figures need not agree exactly. A line of the log that is
     due is left to a thread that may wait for a slow log."""
     if journal.due:
         manager.calls.post(journal.tick)
-    quarantine, ssd = manager.quarantine, manager.ssd
+    quarantine, ssd, stores = manager.quarantine, manager.ssd, storer.queue()
+    sizes = stores["bytes"], stores["to_ssd_bytes"], stores["limit_bytes"]
     index = None if ssd is None else ssd.index
     stopped = quarantine.stopped or ("" if ssd is None else ssd.lock_lost())
     lost = sum((tier.lost for tier in manager.tiers.values() if isinstance(tier, SsdTier)), Counter[str]())
@@ -503,7 +524,7 @@ def _figures(
         tiers=[TierState(name, t.index.slots, len(t.index), t.index.evictions) for name, t in manager.tiers.items()],
         slowest=manager.latencies.slowest(SLOWEST),
         groups=", ".join(group.words for group in config.model.layer_groups()),
-        queues=queues(),
+        queues=Queues(*sizes, loader.loads, prefetcher.under_way),
         plain_extent_bytes=top.layout.packed_as(packed=False).extent_bytes,
     )
 
@@ -607,27 +628,3 @@ def _memory(top: _Top, space: str, capacity: int) -> HostExtents | RemoteMemory:
         pin: PageLocking = "auto" if top.planes.device.type == "cuda" else "off"
         return HostExtents(top.layout, capacity, pin, setting)
     return RemoteMemory(top.layout, capacity, top.ranks, space + PLAIN * top.plain, setting)
-
-
-def _bounce(
-    config: Config,
-    top: _Top,
-    cpu: CpuTier | None,
-    files: Sequence[DurableTier],
-    direct: bool,
-    quarantine: Quarantine,
-) -> Bounce | None:
-    if not files:
-        return None
-    memory: DeviceExtents | HostExtents | RemoteMemory
-    if direct:
-        memory = DeviceExtents(top.layout, config.host_buffer, top.planes.device)
-    else:
-        memory = _memory(top, "bounce", config.host_buffer)
-    for extents in (memory, None if cpu is None else cpu.extents):
-        for tier in files:
-            if isinstance(extents, DeviceExtents):
-                tier.register(extents.rows.view(-1))
-            elif isinstance(extents, HostExtents):
-                tier.register(extents.buffer.view)
-    return Bounce(memory, quarantine, plain=top.plain, only=files[0].name if top.plain else "")

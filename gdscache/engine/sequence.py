@@ -86,8 +86,6 @@ class Sequence:
     Made by `CacheEngine.sequence`. `slots[i]` is the slot of page `i` in the planes, a partial tail included; the first
     `cached_tokens // page_tokens` pages are cached, the caller computes the others. Pages shared with other sequences
     are read-only. Leaving without `commit` publishes nothing. One thread at a time.
-
-    Many methods: nine public calls, and their steps under the engine's lock.
     """
 
     def __init__(self, engine: CacheEngine, gpu: GpuTier, tokens: Any, salt: str) -> None:
@@ -151,16 +149,13 @@ class Sequence:
         """Add tokens that are to be computed. Raises `PoolFullError`, and changes nothing, when no slot is left."""
         self._check_open()
         with self._engine.calls:
-            self._append(tokens)
-
-    def _append(self, tokens: Any) -> None:
-        grown = np.concatenate([self._tokens, as_tokens(tokens)])
-        layout = self._engine.layout
-        self._held.slots += self._take(layout.pages_for(len(grown)) - len(self._held.slots))
-        self._held.entries += [None] * (len(self._held.slots) - len(self._held.entries))
-        self._tokens = grown
-        if layout.full_pages(len(grown)) > len(self._pages):
-            self._pages = self._engine.pages(grown, self._salt)
+            grown = np.concatenate([self._tokens, as_tokens(tokens)])
+            layout = self._engine.layout
+            self._held.slots += self._take(layout.pages_for(len(grown)) - len(self._held.slots))
+            self._held.entries += [None] * (len(self._held.slots) - len(self._held.entries))
+            self._tokens = grown
+            if layout.full_pages(len(grown)) > len(self._pages):
+                self._pages = self._engine.pages(grown, self._salt)
 
     def commit(self, *, priority: int = 0, ttl: float | None = None) -> StoreHandle:
         """Wait for the verdict on the load, then publish every full page on the GPU and store it to the tiers below.
@@ -171,23 +166,22 @@ class Sequence:
         """
         self._check_open()
         retention = Retention.of(priority, ttl, self._manager.expiry.clock)
-        bad = self._first_bad()
+        report = None if self._held.load is None or self._verified else self._held.load.result()
+        bad = None if report is None else report.first_bad
         with self._engine.calls:
-            return self._commit(bad, retention)
-
-    def _commit(self, bad: int | None, retention: Retention) -> StoreHandle:
-        pages, sources = self._publish(len(self._pages) if bad is None else bad, retention)
-        if bad is not None:
-            self._manager.end(sources)
-            cause = self._held.load.result().pages[bad - self._shared].value if self._held.load is not None else ""
-            raise LoadFailedError(
-                f"page {bad} of the sequence was not loaded: {cause}",
-                "recompute from there: a new sequence() ends before it, or call verify() before computing",
-                bad,
-                cause,
-            )
-        blocks = np.array([e.slot for _, e in sources], np.int64).reshape(-1, 1)
-        return self._engine.submit_store(pages, blocks, self._epoch, self._salt, sources=sources, retention=retention)
+            pages, sources = self._publish(len(self._pages) if bad is None else self._shared + bad, retention)
+            if report is not None and bad is not None:
+                self._manager.end(sources)
+                page, cause = self._shared + bad, report.pages[bad].value
+                raise LoadFailedError(
+                    f"page {page} of the sequence was not loaded: {cause}",
+                    "recompute from there: a new sequence() ends before it, or call verify() before computing",
+                    page,
+                    cause,
+                )
+            blocks = np.array([e.slot for _, e in sources], np.int64).reshape(-1, 1)
+            store = self._engine.submit_store
+            return store(pages, blocks, self._epoch, self._salt, sources=sources, retention=retention)
 
     def close(self) -> None:
         """Leave: private slots are free after the current stream's work; shared ones lose a reference."""
@@ -220,8 +214,7 @@ class Sequence:
             with self._manager.timeline.span("lookup", pages=len(candidates)):
                 found = self._manager.lookup(candidates, 0)
             keep = self._engine.gate.decide(found, 0, len(self._tokens), self._engine.loader.planner.under_way).pages
-            if keep < len(found):
-                candidates = candidates[:keep]
+            candidates = candidates[:keep] if keep < len(found) else candidates
             self._held.lease = lease = self._manager.lease("sequence")
             undo.callback(self._manager.end, lease)
             shared = gpu.index.pin_run(candidates, 0, len(candidates))
@@ -232,18 +225,13 @@ class Sequence:
             self._held.slots = [entry.slot for entry in shared] + private
             self._held.entries = [*shared, *[None] * len(private)]
             gpu.order_after(self._held.slots[: self._shared])
-            self._start_load(candidates)
+            if rest := candidates[self._shared :]:
+                blocks = np.array(private[: len(rest)], np.int64).reshape(-1, 1)
+                asked = [(rest, blocks, self._shared * layout.page_tokens)]
+                load = self._engine.loader.queue(asked, "sequence", [record(gpu.paged.device)])
+                self._held.load = load if load.tokens else None
             undo.pop_all()
         self._cached = self._shared + (self._held.load.parts[0].pages if self._held.load is not None else 0)
-
-    def _start_load(self, candidates: list[Page]) -> None:
-        rest = candidates[self._shared :]
-        if rest:
-            blocks = np.array(self._held.slots[self._shared : self._shared + len(rest)], np.int64).reshape(-1, 1)
-            start = self._shared * self._engine.layout.page_tokens
-            after = [record(self._gpu.paged.device)]
-            load = self._engine.loader.queue([(rest, blocks, start)], "sequence", after)
-            self._held.load = load if load.tokens else None
 
     def _take(self, n: int) -> list[int]:
         if n <= 0:
@@ -259,12 +247,6 @@ class Sequence:
                 )
             self._gpu.order_after(slots, forget=True)
             return slots
-
-    def _first_bad(self) -> int | None:
-        if self._held.load is None or self._verified:
-            return None
-        bad = self._held.load.result().first_bad
-        return None if bad is None else self._shared + bad
 
     def _publish(self, pages: int, retention: Retention) -> tuple[list[Page], Lease]:
         """Put the first `pages` pages into the GPU index. Returns the present pages, and a lease on them.

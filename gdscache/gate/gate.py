@@ -55,8 +55,7 @@ class Gate:
 
     def decide(self, tiers: Sequence[str], start: int, tokens: int, ahead: Mapping[str, int]) -> Decision:
         """For a hit with pages on `tiers`, behind `start` tokens of a request of `tokens`; `ahead` as in `Prices`."""
-        costs, whole = self.costs, len(tiers)
-        below = set(tiers) - {"gpu"}
+        costs, whole, below = self.costs, len(tiers), set(tiers) - {"gpu"}
         prices = Prices(costs, tiers, start, tokens, self._page_tokens, self._bytes_in, ahead)
         kind, worth, pages = "unmeasured", whole, whole
         if self.mode != "off" and below and costs.measured(below):
@@ -65,14 +64,9 @@ class Gate:
             pages = worth
             if self.mode == "enforcing" and worth < whole and self._explores(set(tiers[worth:]), costs):
                 kind, pages = "explored", prices.trial(worth, _TRIAL_SHARE)
-        if self.mode != "off" and below:
-            self._count(kind, tiers, worth, pages)
-        if self.mode == "advisory":
-            pages = whole
+        pages = self._counted(kind, tiers, worth, pages)
         seconds = prices.load(pages) if prices.known else None
-        if self.mode == "off" or costs.prefill.coefficients is None:
-            return Decision(pages, worth, seconds, None)
-        return Decision(pages, worth, seconds, max(0.0, prices.rest(0) - prices.rest(pages)))
+        return Decision(pages, worth, seconds, self._saved(prices, pages))
 
     def decide_whole(self, loads: Sequence[PoolLoad], start: int, tokens: int, hit: int) -> Decision:
         """For a hit whose pages save `hit` tokens together, and fewer of them none: all pay, or none does.
@@ -80,25 +74,19 @@ class Gate:
         `loads`: the pages of each pool, which load one pool after another. `start` and `tokens` as above.
         """
         tiers = [tier for load in loads for tier in load.tiers]
-        whole, below, mode = len(tiers), set(tiers) - {"gpu"}, self.mode
+        whole, below = len(tiers), set(tiers) - {"gpu"}
         parts = [Prices(one.costs, one.tiers, start, tokens, 0.0, one.bytes_in, one.ahead) for one in loads]
         seconds = sum(part.load(part.pages) for part in parts)
         computing = Prices(self.costs, ("gpu",), start, tokens, hit, self._bytes_in, {})
         kind, worth, pages = "unmeasured", whole, whole
-        if mode != "off" and below and all(one.costs.measured(set(one.tiers)) for one in loads):
+        if self.mode != "off" and below and all(one.costs.measured(set(one.tiers)) for one in loads):
             worth = whole if computing.total(1, seconds) <= computing.total(0) else 0
             kind, pages = ("loaded", whole) if worth else ("declined", 0)
-            if mode == "enforcing" and not worth and self._explores(below, *(one.costs for one in loads)):
+            if self.mode == "enforcing" and not worth and self._explores(below, *(one.costs for one in loads)):
                 kind, pages = "explored", whole
-        if mode != "off" and below:
-            self._count(kind, tiers, worth, pages)
-        if mode == "advisory":
-            pages = whole
+        pages = self._counted(kind, tiers, worth, pages)
         expected = (seconds if pages else 0.0) if all(part.known for part in parts) else None
-        if mode == "off" or self.costs.prefill.coefficients is None:
-            return Decision(pages, worth, expected, None)
-        saved = max(0.0, computing.rest(0) - computing.rest(1)) if pages else 0.0
-        return Decision(pages, worth, expected, saved)
+        return Decision(pages, worth, expected, self._saved(computing, min(pages, 1)))
 
     def outpaced(self, seconds: float, begun: int, left: int, missing: int, cached: int) -> bool:
         """Whether pages that come from a slow tier are no longer worth waiting for, by certain facts alone.
@@ -121,13 +109,23 @@ class Gate:
             self._declined = 0
             return True
 
-    def _count(self, kind: str, tiers: Sequence[str], worth: int, loaded: int) -> None:
+    def _saved(self, prices: Prices, pages: int) -> float | None:
+        """Seconds to compute what these pages save."""
+        if self.mode == "off" or self.costs.prefill.coefficients is None:
+            return None
+        return max(0.0, prices.rest(0) - prices.rest(pages))
+
+    def _counted(self, kind: str, tiers: Sequence[str], worth: int, loaded: int) -> int:
+        """Count the decision, unless the gate is off or all pages are on the GPU. Returns the pages to load."""
+        if self.mode == "off" or tiers.count("gpu") == len(tiers):
+            return loaded
         below = [len(some) - some.count("gpu") for some in (tiers[:worth], tiers[worth:loaded], tiers[loaded:])]
         with self._lock:
             self._hits[kind] += 1
             self._pages["unmeasured" if kind == "unmeasured" else "loaded"] += below[0]
             self._pages["explored"] += below[1]
             self._pages["declined"] += below[2]
+        return len(tiers) if self.mode == "advisory" else loaded
 
     def stats(self) -> dict[str, Any]:
         with self._lock:

@@ -54,7 +54,7 @@ class Lender:
         the borrower's `epoch` is not that of the present weights. Raises `RankError` without a socket.
         """
         self.address = f"gdscache-lender-{secrets.token_hex(16)}"
-        self._planner, self._named, self._namespace = LoadPlanner(manager), named, namespace
+        self.planner, self._named, self._namespace = LoadPlanner(manager), named, namespace
         self._n_sums = layout.n_sums
         self._about = {
             "files": [str(file) for file in slab.files],
@@ -107,7 +107,7 @@ class Lender:
             if fields["do"] == "hello":
                 told = self._greet(fields)
             elif fields["do"] == "find":
-                tiers = self._planner.manager.peek(self._pages(fields, arrays))
+                tiers = self.planner.manager.peek(self._pages(fields, arrays))
                 told = {"found": next((n for n, name in enumerate(tiers) if name != self._tier.name), len(tiers))}
             elif pages := self._pages(fields, arrays):
                 told, given = self._lend(one, pages)
@@ -132,7 +132,7 @@ class Lender:
         return self._named(hashes, parent, fields["epoch"]) if hashes else ()
 
     def _lend(self, one: _Served, pages: Sequence[Page]) -> tuple[dict[str, Any], list[wire.Array]]:
-        planner, tier = self._planner, self._tier
+        planner, tier = self.planner, self._tier
         plan = planner.plan([pages], f"rank {one.rank}", keep=False)
         try:
             # of packed pages, those that do not fit lie in another slab
@@ -152,16 +152,13 @@ class Lender:
         codes = statuses.tolist()
         for code in {*codes}:
             rows = integers([row for row, found in enumerate(codes) if found == code])
-            self._planner.finish(plan, rows, STATUSES[code])
+            self.planner.finish(plan, rows, STATUSES[code])
         if not self._closed:
             self._workers.submit(self._tier.commit_deletions)
 
     def forget(self, one: _Served) -> None:
         with self._lock:
             self._served = [other for other in self._served if other is not one]
-
-    def take_back(self, plan: LoadPlan) -> None:
-        self._planner.abandon(plan)
 
 
 class _Served:
@@ -194,7 +191,7 @@ class _Served:
             with self._lock:
                 plan = self._leases.pop(fields["lease"], None)
             if plan is not None:
-                self._lender.take_back(plan)
+                self._lender.planner.abandon(plan)
         elif fields["do"] != "took":
             self.rank = fields.get("rank", self.rank)
             self._lender.answer(self, message)
@@ -209,5 +206,5 @@ class _Served:
             self._leases.clear()
         self.channel.close()
         for plan in leases:
-            self._lender.take_back(plan)
+            self._lender.planner.abandon(plan)
         self._lender.forget(self)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -89,11 +88,7 @@ class MixedMoving:
     def on_end(self, callback: Callable[[int], None]) -> None:
         """Behind `end`: have `callback(row)` called when nothing touches the row's slots any more."""
         for moving, rows in self._moving:
-            moving.on_end(functools.partial(_told, callback, rows))
-
-
-def _told(callback: Callable[[int], None], rows: Int64Array, row: int) -> None:
-    callback(int(rows[row]))
+            moving.on_end(lambda row, rows=rows: callback(int(rows[row])))  # type: ignore[misc]
 
 
 def _ways(move: Move, *, plain: bool) -> tuple[Way, ...]:

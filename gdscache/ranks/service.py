@@ -464,15 +464,13 @@ class Service:
         moving: Moving | None,
         why: str,
     ) -> None:
-        failed: list[tuple[int, int]] = []
-        late: list[int] = []
-        unfit: list[int] = []
+        late, told = list[int](), dict[str, Any]()
         if moving is not None and self._executor is not None:
             try:
                 end = self._executor.finish(moving.end())
-                failed = [(row, SHORT if isinstance(e, ShortIOError) else _errno(e)) for row, e in end.errors.items()]
                 late, why = [*map(int, end.late)], "" if end.error is None else str(end.error)
-                unfit = [*map(int, end.unfit)]
+                failed = [(row, SHORT if isinstance(e, ShortIOError) else _errno(e)) for row, e in end.errors.items()]
+                told = {"failed": failed, "late": late, "unfit": [*map(int, end.unfit)]}
             except GdsCacheError as error:
                 why = f"rank {self._rank}: {error}"
         arrays: list[Array] = [] if heard is None else [heard.statuses]
@@ -480,8 +478,7 @@ class Service:
             arrays += [
                 np.concatenate([take_rows(self._memories[way.target].checksums, way.targets) for way in move.ways])
             ]
-        spent = None if heard is None else heard.spent
-        self._tell(number, arrays, failed=failed, late=late, unfit=unfit, why=why, spent=spent)
+        self._tell(number, arrays, **told, why=why, spent=None if heard is None else heard.spent)
         with self._lock:
             self._moving.pop(number, None)
             self._refused.discard(number)
@@ -499,20 +496,10 @@ class Service:
             self._lock.notify_all()
         self._channel.send(wire.pack({"row": row, "of": number}))
 
-    def _tell(
-        self,
-        number: int,
-        arrays: Sequence[Array] = (),
-        *,
-        failed: Sequence[tuple[int, int]] = (),
-        late: Sequence[int] = (),
-        unfit: Sequence[int] = (),
-        why: str = "",
-        spent: Spent | None = None,
-        begun: bool = True,
-    ) -> None:
-        told = {"ended": number, "failed": failed, "late": late, "unfit": unfit, "why": why, "spent": spent}
-        self._channel.send(wire.pack({**told, "begun": begun}, arrays))
+    def _tell(self, number: int, arrays: Sequence[Array] = (), **told: Any) -> None:
+        """A move has ended: rows that `failed`, with their errno, are `late` or `unfit`; `why` it broke off."""
+        nothing = {"failed": (), "late": (), "unfit": (), "why": "", "spent": None, "begun": True}
+        self._channel.send(wire.pack({"ended": number, **nothing, **told}, arrays))
 
     def _cancel(self, number: int) -> None:
         with self._lock:

@@ -18,7 +18,7 @@ from gdscache.errors import DeadlineError, DeviceError, NativeCallError, Transpo
 from gdscache.native import CuFiles, error_of
 from gdscache.sizes import about
 from gdscache.storage.base import Memory, Op, Switch, failed
-from gdscache.storage.calls import within
+from gdscache.storage.calls import cufile_hangs, within
 from gdscache.storage.native import NativeTransport
 
 if TYPE_CHECKING:
@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 
     from gdscache.cuda.driver import Driver
 
-PROC_MODULES = "/proc/modules"
 CONFIGURATION = Path("/etc/cufile.json")
-CALL_S = 60.0
 ROOT = Path("/")
 _LIBRARIES = (
     "usr/lib/x86_64-linux-gnu",
@@ -72,10 +70,8 @@ class CufileTransport(NativeTransport):
         return type(self) is CufileTransport
 
     def _opened(self, gpu: Driver) -> CuFiles:
-        if not os.path.exists(PROC_MODULES):
-            raise TransportUnavailableError(
-                f"cuFile never answers on a kernel without {PROC_MODULES}", "set gds to off, or transport to posix"
-            )
+        if cause := cufile_hangs():
+            raise TransportUnavailableError(cause, "set gds to off, or transport to posix")
         path = find_cufile()
         try:
             return self._within(
@@ -90,7 +86,7 @@ class CufileTransport(NativeTransport):
         """The result of `work()`. A call of cuFile can hang for ever."""
         hint = "cuFile hangs: set gds to off, or transport to posix"
         try:
-            return within(CALL_S, "gdscache-cufile-call", work, f"cuFile: {what}", hint)
+            return within("gdscache-cufile-call", work, f"cuFile: {what}", hint)
         except DeadlineError:
             self._hangs = True
             raise

@@ -20,13 +20,11 @@ import numpy as np
 from gdscache.errors import EngineClosedError, InvalidValueError, IOFailedError, TransportUnavailableError
 from gdscache.sizes import about
 from gdscache.storage.base import EitherWay, Memory, Op, Switch, failed
-from gdscache.storage.calls import within
+from gdscache.storage.calls import cufile_hangs, within
 
 if TYPE_CHECKING:
     import torch
 
-PROC_MODULES = "/proc/modules"
-CALL_S = 60.0
 TASK_BYTES = 4 << 20
 
 _log = logging.getLogger("gdscache.storage")
@@ -50,11 +48,9 @@ class KvikioTransport(EitherWay):
         super().__init__(threads, direct_io)
         if compat not in ("auto", "on", "off"):
             raise InvalidValueError(f"compat is {compat!r}", "set compat to auto, on or off")
-        if not os.path.exists(PROC_MODULES):
+        if cause := cufile_hangs():
             if compat == "off":
-                raise TransportUnavailableError(
-                    f"cuFile never answers on a kernel without {PROC_MODULES}", "set gds to auto or off"
-                )
+                raise TransportUnavailableError(cause, "set gds to auto or off")
             compat = "on"
         self._kvikio = _import_kvikio()
         direct = direct_io != "off"
@@ -102,8 +98,10 @@ class KvikioTransport(EitherWay):
         if self._compat == "on":
             return self._kvikio.CuFile(path, "r+")
         return within(
-            *(CALL_S, "gdscache-kvikio-open", lambda: self._kvikio.CuFile(path, "r+")),
-            *(f"kvikio did not open {path}", "cuFile hangs: set gds to off, or transport to posix"),
+            "gdscache-kvikio-open",
+            lambda: self._kvikio.CuFile(path, "r+"),
+            f"kvikio did not open {path}",
+            "cuFile hangs: set gds to off, or transport to posix",
         )
 
     def register(self, memory: memoryview | torch.Tensor) -> None:

@@ -25,15 +25,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from gdscache.errors import IOFailedError, TransportUnavailableError
 from gdscache.sizes import about
 from gdscache.storage.base import DeviceMemory, Memory, Op, Switch, address_of, failed, memory_of
-from gdscache.storage.calls import within
+from gdscache.storage.calls import cufile_hangs, within
 from gdscache.storage.files import DirectFiles
 
 if TYPE_CHECKING:
     import torch
 
 OLDEST = (1, 5, 1)  # older versions report short and failed I/O as done
-PROC_MODULES = "/proc/modules"
-CALL_S = 60.0
 HANG_S = 30.0
 
 _EVERYTHING = 1 << 62
@@ -54,10 +52,8 @@ class NixlTransport(DirectFiles):
 
     def __init__(self, threads: int, direct_io: Switch = "auto", gds: bool = False) -> None:
         super().__init__(threads, direct_io)
-        if gds and not os.path.exists(PROC_MODULES):
-            raise TransportUnavailableError(
-                f"cuFile never answers on a kernel without {PROC_MODULES}", "set gds to auto or off"
-            )
+        if gds and (cause := cufile_hangs()):
+            raise TransportUnavailableError(cause, "set gds to auto or off")
         self._module, self._version = _import_nixl()
         own = vars(self._module._bindings).values()
         errors = [value for value in own if isinstance(value, type) and issubclass(value, Exception)]
@@ -254,7 +250,7 @@ class NixlTransport(DirectFiles):
                     self._release_if_over()
 
         hint = "the device or cuFile hangs: set transport to posix"
-        return within(CALL_S, "gdscache-nixl-call", locked, f"NIXL did not {what}", hint)
+        return within("gdscache-nixl-call", locked, f"NIXL did not {what}", hint)
 
 
 def _said(error: Exception) -> str:

@@ -15,10 +15,10 @@ from typing import Literal
 
 from gdscache.runtime.files import text_of
 from gdscache.storage.base import PROBE_PREFIX, failed
+from gdscache.storage.calls import cufile_hangs
 from gdscache.storage.trial import run_child
 
 PROBE_BYTES = 4 << 20
-PROC_MODULES = Path("/proc/modules")
 NVIDIA_FS_STATS = Path("/proc/driver/nvidia-fs/stats")
 _MOVES = {"cufile": "cuFile", "nixl": "GDS_MT of NIXL"}  # the bytes of these transports of ours
 
@@ -108,8 +108,8 @@ def probe(transport: str, directory: Path, device_index: int, deadline_s: float 
 
 def _counted(what: str, refused: Callable[[], str]) -> ProbeResult:
     """`refused()` moves bytes by `what`, and returns why it failed, or ""."""
-    if not PROC_MODULES.exists():
-        return ProbeResult(False, "posix", f"the kernel has no {PROC_MODULES}, without which cuFile never answers")
+    if cause := cufile_hangs():
+        return ProbeResult(False, "posix", cause)
     before, refusal, after = gds_operations(), refused(), gds_operations()
     if refusal:
         return ProbeResult(False, "posix", f"{what}: {refusal}")

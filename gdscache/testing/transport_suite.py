@@ -114,7 +114,7 @@ Remember = Callable[..., Memory]
 
 def close(transport: Transport) -> None:
     """Close it; fails if that does not return. Raises the transport's error."""
-    within(PATIENCE, "gdscache-test-close", transport.close, f"close() of {transport.name} has not returned", "")
+    within("gdscache-test-close", transport.close, f"close() of {transport.name} has not returned", "", PATIENCE)
 
 
 def join(threads: Iterable[threading.Thread], what: str) -> None:

@@ -29,6 +29,7 @@ from tests.support.helpers import (
     expected,
     kept,
     make_config,
+    our_threads,
     prompt,
     quiet,
     read_page,
@@ -40,8 +41,8 @@ from tests.support.helpers import (
     untouched,
     write_page,
 )
+from tests.support.pages import FAULTY
 
-FAULTY = "tests.support.faulty:FaultyTransport"
 LOADED = PageStatus.LOADED
 
 
@@ -205,23 +206,12 @@ def test_a_full_queue_drops_and_counts(open_host: OpenHost) -> None:
     assert host.load(prompt(2, 2)).tokens == 8
 
 
-# -- cancel ----------------------------------------------------------------------------------------------------------
-
-
 # -- bad input -------------------------------------------------------------------------------------------------------
 
 
 def state(host: Host) -> Any:
     stats = host.engine.stats()
     return [(n, t["pages"], t["free_slots"]) for n, t in stats["tiers"].items()], stats["leases"], stats["store_queue"]
-
-
-def test_a_slot_may_not_be_in_two_requests_of_a_batch(open_host: OpenHost) -> None:
-    host, tokens = kept(open_host, 2)
-    before, hit = state(host), host.engine.lookup(tokens)
-    with pytest.raises(SlotRangeError, match="twice"):
-        host.engine.load_many([(hit, [1, 2]), (hit, [3, 2])])
-    assert state(host) == before
 
 
 def test_a_broken_page_of_blocks(open_host: OpenHost) -> None:
@@ -250,7 +240,7 @@ def test_planes_that_do_not_fit_open_nothing(slab: Path) -> None:
     for bad in ([], host.planes[:2], [layer[::-1][:1] for layer in host.planes]):
         with pytest.raises(PlanesError):
             CacheEngine.from_config(config, planes=bad)
-    assert not [t for t in threading.enumerate() if t.name.startswith("gdscache")]
+    assert not our_threads()
     with CacheEngine.from_config(config, planes=host.planes):
         pass
 

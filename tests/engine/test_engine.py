@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+import sqlite3
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,6 +29,7 @@ from tests.support.helpers import (
     holds,
     layout_of,
     make_config,
+    our_threads,
     prompt,
     quiet,
     ran,
@@ -332,55 +336,45 @@ def test_close_without_drain_stays_consistent(slab: Path) -> None:
         settle(engine)
 
 
-def threads_now() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name.startswith("gdscache")]
-
-
 def test_close_ends_every_thread_and_every_file(slab: Path) -> None:
     before = set(os.listdir("/proc/self/fd"))
     with CacheEngine.from_config(make_config(slab)) as engine:
         run(engine, prompt(1, 3))
-        assert threads_now()
-    assert threads_now() == []
+        assert our_threads()
+    assert our_threads() == []
     assert set(os.listdir("/proc/self/fd")) <= before
 
 
-@pytest.mark.parametrize("what", ["file", "extent", "version", "device", "transport", "capacity"])
-def test_an_engine_that_cannot_open_leaves_nothing_open(slab: Path, what: str) -> None:
-    config = make_config(slab)
-    error: type[GdsCacheError]
-    if what == "file":
-        slab.write_text("")
-        error = errors.NotADirectoryPathError
-    elif what == "extent":
-        with CacheEngine.from_config(config):
-            pass
-        config = make_config(slab, model=MHA | {"page_tokens": 8})
-        error = errors.ExtentSizeError
-    elif what == "version":
-        import sqlite3
+def other_version(slab: Path) -> None:
+    with contextlib.closing(sqlite3.connect(next(slab.glob("*.sqlite")))) as db, db:
+        db.execute("UPDATE meta SET value = 99 WHERE name = 'format_version'")
 
-        with CacheEngine.from_config(config):
-            pass
-        with sqlite3.connect(next(slab.glob("*.sqlite"))) as db:
-            db.execute("UPDATE meta SET value = 99 WHERE name = 'format_version'")
-        db.close()
-        error = errors.CatalogVersionError
-    elif what == "device":
-        config["gpu"]["device"] = "cuda:99"
-        error = errors.DeviceError
-    elif what == "transport":
-        config["ssd"]["transport"] = "nowhere.at_all:Transport"
-        error = errors.TransportUnavailableError
-    else:
-        config["cpu"]["capacity"] = 100
-        error = errors.CapacityError
-    before = set(os.listdir("/proc/self/fd"))
+
+@pytest.mark.parametrize(
+    ("before", "changes", "error"),
+    [
+        (lambda slab: slab.write_text(""), {}, errors.NotADirectoryPathError),
+        (None, {"model": MHA | {"page_tokens": 8}}, errors.ExtentSizeError),
+        (other_version, {}, errors.CatalogVersionError),
+        (None, {"device": "cuda:99"}, errors.DeviceError),
+        (None, {"transport": "nowhere.at_all:Transport"}, errors.TransportUnavailableError),
+        (None, {"host_buffer": 100}, errors.CapacityError),
+    ],
+)
+def test_an_engine_that_cannot_open_leaves_nothing_open(
+    slab: Path, before: Callable[[Path], object] | None, changes: dict[str, Any], error: type[GdsCacheError]
+) -> None:
+    if error is not errors.NotADirectoryPathError:
+        CacheEngine.from_config(make_config(slab)).close()
+    if before is not None:
+        before(slab)
+    config = make_config(slab, **changes)
+    files = set(os.listdir("/proc/self/fd"))
     with pytest.raises(error) as caught:
         CacheEngine.from_config(config)
     assert caught.value.hint
-    assert threads_now() == []
-    assert set(os.listdir("/proc/self/fd")) <= before
+    assert our_threads() == []
+    assert set(os.listdir("/proc/self/fd")) <= files
 
 
 def test_an_engine_with_a_pool_refuses_attached_calls(open_engine: OpenEngine) -> None:

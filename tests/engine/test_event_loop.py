@@ -19,8 +19,7 @@ from gdscache.store.handle import StoreHandle
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import WAIT, Host, OpenHost, drop_from, kept_on_ssd, prompt, quiet
 from tests.support.hybrid import HybridHost
-
-FAULTY = "tests.support.faulty:FaultyTransport"
+from tests.support.pages import FAULTY
 
 
 @pytest.fixture(params=["asyncio", "uvloop"])

@@ -131,24 +131,17 @@ def test_salts_keep_tenants_apart(open_face: OpenFace, device: str) -> None:
     assert face.get(tokens, "b").tokens == 12
 
 
-def test_a_lookup_changes_nothing_but_recency(open_face: OpenFace) -> None:
-    face = open_face()
-    face.put(prompt(1, 4))
-    counts = ("pages", "free_slots", "evictions")
-    before = {n: [t[c] for c in counts] for n, t in face.engine.stats()["tiers"].items()}
-    for tokens in (prompt(1, 4), prompt(2, 4), []):
-        hit = face.engine.lookup(tokens)
-        assert hit.tokens == 4 * len(hit.tiers) == 4 * len(hit.pages)
-    assert before == {n: [t[c] for c in counts] for n, t in face.engine.stats()["tiers"].items()}
-    assert face.engine.stats()["leases"] == []
-
-
-def test_a_start_past_the_end_finds_nothing(open_face: OpenFace) -> None:
+def test_a_start_past_the_end_finds_nothing_and_no_lookup_changes_a_tier(open_face: OpenFace) -> None:
     face = open_face()
     face.put(prompt(1, 3))
+    counts = ("pages", "free_slots", "evictions")
+    before = {n: [tier[c] for c in counts] for n, tier in face.engine.stats()["tiers"].items()}
     for start in (12, 16, 4000):
         hit = face.engine.lookup(prompt(1, 3), start=start)
         assert (hit.start, hit.tokens, hit.tiers, hit.pages) == (start, 0, (), ())
+    assert face.found(prompt(1, 3)) == 12
+    assert before == {n: [tier[c] for c in counts] for n, tier in face.engine.stats()["tiers"].items()}
+    assert face.engine.stats()["leases"] == []
 
 
 def test_stats_are_plain_data(open_face: OpenFace) -> None:
@@ -221,6 +214,3 @@ def test_capacities_hold_whatever_is_stored(open_face: OpenFace, slab: Path) -> 
         settle(face.engine)
     assert sum(f.stat().st_size for f in slab.glob("slab*")) == size == 8 * face.engine.layout.extent_bytes
     assert below(face)["ssd"] <= 8
-
-
-# -- prefetch --------------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import errno
 import logging
 import os
 import sqlite3
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from tests.support.helpers import (
     flip_file,
     kept,
     kept_on_ssd,
+    our_threads,
     prompt,
     quiet,
     reserve_used,
@@ -124,17 +124,6 @@ def test_a_bad_page_within_a_merged_read_costs_its_own_suffix(
 
 
 # -- memory and files ------------------------------------------------------------------------------------------------
-
-
-def test_check_finds_a_bad_page_of_the_cpu_pool(open_host: OpenHost) -> None:
-    host, tokens = kept(open_host, 3)
-    cpu = host.engine.manager.cpu
-    byte = cpu.extents.memory(slot_of(host.engine, tokens, 1, "cpu"))[:1]
-    byte[0] ^= 1
-    [problem] = host.engine.check().problems
-    assert "differ from the stored ones" in problem
-    byte[0] ^= 1
-    assert host.engine.check().ok
 
 
 def test_a_bad_page_of_the_cpu_pool_is_not_written_on_unseen(open_host: OpenHost) -> None:
@@ -280,7 +269,7 @@ def test_a_catalogue_that_breaks_in_use_is_a_miss(open_host: OpenHost, slab: Pat
         assert cause in {"io_error", "checksum"}
     with contextlib.suppress(StorageError):  # close() may say that the last deletions were not written
         host.engine.close()
-    assert not [t for t in threading.enumerate() if t.name.startswith("gdscache")]
+    assert not our_threads()
 
 
 @pytest.mark.parametrize(("free", "said"), [(1 << 20, True), (1 << 40, False)])

@@ -38,6 +38,7 @@ from tests.support.helpers import (
     expected,
     fill,
     make_config,
+    our_threads,
     prompt,
     quiet,
     read_page,
@@ -47,13 +48,12 @@ from tests.support.helpers import (
     until,
     write_page,
 )
+from tests.support.pages import FAULTY
 from tests.support.pairs import pairs
 from tests.support.places import ROOT
 
-FAULTY = "tests.support.faulty:FaultyTransport"
 SOON = 0.5  # seconds of a deadline that is to pass
-READS_SOON: dict[str, Any] = {"transport": FAULTY, "deadline": SOON}
-WRITES_SOON: dict[str, Any] = {"transport": FAULTY, "deadline": SOON}
+ENDS_SOON: dict[str, Any] = {"transport": FAULTY, "deadline": SOON}
 DEADLINE, LOADED, OFF = PageStatus.DEADLINE, PageStatus.LOADED, PageStatus.SWITCHED_OFF
 
 
@@ -112,7 +112,7 @@ def load_slowly(host: Host, tokens: list[int]) -> LoadReport:
 
 
 def test_a_hung_read_into_the_cpu_tier_keeps_its_slots_until_it_ends(open_host: OpenHost) -> None:
-    host = open_host(cpu=16, ssd=24, **READS_SOON)
+    host = open_host(cpu=16, ssd=24, **ENDS_SOON)
     tokens = stored(host, 1, 3)
     drop_from(host.engine, "cpu")
     lying = {offset // host.layout.extent_bytes for offset in offsets(host.engine, tokens)}
@@ -140,7 +140,7 @@ def test_a_hung_read_into_the_cpu_tier_keeps_its_slots_until_it_ends(open_host: 
 
 
 def test_a_hung_read_into_the_bounce_reserve_keeps_its_slot_until_it_ends(open_host: OpenHost) -> None:
-    host = open_host(cpu=None, bounce=16, ssd=24, **READS_SOON)
+    host = open_host(cpu=None, bounce=16, ssd=24, **ENDS_SOON)
     tokens, other = stored(host, 1, 2), stored(host, 2, 5)
     with PLAN.rule(Op.READ, Fault.HANG, times=2):
         assert load_slowly(host, tokens).pages == (DEADLINE,) * 2
@@ -156,7 +156,7 @@ def test_a_hung_read_into_the_bounce_reserve_keeps_its_slot_until_it_ends(open_h
 
 
 def test_cleared_pages_whose_reads_hang_come_back_once(open_host: OpenHost) -> None:
-    host = open_host(cpu=16, ssd=4, **READS_SOON)
+    host = open_host(cpu=16, ssd=4, **ENDS_SOON)
     tokens = stored(host, 1, 3)
     drop_from(host.engine, "cpu")
     with PLAN.rule(Op.READ, Fault.HANG, times=3):
@@ -174,7 +174,7 @@ def test_cleared_pages_whose_reads_hang_come_back_once(open_host: OpenHost) -> N
 
 
 def test_a_sequence_goes_on_without_what_hangs(open_engine: OpenEngine) -> None:
-    engine = open_engine(gpu=16, cpu=16, **READS_SOON)
+    engine = open_engine(gpu=16, cpu=16, **ENDS_SOON)
     tokens = prompt(1, 3, extra=1)
     with engine.sequence(tokens) as seq:
         fill(engine, seq)
@@ -198,7 +198,7 @@ def test_a_sequence_goes_on_without_what_hangs(open_engine: OpenEngine) -> None:
 
 @pytest.mark.parametrize("cpu", [None, 16])
 def test_a_hung_write_is_dropped_and_keeps_its_slots_until_it_ends(open_host: OpenHost, cpu: int | None) -> None:
-    host = open_host(cpu=cpu, bounce=16, ssd=12, **WRITES_SOON)
+    host = open_host(cpu=cpu, bounce=16, ssd=12, **ENDS_SOON)
     tokens = prompt(1, 2)
     with PLAN.rule(Op.WRITE, Fault.HANG, times=2):
         handle = host.store(tokens)
@@ -235,7 +235,7 @@ def test_a_hung_write_is_dropped_and_keeps_its_slots_until_it_ends(open_host: Op
 
 
 def test_one_hung_write_costs_its_own_page(open_host: OpenHost) -> None:
-    host = open_host(cpu=16, ssd=6, **WRITES_SOON)
+    host = open_host(cpu=16, ssd=6, **ENDS_SOON)
     fillers = [stored(host, seed, 1) for seed in range(6)]
     index = host.engine.manager.tiers["ssd"].index
     with host.engine.manager.lock:  # leave every second slot free
@@ -257,7 +257,7 @@ def test_one_hung_write_costs_its_own_page(open_host: OpenHost) -> None:
 
 
 def test_the_writer_goes_on_with_the_next_batch(open_host: OpenHost) -> None:
-    host = open_host(cpu=64, ssd=64, **WRITES_SOON)
+    host = open_host(cpu=64, ssd=64, **ENDS_SOON)
     writer = host.engine._parts.storer._forwarder.writers["ssd"]
     writer.size = BatchSize(2, 2, 2)
     with PLAN.rule(Op.WRITE, Fault.HANG, times=1):
@@ -305,7 +305,7 @@ def test_a_refused_write_leaks_nothing(
 def test_too_many_hung_reads_switch_the_ssd_tier_off_until_they_end(
     open_host: OpenHost, caplog: pytest.LogCaptureFixture
 ) -> None:
-    host = open_host(cpu=8, ssd=24, **READS_SOON)
+    host = open_host(cpu=8, ssd=24, **ENDS_SOON)
     tokens, other = stored(host, 1, 3), stored(host, 2, 3)
     for times in (1, 2):
         host.engine.manager.log.clock = lambda later=61.0 * times: time.monotonic() + later  # each cause once a minute
@@ -341,7 +341,7 @@ def test_too_many_hung_reads_switch_the_ssd_tier_off_until_they_end(
 
 
 def test_without_a_cpu_tier_hung_writes_switch_off_and_nothing_waits_for_their_slots(open_host: OpenHost) -> None:
-    host = open_host(cpu=None, bounce=4, ssd=24, **WRITES_SOON)
+    host = open_host(cpu=None, bounce=4, ssd=24, **ENDS_SOON)
     kept = stored(host, 1, 2)
     with PLAN.rule(Op.WRITE, Fault.HANG):
         report = host.store(prompt(2, 6)).result(WAIT)
@@ -487,15 +487,11 @@ def mapped(address: int) -> bool:
     return any(int(start, 16) <= address < int(end, 16) for start, end in spans)
 
 
-def threads_left() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("gdscache")]
-
-
 @pytest.mark.parametrize(("op", "cpu"), pairs([Op.READ, Op.WRITE], [None, 16]))
 def test_close_with_a_hang_ends_in_time_and_keeps_what_the_io_may_touch(
     open_impatient: OpenHost, slab: Path, caplog: pytest.LogCaptureFixture, op: Op, cpu: int | None
 ) -> None:
-    host = open_impatient(cpu=cpu, bounce=16, ssd=24, **(READS_SOON if op is Op.READ else WRITES_SOON))
+    host = open_impatient(cpu=cpu, bounce=16, ssd=24, **ENDS_SOON)
     kept, tokens = stored(host, 1, 3), prompt(2, 2)
     if op is Op.READ:
         stored(host, 2, 2)
@@ -530,7 +526,7 @@ def test_close_with_a_hang_ends_in_time_and_keeps_what_the_io_may_touch(
             assert again.load(kept).tokens == 12
             again.engine.close()
     until(lambda: buffer._map is None, "memory goes back when the I/O has ended")
-    until(lambda: not threads_left(), f"threads end: {threads_left()}")
+    until(lambda: not our_threads(), f"threads end: {our_threads()}")
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(ssd.io._files[0])
     again = open_impatient(cpu=cpu, bounce=16, ssd=24)
@@ -539,7 +535,7 @@ def test_close_with_a_hang_ends_in_time_and_keeps_what_the_io_may_touch(
 
 
 def test_close_waits_a_little_for_what_is_only_slow(open_host: OpenHost, caplog: pytest.LogCaptureFixture) -> None:
-    host = open_host(cpu=16, **READS_SOON)
+    host = open_host(cpu=16, **ENDS_SOON)
     host.engine.manager.close_s = WAIT
     tokens = stored(host, 1, 3)
     drop_from(host.engine, "cpu")
@@ -549,7 +545,7 @@ def test_close_waits_a_little_for_what_is_only_slow(open_host: OpenHost, caplog:
         threading.Timer(0.3, rule.gate.set).start()
         host.engine.close()
     assert cpu.extents.buffer._map is None
-    assert not threads_left()
+    assert not our_threads()
     assert "closed with " not in caplog.text
 
 
@@ -569,13 +565,13 @@ def test_close_with_a_long_queue_to_a_hung_device_costs_about_one_deadline(
         for handle in handles:
             assert set(handle.result(0).dropped) == set(range(5))
             assert set(handle.result(0).dropped.values()) <= {"deadline", "closed", "switched_off"}
-    until(lambda: not threads_left(), f"threads end: {threads_left()}")
+    until(lambda: not our_threads(), f"threads end: {our_threads()}")
 
 
 def test_close_does_not_wait_for_a_catalogue_on_a_device_that_hangs(
     open_impatient: OpenHost, monkeypatch: pytest.MonkeyPatch, slab: Path
 ) -> None:
-    host = open_impatient(cpu=16, **READS_SOON)
+    host = open_impatient(cpu=16, **ENDS_SOON)
     tokens = stored(host, 1, 2)
     drop_from(host.engine, "cpu")
     ssd = host.engine.manager.ssd
@@ -595,7 +591,7 @@ def test_close_does_not_wait_for_a_catalogue_on_a_device_that_hangs(
         with pytest.raises(DirectoryInUseError):
             CacheEngine.from_config(make_config(slab, cpu=16))
         gate.set()
-    until(lambda: not threads_left(), f"threads end: {threads_left()}")
+    until(lambda: not our_threads(), f"threads end: {our_threads()}")
     assert open_impatient(cpu=16).load(tokens).tokens == 8
 
 

@@ -58,6 +58,10 @@ def drop(host: HybridHost, *tiers: str) -> None:
                     index.evict(len(index))
 
 
+def planes_of(layers: int) -> list[list[torch.Tensor]]:
+    return [[torch.zeros(8, 4, 4, 32, dtype=torch.bfloat16)] * 2] * layers
+
+
 # -- bit for bit -------------------------------------------------------------------------------------------------------
 
 
@@ -299,8 +303,9 @@ def test_a_batch_is_of_hits_of_this_engine_and_no_block_is_in_it_twice(open_hybr
     for batch in ([hit], [(hit.parts[0], slots)], hit, [(hit, slots, None)]):
         with pytest.raises(InvalidValueError, match="without a hit"):
             host.engine.load_many(batch)  # type: ignore[arg-type]
-    with pytest.raises(SlotRangeError):
+    with pytest.raises(SlotRangeError, match="twice"):
         host.engine.load_many([(hit, slots), (hit, slots)])
+    assert not any(engine.stats()["leases"] for engine in host.engine.engines)
     empty = host.engine.load_many([])
     assert (empty.tokens, empty.results(WAIT), empty.result(WAIT).tokens) == (0, [], 0)
     host.give(slots)
@@ -446,11 +451,7 @@ def test_wrong_slots_are_clear_errors_and_begin_nothing(open_hybrid: OpenHybrid,
         ({"full": good["full"]}, InvalidValueError, "no slots are given for group 'window'"),
         ({**good, "windows": [1]}, InvalidValueError, "there is no group 'windows'"),
         (good["full"], InvalidValueError, "mapping"),
-        (
-            {**good, "window": good["window"][1:]},
-            SlotCountError,
-            "group 'window': slots for 2 pages, and the hit has 3",
-        ),
+        ({**good, "window": good["window"][1:]}, SlotCountError, "'window': slots for 2 pages, and the hit has 3"),
         ({**good, "window": [*good["window"][1:], 64]}, SlotRangeError, "0 ... 63"),
         ({**good, "window": [*good["window"][1:], -1]}, SlotRangeError, "0 ... 63"),
         ({**good, "full": [*good["full"][1:], good["full"][1]]}, SlotRangeError, "twice"),
@@ -529,39 +530,19 @@ def test_fewer_slots_store_fewer_pages(open_hybrid: OpenHybrid) -> None:
 
 
 def test_what_cannot_be_opened_says_why(tmp_path: Path) -> None:
-    planes = [[torch.zeros(4, 4, 4, 32, dtype=torch.bfloat16)] * 2] * 3
-    model = MODELS["apart"]
-    wrong: list[tuple[Any, Any, type[GdsCacheError], str]] = [
-        (
-            hybrid_config(tmp_path, model) | {"model": {**model, "groups": []}},
-            planes,
-            InvalidValueError,
-            "model.groups is empty",
-        ),
-        (hybrid_config(tmp_path, model), planes[:2], PlanesError, "2 layers of planes for a model of 3"),
-        (hybrid_config(tmp_path, model), 7, PlanesError, "planes are of type int"),
-        (
-            hybrid_config(tmp_path, model),
-            [planes[0], planes[1], [planes[2][0][:, :, :2]] * 2],
-            PlanesError,
-            "groups window, whose layers are [0, 2] of the model: layer 1",
-        ),
-        (
-            hybrid_config(tmp_path, model) | {"tiers": [{"tier": "tests.support.dict_tier:DictTier"}]},
-            planes,
-            InvalidValueError,
-            "tiers names",
-        ),
-        (
-            hybrid_config(tmp_path, model) | {"events": {"endpoint": "tcp://127.0.0.1:5557"}},
-            planes,
-            InvalidValueError,
-            "several engines",
-        ),
+    model, planes = MODELS["apart"], planes_of(3)
+    odd = [*planes[:2], [planes[2][0][:, :, :2]] * 2]
+    wrong: list[tuple[dict[str, Any], Any, type[GdsCacheError], str]] = [
+        ({"model": {**model, "groups": []}}, planes, InvalidValueError, "model.groups is empty"),
+        ({}, planes[:2], PlanesError, "2 layers of planes for a model of 3"),
+        ({}, 7, PlanesError, "planes are of type int"),
+        ({}, odd, PlanesError, "groups window, whose layers are [0, 2] of the model: layer 1"),
+        ({"tiers": [{"tier": "tests.support.dict_tier:DictTier"}]}, planes, InvalidValueError, "tiers names"),
+        ({"events": {"endpoint": "tcp://127.0.0.1:5557"}}, planes, InvalidValueError, "several engines"),
     ]
-    for config, given, kind, message in wrong:
+    for changes, given, kind, message in wrong:
         with pytest.raises(kind) as caught:
-            HybridEngine.from_config(config, given)
+            HybridEngine.from_config(hybrid_config(tmp_path, model) | changes, given)
         assert message in str(caught.value)
     with pytest.raises(ConfigError, match="from_config"):
         HybridEngine({"model": model})  # type: ignore[arg-type]
@@ -569,23 +550,19 @@ def test_what_cannot_be_opened_says_why(tmp_path: Path) -> None:
 
 
 def test_an_engine_of_one_pool_refuses_what_it_cannot_do(tmp_path: Path) -> None:
-    planes = [[torch.zeros(8, 4, 4, 32, dtype=torch.bfloat16)] * 2] * 3
-    with pytest.raises(InvalidValueError, match="2 pools") as caught:
-        CacheEngine.from_config(hybrid_config(tmp_path, MODELS["apart"]), planes)
-    assert "HybridEngine" in str(caught.value.hint)
-    with pytest.raises(InvalidValueError, match="no planes") as caught:
-        CacheEngine.from_config(hybrid_config(tmp_path, MODELS["together"]))
-    assert "HybridEngine" in str(caught.value.hint)
-    with CacheEngine.from_config(hybrid_config(tmp_path, MODELS["together"]), planes[:2]) as engine:
-        calls: list[Callable[[], object]] = [
-            lambda: engine.lookup(PROMPT),
-            lambda: engine.store(PROMPT, [0]),
-            lambda: engine.prefetch(PROMPT),
-            lambda: engine.pin(PROMPT, 1.0),
-            lambda: engine.pages(PROMPT),
+    together = hybrid_config(tmp_path, MODELS["together"])
+    with CacheEngine.from_config(together, planes_of(2)) as engine:
+        calls: list[tuple[str, Callable[[], object]]] = [
+            ("2 pools", lambda: CacheEngine.from_config(hybrid_config(tmp_path, MODELS["apart"]), planes_of(3))),
+            ("no planes", lambda: CacheEngine.from_config(together)),
+            (r"groups of layers \(full, window\)", lambda: engine.lookup(PROMPT)),
+            (r"groups of layers \(full, window\)", lambda: engine.store(PROMPT, [0])),
+            (r"groups of layers \(full, window\)", lambda: engine.prefetch(PROMPT)),
+            (r"groups of layers \(full, window\)", lambda: engine.pin(PROMPT, 1.0)),
+            (r"groups of layers \(full, window\)", lambda: engine.pages(PROMPT)),
         ]
-        for call in calls:
-            with pytest.raises(InvalidValueError, match=r"groups of layers \(full, window\)") as caught:
+        for message, call in calls:
+            with pytest.raises(InvalidValueError, match=message) as caught:
                 call()
             assert "HybridEngine" in str(caught.value.hint)
         with pytest.raises(GdsCacheError, match="attached"):
@@ -595,11 +572,10 @@ def test_an_engine_of_one_pool_refuses_what_it_cannot_do(tmp_path: Path) -> None
 def test_ranks_are_of_each_pool(tmp_path: Path) -> None:
     """What they do is in `integrations/test_vllm_states.py`."""
     config, address = hybrid_config(tmp_path, MODELS["apart"]), RankAddress("nobody", 0, 0)
-    planes = [[torch.zeros(8, 4, 4, 32, dtype=torch.bfloat16)] * 2] * 3
     with pytest.raises(InvalidValueError, match="ranks of 1 pools"):
         HybridEngine.from_config(config, ranks=[[address]])
     with pytest.raises(InvalidValueError, match="for 2 pools and 3 layers of planes"):
-        HybridEngine.from_config(config, planes, ranks=[[address]] * 2)
+        HybridEngine.from_config(config, planes_of(3), ranks=[[address]] * 2)
 
 
 def test_a_state_leaves_with_the_page_that_it_stands_behind(open_hybrid: OpenHybrid) -> None:
@@ -664,8 +640,7 @@ def test_a_share_that_holds_no_page_is_one_error_with_the_setting(
     tmp_path: Path, key: str, sizes: dict[str, Any]
 ) -> None:
     model = KV | {"layers": 2, "groups": [FULL | {"layers": [0]}, WINDOW | {"layers": [1]}]}
-    planes = [[torch.zeros(4, 4, 4, 32, dtype=torch.bfloat16)] * 2] * 2
-    config = hybrid_config(tmp_path, model, every=0, cpu=8) | sizes
+    planes, config = planes_of(2), hybrid_config(tmp_path, model, every=0, cpu=8) | sizes
     with pytest.raises(CapacityError) as caught:
         HybridEngine.from_config(config, planes)
     message = str(caught.value)

@@ -34,6 +34,7 @@ from tests.support.helpers import (
     OpenHost,
     fill,
     make_config,
+    our_threads,
     prompt,
     quiet,
     ran,
@@ -47,7 +48,7 @@ POINTS = 3  # of a call at which the short form interrupts it
 SOON = 0.3  # seconds: 100 ms, and what a busy machine takes
 Call = Callable[[], object]
 Handler = Callable[[int, FrameType | None], Any]
-
+Case = Callable[["Rig"], Iterator[Call]]
 
 _RIGS: list[Rig] = []
 
@@ -187,7 +188,7 @@ class Rig:
                 call()
         engine.close()
         engine.close()
-        assert not _threads()
+        assert not our_threads()
         self.open()
         assert self.engine.lookup(self.tokens).tokens == 16 or not kept, "what was committed is gone"
         if self.host is not None:
@@ -197,19 +198,16 @@ class Rig:
         self.restore()
 
 
-def _threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("gdscache-")]
-
-
 # What is interrupted: each makes a call, and what has to be done behind it where the engine is whole.
 
 
-def _sequence(rig: Rig) -> Iterator[Call]:
-    yield lambda: rig.engine.sequence(rig.tokens).close()
+def _plain(use: Callable[[CacheEngine, list[int]], object]) -> Case:
+    """A call that leaves nothing behind."""
 
+    def case(rig: Rig) -> Iterator[Call]:
+        yield lambda: use(rig.engine, rig.tokens)
 
-def _sequence_lost(rig: Rig) -> Iterator[Call]:
-    yield lambda: rig.engine.sequence(rig.tokens)
+    return case
 
 
 def _append(rig: Rig) -> Iterator[Call]:
@@ -234,10 +232,6 @@ def _leave(rig: Rig) -> Iterator[Call]:
     seq.close()
 
 
-def _lookup(rig: Rig) -> Iterator[Call]:
-    yield lambda: rig.engine.lookup(rig.tokens)
-
-
 def _pin(rig: Rig) -> Iterator[Call]:
     pins: list[Any] = []
     yield lambda: pins.append(rig.engine.pin(rig.tokens, 0.3))  # its handle may be lost
@@ -251,33 +245,9 @@ def _release(rig: Rig) -> Iterator[Call]:
     pin.release()
 
 
-def _prefetch(rig: Rig) -> Iterator[Call]:
-    yield lambda: rig.engine.prefetch(rig.tokens).result(WAIT)
-
-
 def _prefetch_cancel(rig: Rig) -> Iterator[Call]:
     handle = rig.engine.prefetch(rig.tokens)
     yield lambda: (handle.wait(), handle.cancel())
-
-
-def _clear(rig: Rig) -> Iterator[Call]:
-    yield rig.engine.clear
-
-
-def _invalidate(rig: Rig) -> Iterator[Call]:
-    yield lambda: rig.engine.invalidate(rig.engine.namespace())
-
-
-def _drain(rig: Rig) -> Iterator[Call]:
-    yield lambda: rig.engine.drain(WAIT)
-
-
-def _flush(rig: Rig) -> Iterator[Call]:
-    yield lambda: rig.engine.flush(WAIT)
-
-
-def _figures(rig: Rig) -> Iterator[Call]:
-    yield lambda: (rig.engine.stats(), rig.engine.check())
 
 
 def _load(rig: Rig) -> Iterator[Call]:
@@ -321,12 +291,21 @@ def _store_result(rig: Rig) -> Iterator[Call]:
     yield lambda: (handle.release_event.synchronize(WAIT), handle.result(WAIT))
 
 
+_sequence = _plain(lambda engine, tokens: engine.sequence(tokens).close())
+_sequence_lost = _plain(lambda engine, tokens: engine.sequence(tokens))
+_lookup = _plain(lambda engine, tokens: engine.lookup(tokens))
+_prefetch = _plain(lambda engine, tokens: engine.prefetch(tokens).result(WAIT))
+_clear = _plain(lambda engine, _: engine.clear())
+_invalidate = _plain(lambda engine, _: engine.invalidate(engine.namespace()))
+_drain = _plain(lambda engine, _: engine.drain(WAIT))
+_flush = _plain(lambda engine, _: engine.flush(WAIT))
+_figures = _plain(lambda engine, _: (engine.stats(), engine.check()))
 WAITS = [_verify, _drain, _load_result, _store_result]
 BOTH = [_lookup, _pin, _release, _prefetch, _prefetch_cancel, _clear, _invalidate, _drain, _flush, _figures]
 OWN = [_sequence, _sequence_lost, _append, _commit, _verify, _leave]
 ATTACHED = [_load, _load_many, _load_result, _store, _store_result]
 CASES = [(False, case) for case in [*OWN, *BOTH]] + [(True, case) for case in [*ATTACHED, _lookup, _clear]]
-Case = Callable[[Rig], Iterator[Call]]
+NAMES = {case: name for name, case in [*globals().items()] if case in [*OWN, *BOTH, *ATTACHED]}
 
 
 def _interrupt(rig: Rig, case: Case, points: Points, error: type[BaseException] = KeyboardInterrupt) -> None:
@@ -378,7 +357,7 @@ SHARES = [pytest.param(20, marks=pytest.mark.suite), pytest.param(10_000, marks=
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("most", SHARES)
-@pytest.mark.parametrize(("attached", "case"), CASES, ids=lambda value: getattr(value, "__name__", str(value)))
+@pytest.mark.parametrize(("attached", "case"), CASES, ids=lambda value: NAMES.get(value, str(value)))
 def test_an_interrupt_at_any_point_of_any_call(slab: Path, attached: bool, case: Case, most: int) -> None:
     rig = Rig(slab, attached=attached)
     _everywhere(rig, case, most)
@@ -394,7 +373,7 @@ def test_whatever_a_handler_raises_ends_the_engine(slab: Path, error: type[BaseE
         for at in _points(count.seen, 4)[1:]:
             before = rig.ended
             _interrupt(rig, case, Points(at), error)
-            assert rig.ended == before + 1, case.__name__
+            assert rig.ended == before + 1, NAMES[case]
 
 
 @pytest.mark.timeout(600)
@@ -485,7 +464,7 @@ def test_ctrl_c_ends_a_wait_at_once_and_the_engine_is_whole(open_host: OpenHost,
             waits.get(wait, handle.result if not loads else load.result)()
     if wait == "close":
         engine.close()
-        assert not _threads()
+        assert not our_threads()
         return
     assert not engine.calls.broken_by
     if loads:
@@ -558,7 +537,7 @@ def test_a_handler_that_closes_the_engine_in_the_middle_of_a_call_does_not_wait(
     with contextlib.suppress(SystemExit, errors.EngineClosedError):
         _interrupted_in_load(host, handler)
     host.engine.close()
-    assert not _threads()
+    assert not our_threads()
     with Host(make_config(slab)).engine as engine:
         assert engine.lookup(prompt(1, 2)).tokens == 8
 
@@ -595,7 +574,7 @@ def test_a_with_block_ends_well(slab: Path) -> None:
     host.store(prompt(1, 2)).result(WAIT)
     with pytest.raises(KeyboardInterrupt), host.engine, host.engine.pin(prompt(1, 2), 100.0):
         _interrupted_in_load(host, signal.default_int_handler)
-    assert not _threads()
+    assert not our_threads()
     host.engine.close()
     with Host(make_config(slab)).engine as engine:
         assert engine.lookup(prompt(1, 2)).tokens == 8
@@ -609,7 +588,7 @@ def test_an_interrupted_close_goes_on_and_the_next_one_waits_for_its_end(slab: P
         points = Points(at)
         points.run(host.engine.close)
         host.engine.close()
-        until(lambda: not _threads(), "the threads end")
+        until(lambda: not our_threads(), "the threads end")
         return points
 
     for at in _points(close(None).seen, 14):
@@ -634,7 +613,7 @@ def test_an_interrupted_open_leaves_nothing_open(slab: Path, most: int) -> None:
         points.run(lambda: engines.append(CacheEngine.from_config(make_config(slab))))
         assert not engines, points.where
         gc.collect()
-        until(lambda: not _threads(), f"the threads end, {points.where}")
+        until(lambda: not our_threads(), f"the threads end, {points.where}")
     rng = random.Random(5)
     with _handler(signal.default_int_handler):  # and at any moment of the thread that opens it
         for _ in range(most):
@@ -647,7 +626,7 @@ def test_an_interrupted_open_leaves_nothing_open(slab: Path, most: int) -> None:
                     engine.close()
                 engines.clear()
             gc.collect()
-            until(lambda: not _threads(), "the threads end")
+            until(lambda: not our_threads(), "the threads end")
     with Host(make_config(slab)).engine as engine:
         settle(engine)
 
@@ -689,7 +668,7 @@ def _storm(rig: Rig, seed: int, interrupts: int) -> None:
                                 call()
                     except KeyboardInterrupt:
                         taken += 1
-                rig.after(f"a moment of {case.__name__}", kept=False)
+                rig.after(f"a moment of {NAMES[case]}", kept=False)
                 rig.restore()
     finally:
         over.set()

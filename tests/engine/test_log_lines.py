@@ -41,6 +41,12 @@ def bad(caplog: pytest.LogCaptureFixture) -> list[tuple[str, ...]]:
     return [match.groups() for match in found if match is not None or pytest.fail(caplog.text)]
 
 
+def one(caplog: pytest.LogCaptureFixture) -> tuple[str, ...]:
+    until(lambda: bool(bad(caplog)), "the line is there")
+    (line,) = bad(caplog)
+    return line
+
+
 def told(host: Host, tokens: list[int], page: int, tier: str, place: str, cause: str) -> tuple[str, ...]:
     """What a line is to say of a page, but for its words and the count."""
     key = host.engine.pages(tokens)[page].key.hex()
@@ -58,13 +64,7 @@ FAULTS = [
 @pytest.mark.parametrize(("fault", "cause", "words"), FAULTS)
 @pytest.mark.parametrize("way", ["through the CPU tier", "past it", "prefetch"])
 def test_a_page_of_the_ssd_that_does_not_come_is_one_line(
-    open_host: OpenHost,
-    slab: Path,
-    caplog: pytest.LogCaptureFixture,
-    way: str,
-    fault: Fault,
-    cause: str,
-    words: str,
+    open_host: OpenHost, slab: Path, caplog: pytest.LogCaptureFixture, way: str, fault: Fault, cause: str, words: str
 ) -> None:
     transport = "tests.support.faulty:FaultyUring" if fault is Fault.SHORT else FAULTY
     options = {"transport": transport, "deadline": 0.5 if fault is Fault.HANG else 20.0}
@@ -113,8 +113,7 @@ def test_a_page_that_rots_in_memory_is_one_line(open_host: OpenHost, caplog: pyt
     cpu: Any = host.engine.manager.cpu
     cpu.extents.buffer.view[slot_of(host.engine, tokens, 2, "cpu") * host.layout.extent_bytes + 9] ^= 1
     assert host.load(tokens).tokens == 8
-    until(lambda: bool(bad(caplog)), "the line is there")
-    (line,) = bad(caplog)
+    line = one(caplog)
     assert line[:5] == expected
 
 
@@ -127,8 +126,7 @@ def test_a_page_that_a_tier_has_not_is_one_line(open_host: OpenHost, caplog: pyt
     expected = told(host, tokens, 1, "dict", "the dict tier", "gone")
     found.io.broken[slot_of(host.engine, tokens, 1, "dict")] = errors.PageGoneError("nowhere")
     host.load(tokens)
-    until(lambda: bool(bad(caplog)), "the line is there")
-    (line,) = bad(caplog)
+    line = one(caplog)
     assert line[:5] == expected
 
 
@@ -159,8 +157,7 @@ def test_a_page_that_is_bad_on_one_rank_is_one_line(tmp_path: Path, caplog: pyte
             file.seek(slot * host.layout.extent_bytes + 5)
             file.write(b"\x55\xaa\x55")
         host.load(tokens)
-        until(lambda: bool(bad(caplog)), "the line is there")
-        (line,) = bad(caplog)
+        line = one(caplog)
         assert line[:5] == (key.hex(), str(slot), "ssd", str(tmp_path / "cache"), "checksum")
     finally:
         host.close()

@@ -47,6 +47,9 @@ def _planes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         fake_gpu.use(monkeypatch, request.param)
 
 
+IN_HOST = pytest.mark.parametrize("_planes", ["host"], indirect=True)  # tests that copy nothing into planes
+
+
 def config(path: Path | None, pack: str, **sections: Any) -> Config:
     extent = ModelConfig(**MODEL, pack="off").layout().extent_bytes
     given: dict[str, Any] = {"model": MODEL | {"pack": pack}, "gpu": {"device": "cpu"}, "host_buffer": 4 * extent}
@@ -66,6 +69,13 @@ def planes(kind: str = "keys", seed: int = 1) -> list[list[torch.Tensor]]:
     for tensor in (tensor for layer in made for tensor in layer):
         bits(tensor)[:] = drawn(kind, tensor.numel(), rng).reshape(tensor.shape)
     return made
+
+
+def unfit(pool: list[list[torch.Tensor]], *blocks: int) -> None:
+    """Values that do not fit into packed extents, in one plane of these blocks."""
+    for block in blocks:
+        values = bits(pool[1][0])[block]
+        values[:] = drawn("random", values.size, np.random.default_rng(block)).reshape(values.shape)
 
 
 def rows(pool: list[list[torch.Tensor]], blocks: range) -> list[bytes]:
@@ -103,6 +113,7 @@ def test_pages_come_back_bit_for_bit_out_of_memory_and_after_a_restart(tmp_path:
             assert rows(pool, range(10)) == wanted
 
 
+@IN_HOST
 def test_what_was_packed_is_not_found_unpacked_and_the_other_way_round(tmp_path: Path) -> None:
     for first, second in (("on", "off"), ("off", "on")):
         path = tmp_path / first
@@ -116,6 +127,7 @@ def test_what_was_packed_is_not_found_unpacked_and_the_other_way_round(tmp_path:
         assert engine.lookup(TOKENS).tokens == len(TOKENS)
 
 
+@IN_HOST
 def test_auto_packs_no_new_directory(tmp_path: Path) -> None:
     with CacheEngine(config(tmp_path, "auto"), planes()) as engine:
         assert not engine.layout.packed
@@ -125,7 +137,7 @@ def test_auto_packs_no_new_directory(tmp_path: Path) -> None:
 @pytest.mark.parametrize("cpu", [True, False])
 def test_pages_that_do_not_fit_go_as_they_are_into_tiers_of_their_own(tmp_path: Path, cpu: bool) -> None:
     pool = planes()
-    bits(pool[1][0])[2] = drawn("random", pool[1][0][2].numel(), np.random.default_rng(3)).reshape(pool[1][0][2].shape)
+    unfit(pool, 2)
     wanted = rows(pool, range(10))
     sections = {} if cpu else {"cpu": None}
     with CacheEngine(config(tmp_path, "on", **sections), pool) as engine:
@@ -173,7 +185,7 @@ def test_figures_are_of_bytes_as_they_lie(tmp_path: Path, monkeypatch: pytest.Mo
     """Of pages that fit, and of one that does not: on the status page, and what is read from it; in metrics and log."""
     monkeypatch.setattr(status_page, "PERIOD_S", 0.1)
     pool = planes()
-    bits(pool[1][0])[2] = drawn("random", pool[1][0][2].numel(), np.random.default_rng(3)).reshape(pool[1][0][2].shape)
+    unfit(pool, 2)
     with CacheEngine(config(tmp_path, "on", ssd=ssd(tmp_path, "32MiB")), pool) as engine:
         extents = [engine.layout.extent_bytes, engine.layout.packed_as(packed=False).extent_bytes]
         nbytes = [(PAGES - 1) * engine.layout.page_bytes, engine.layout.plane_bytes]
@@ -211,7 +223,7 @@ def test_figures_are_of_bytes_as_they_lie(tmp_path: Path, monkeypatch: pytest.Mo
 def test_prices_are_of_bytes_as_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A page of a plain tier costs what its bytes do: in lookups, in hits of prefetches, and asked for by itself."""
     pool = planes()
-    bits(pool[1][0])[2] = drawn("random", pool[1][0][2].numel(), np.random.default_rng(3)).reshape(pool[1][0][2].shape)
+    unfit(pool, 2)
     given = config(tmp_path, "on", cpu={"capacity": "8MiB"}, ssd=ssd(tmp_path, "32MiB"))
     with CacheEngine(given, pool) as engine:
         assert not store(engine)
@@ -325,11 +337,11 @@ def test_hostile_pages_against_a_plain_model(tmp_path: Path, tiers: str) -> None
     assert evicted > 10, "the plain tiers were never full"
 
 
-@pytest.mark.parametrize("unfit", [1, 2])
-def test_pages_behind_one_that_does_not_fit_evict_others(tmp_path: Path, unfit: int) -> None:
+@pytest.mark.parametrize("number", [1, 2])
+def test_pages_behind_one_that_does_not_fit_evict_others(tmp_path: Path, number: int) -> None:
     """Of a full SSD, and so does the page that does not fit, whose prefix is in another tier."""
     pool = planes()
-    bits(pool[1][0])[2 * unfit] = drawn("random", 4096, np.random.default_rng(3)).reshape(16, 4, 64)
+    unfit(pool, 2 * number)
     wanted, extent = rows(pool, range(10)), ModelConfig(**MODEL, pack="on").layout().extent_bytes
     given = config(None, "on", cpu=None, ssd=ssd(tmp_path, 9 * extent), host_buffer="16MiB")
     for first in range(0, 50_000, 10_000):
@@ -342,6 +354,7 @@ def test_pages_behind_one_that_does_not_fit_evict_others(tmp_path: Path, unfit: 
             assert rows(pool, range(16, 26)) == wanted
 
 
+@IN_HOST
 def test_endurance_of_few_pages_has_room_for_some_that_do_not_fit(tmp_path: Path) -> None:
     """Their part of it is the one that the configuration gives them: eight pages at least."""
     extent = ModelConfig(**MODEL, pack="off").layout().extent_bytes
@@ -357,7 +370,7 @@ def test_endurance_of_few_pages_has_room_for_some_that_do_not_fit(tmp_path: Path
 def test_a_page_that_does_not_fit_is_admitted_with_the_others(tmp_path: Path, cpu: bool) -> None:
     """At its second offer: the plain tier's admission takes the packed tier's word."""
     pool = planes()
-    bits(pool[1][0])[2] = drawn("random", 4096, np.random.default_rng(3)).reshape(16, 4, 64)
+    unfit(pool, 2)
     sections = {} if cpu else {"cpu": None}
     given = config(tmp_path, "on", ssd=ssd(tmp_path, "32MiB"), store={"admission": "second_offer"}, **sections)
     with CacheEngine(given, pool) as engine:
@@ -429,18 +442,7 @@ def test_damage_of_packed_bytes_is_found(tmp_path: Path) -> None:
         assert load(engine, range(10)) == 0
 
 
-def test_verify_and_inspect_read_packed_directories(tmp_path: Path) -> None:
-    with CacheEngine(config(tmp_path, "on"), planes()) as engine:
-        assert not store(engine)
-        extent = engine.layout.extent_bytes
-    result = CliRunner().invoke(app, ["verify", str(tmp_path)])
-    assert result.exit_code == 0, result.output
-    result = CliRunner().invoke(app, ["inspect", str(tmp_path), "--json"])
-    assert result.exit_code == 0, result.output
-    packed, plain = json.loads(result.stdout)
-    assert packed["extent_bytes"] == extent < plain["extent_bytes"]
-
-
+@IN_HOST
 @pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn"])
 def test_other_types_are_refused_by_name_and_left_alone_by_auto(dtype: str) -> None:
     with pytest.raises(GeometryError, match=f"{dtype}\\) cannot be packed"):
@@ -450,6 +452,7 @@ def test_other_types_are_refused_by_name_and_left_alone_by_auto(dtype: str) -> N
         assert not engine.layout.packed
 
 
+@IN_HOST
 def test_groups_of_which_none_can_be_packed_are_refused_by_name() -> None:
     groups = [{"name": "all", "layers": [0, 1]}, {"name": "near", "layers": [2], "window": 64}]
     with pytest.raises(GeometryError, match=r"model\.pack is on, and pages of no group can be packed"):
@@ -466,9 +469,7 @@ def test_io_of_plain_pages_that_hangs_costs_these_pages_alone(tmp_path: Path, op
     """In a large reserve, and in one with a slot for loads and one for stores, which switches the plain tier off."""
     PLAN.reset()
     pool = planes()
-    for block in (2, 6):  # of pages 1 and 3
-        values = bits(pool[0][1])[block]
-        values[:] = drawn("random", values.size, np.random.default_rng(block)).reshape(values.shape)
+    unfit(pool, 2, 6)  # of pages 1 and 3
     wanted = rows(pool, range(10))
     faulty = ssd(tmp_path, "64MiB") | {"transport": "tests.support.faulty:FaultyTransport"}
     given = config(tmp_path, "on", ssd=faulty, cpu=None, host_buffer=room, deadline=0.5)
@@ -497,7 +498,7 @@ def test_io_of_plain_pages_that_hangs_costs_these_pages_alone(tmp_path: Path, op
 def test_a_plain_part_that_is_small_beside_its_directories(tmp_path: Path) -> None:
     """Stretches of 4 MiB lie over directories in turn, and the pages that do not fit have a part of few pages."""
     pool = planes()
-    bits(pool[1][0])[2] = drawn("random", pool[1][0][2].numel(), np.random.default_rng(3)).reshape(pool[1][0][2].shape)
+    unfit(pool, 2)
     wanted = rows(pool, range(10))
     extent = ModelConfig(**MODEL, pack="off").layout().extent_bytes
     capacity = 9 << 20  # two whole stretches, and a part of a third

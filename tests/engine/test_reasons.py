@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from tests.support.bare_manager import set_clock
 from tests.support.dict_tier import DictTier
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import Host, OpenHost, drop_from, kept, make_config, prompt, quiet, until
-from tests.support.hybrid import MODELS, HybridHost, hybrid_config
+from tests.support.hybrid import HybridHost
 from tests.support.pages import FAULTY, lose, offset_of
+
+OpenHybrid = Callable[..., HybridHost]
 
 
 class Unserved(DictTier):
@@ -250,11 +253,10 @@ def test_every_cause_is_documented_and_reached() -> None:
 
 
 @pytest.mark.parametrize("model", ["together", "apart", "uneven"])
-def test_a_hybrid_hit_says_it_by_group(tmp_path: Path, model: str) -> None:
-    host = HybridHost(hybrid_config(tmp_path / "c", MODELS[model]))
+def test_a_hybrid_hit_says_it_by_group(open_hybrid: OpenHybrid, model: str) -> None:
+    host = open_hybrid(model)
     tokens = prompt(1, 8)
     host.store(tokens)
-    host.engine.drain(20)
     longer = [*tokens, *prompt(9, 4)]
     hit = host.engine.lookup(longer)
     assert hit.tokens == 32
@@ -273,33 +275,28 @@ def test_a_hybrid_hit_says_it_by_group(tmp_path: Path, model: str) -> None:
     assert none.tokens == 0
     assert none.reasons()["full"] == (Reason(0, 32, "evicted"),)
     assert host.engine.nothing().reasons() == {"full": (), "window": ()}
-    host.engine.close()
 
 
-def test_a_hybrid_load_says_which_group_was_bad(tmp_path: Path) -> None:
-    host = HybridHost(hybrid_config(tmp_path / "c", MODELS["apart"], cpu=None))
+def test_a_hybrid_load_says_which_group_was_bad(open_hybrid: OpenHybrid, slab: Path) -> None:
+    host = open_hybrid("apart", cpu=None)
     tokens = prompt(1, 8)
     host.store(tokens)
-    host.engine.drain(20)
-    slab = tmp_path / "c" / f"groups-{[group.name for group in host.groups].index('window')}" / "slab-0.bin"
+    slab = slab / f"groups-{[group.name for group in host.groups].index('window')}" / "slab-0.bin"
     slab.write_bytes(bytes(slab.stat().st_size))
     report: Any = host.load(tokens)
     assert report.tokens == 0
     assert {reason.cause for reason in report.reasons()["full"]} == {"cached"}
     assert {reason[2:] for reason in report.reasons()["window"]} == {("bad", "ssd", "checksum")}
     assert "bad" in {reason.cause for reason in host.engine.lookup(tokens).reasons()["window"]}
-    host.engine.close()
 
 
 def test_a_whole_hybrid_hit_that_the_gate_declines_is_the_gate_s(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    open_hybrid: OpenHybrid, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host = HybridHost(hybrid_config(tmp_path / "c", MODELS["apart"]))
+    host = open_hybrid("apart")
     tokens = prompt(1, 8)
     host.store(tokens)
-    host.engine.drain(20)
     monkeypatch.setattr(host.engine.gate, "decide_whole", lambda *_: Decision(0, 0, 0.0, 0.0))
     hit = host.engine.lookup(tokens)
     assert (hit.tokens, hit.declined) == (0, 32)
     assert hit.reasons()["full"] == (Reason(0, 32, "gate", "cpu"),)
-    host.engine.close()

@@ -53,9 +53,7 @@ def serve(pipe: Connection, libraries: Path, name: str, scenario: str, folder: P
     MADE.append(StandIns(libraries))
     there = os.devnull  # stands for /proc/modules, which cuFile itself is not here to miss
     with (
-        mock.patch("gdscache.storage.kvikio.PROC_MODULES", there),
-        mock.patch("gdscache.storage.nixl.PROC_MODULES", there),
-        mock.patch("gdscache.storage.cufile.PROC_MODULES", there),
+        mock.patch("gdscache.storage.calls.PROC_MODULES", there),
         mock.patch("gdscache.storage.cufile.find_cufile", return_value=str(libraries / "libcufile.so.0")),
     ):
         globals()[scenario](MADE[0], name, folder)
@@ -198,7 +196,7 @@ def an_open_that_hangs_is_an_error(there: StandIns, name: str, folder: Path) -> 
             there.refuse(Call.HANDLE, HANG)
             begun = time.monotonic()
             with (
-                mock.patch(f"gdscache.storage.{name}.CALL_S", HANG_S),
+                mock.patch("gdscache.storage.calls.CALL_S", HANG_S),
                 pytest.raises(DeadlineError, match=str(path)) as caught,
             ):
                 transport.open(path)

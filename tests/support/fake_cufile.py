@@ -20,7 +20,7 @@ import pytest
 from gdscache.engine import opening as build
 from gdscache.pages.checksum import Checksums, layer_checksums
 from gdscache.pages.layout import PageLayout
-from gdscache.storage import cufile
+from gdscache.storage import calls, cufile
 from gdscache.storage.base import Switch
 from gdscache.storage.cufile import CufileTransport
 from gdscache.tiers import ssd_route as routes
@@ -134,7 +134,7 @@ def opened(threads: int = 3, direct_io: Switch = "auto") -> CufileTransport:
     """The transport on that GPU."""
     path = str(library()._name)
     with (
-        mock.patch.object(cufile, "PROC_MODULES", os.devnull),
+        mock.patch.object(calls, "PROC_MODULES", os.devnull),
         mock.patch.object(cufile, "find_cufile", return_value=path),
     ):
         return CufileTransport(threads, direct_io, gpu=fake_gpu.FakeDriver())

@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import sqlite3
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -354,6 +355,11 @@ def together(work: Callable[[int], object], threads: int) -> None:
     with ThreadPoolExecutor(threads) as pool:
         for ended in [pool.submit(work, number) for number in range(threads)]:
             ended.result(3 * WAIT)
+
+
+def our_threads() -> list[str]:
+    """The names of the threads of engines, calls and transports that live."""
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("gdscache")]
 
 
 def quiet(engine: CacheEngine) -> None:

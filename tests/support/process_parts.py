@@ -16,15 +16,6 @@ from tests.support.helpers import prompt, run
 Config = dict[str, Any]
 
 
-def keep_open(pipe: Connection, config: Config) -> None:
-    """Own the directory until told to close; dies with the pipe's other end otherwise."""
-    with CacheEngine.from_config(config):
-        pipe.send("open")
-        pipe.recv()
-    pipe.send("closed")
-    pipe.recv()
-
-
 def try_open(pipe: Connection, config: Config) -> None:
     """Answer with the error that opening raises, which has to survive the way, or None."""
     try:

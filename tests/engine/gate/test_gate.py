@@ -24,8 +24,8 @@ from gdscache.moves import native
 from gdscache.storage.base import Op
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import WAIT, drop_from, fill, kept, prompt, quiet, until
+from tests.support.pages import FAULTY
 
-FAULTY = "tests.support.faulty:FaultyTransport"
 PAGE_TOKENS, PAGE_BYTES = 64, 1 << 20
 Opens = Callable[..., Any]
 
@@ -143,6 +143,14 @@ def test_a_free_load_is_never_cut(tiers: list[str], more: int, overlap: float) -
     assert prices_of(costs, tiers, 0, tokens, {"ssd": 1000}).best() == len(tiers)
 
 
+def a_cut(machine: Machine, costs: Costs, rng: random.Random) -> tuple[int, list[float]]:
+    """The best cut of a hit by the learned costs, and what each cut truly takes."""
+    tiers = ["cpu"] * rng.randrange(60) + ["ssd"] * rng.randrange(120)
+    tokens = len(tiers) * PAGE_TOKENS + rng.randrange(1, 4000)
+    best = prices_of(costs, tiers, 0, tokens, {}).best()
+    return best, [machine.total(tiers, k, 0, tokens, {}) for k in range(len(tiers) + 1)]
+
+
 # -- learning ----------------------------------------------------------------------------------------------------------
 
 
@@ -152,10 +160,7 @@ def test_after_some_observations_the_cut_is_within_a_page_of_the_best(seed: int)
     machine, costs = Machine.drawn(rng), Costs()
     machine.report(costs, rng, 24)
     for _ in range(5):
-        tiers = ["cpu"] * rng.randrange(60) + ["ssd"] * rng.randrange(120)
-        tokens = len(tiers) * PAGE_TOKENS + rng.randrange(1, 4000)
-        best = prices_of(costs, tiers, 0, tokens, {}).best()
-        totals = [machine.total(tiers, k, 0, tokens, {}) for k in range(len(tiers) + 1)]
+        best, totals = a_cut(machine, costs, rng)
         truly = min(range(len(totals)), key=totals.__getitem__)
         assert abs(best - truly) <= 1 or totals[best] <= 1.001 * totals[truly]  # else the two are as good
 
@@ -173,10 +178,7 @@ def test_noise_and_strays_cost_little(seed: int) -> None:
         counts = fit.errors.describe()["counts"]  # up to 0.01, 0.03, 0.1, 0.3, ...
         assert 2 * sum(counts[:1]) < sum(counts) < 2 * sum(counts[:4])
     for _ in range(20):
-        tiers = ["cpu"] * rng.randrange(60) + ["ssd"] * rng.randrange(120)
-        tokens = len(tiers) * PAGE_TOKENS + rng.randrange(1, 4000)
-        best = prices_of(costs, tiers, 0, tokens, {}).best()
-        totals = [machine.total(tiers, k, 0, tokens, {}) for k in range(len(tiers) + 1)]
+        best, totals = a_cut(machine, costs, rng)
         assert totals[best] <= 1.25 * min(totals)
 
 
@@ -261,10 +263,7 @@ def test_overlap_is_learned_from_prefills_beside_a_load() -> None:
 )  # fmt: skip
 def test_prefills_that_cannot_be(arguments: Any, named: str) -> None:
     costs = Costs()
-    with pytest.raises(
-        InvalidValueError,
-        match=f"^{named} is {arguments[{'tokens': 0, 'cached_tokens': 1, 'seconds': 2, 'load_seconds': 3}[named]]!r}",
-    ):
+    with pytest.raises(InvalidValueError, match=f"^{named} is "):
         costs.observe_prefill(*arguments)
     assert costs.prefill.observations == 0
 
@@ -298,14 +297,6 @@ def test_it_only_advises_until_both_sides_are_measured(mode: GateMode) -> None:
     assert gate.stats()["tokens"] == {
         "loaded": 3 * PAGE_TOKENS, "declined": 5 * PAGE_TOKENS, "explored": 0, "unmeasured": ENOUGH * 8 * PAGE_TOKENS,
     }  # fmt: skip
-
-
-def test_off_cuts_nothing_and_counts_nothing() -> None:
-    gate = gate_of("off", SLOW.known())
-    pages, worth, seconds, recompute = gate.decide(["ssd"] * 5, 0, 600, {})
-    assert (pages, worth, recompute) == (5, 5, None)
-    assert seconds == pytest.approx(5 * PAGE_BYTES * 1e-6)
-    assert not any(gate.stats()["hits"].values())
 
 
 def test_seconds_are_those_of_what_is_left() -> None:
@@ -590,7 +581,8 @@ def test_what_is_not_enforced_is_loaded(open_host: Opens, mode: str) -> None:
     assert hit.pays == (0 if mode == "advisory" else 12)
     assert hit.recompute_seconds == (pytest.approx(1.5) if mode == "advisory" else None)
     assert host.load(prompt(1, 3)).tokens == 12
-    assert host.engine.stats()["gate"]["hits"]["declined"] == (2 if mode == "advisory" else 0)
+    counted = host.engine.stats()["gate"]["hits"]
+    assert (counted["declined"], sum(counted.values())) == ((2, 2) if mode == "advisory" else (0, 0))
 
 
 def test_a_lookup_behind_a_prefix_is_cut_by_tier(open_host: Opens) -> None:

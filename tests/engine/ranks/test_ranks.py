@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import signal
 import threading
@@ -14,12 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import gdscache
 from gdscache import CacheEngine, PageStatus, Rank
 from gdscache.errors import CapacityError, InvalidValueError, PlanesError, RankError, RankMismatchError
 from gdscache.gate.busy_periods import BusyPeriods
+from gdscache.load.handle import LayerwiseLoad
+from gdscache.pages.layout import PageLayout
 from gdscache.ranks import executor, wire
 from gdscache.ranks.address import StoreMark
 from gdscache.ranks.mixed import MixedMoving
@@ -42,6 +42,7 @@ from tests.support.helpers import (
     until,
     write_page,
 )
+from tests.support.pages import FAULTY
 from tests.support.pairs import pairs
 from tests.support.ranks import RanksHost, bytes_of, fits
 
@@ -62,22 +63,60 @@ def ranks_host(tmp_path: Path) -> Iterator[Open]:
         host.close()
 
 
-@pytest.mark.parametrize("shards", [[0, 1], [0, 1, 2, 3], [0, 0], [0, 0, 1, 1]])
-def test_what_is_stored_comes_back_on_every_rank_also_behind_a_restart(ranks_host: Open, shards: list[int]) -> None:
-    host = ranks_host(shards, model=MLA if max(shards) == 0 else MHA)
-    tokens = prompt(1, 5)
-    assert host.store(tokens).tiers == (("cpu", "ssd"),) * 5
-    assert host.load(tokens)[0].pages == (GOOD,) * 5
-    drop_from(host.engine, "cpu")
-    report, _ = host.load(tokens)
-    assert (report.pages, report.bytes_by_tier) == ((GOOD,) * 5, {"ssd": 5 * host.layout.page_bytes})
+class Here:
+    """An engine and its ranks in this process, one for each of `pools`, its planes."""
+
+    def __init__(self, stack: contextlib.ExitStack, config: dict[str, Any], pools: list[Any]) -> None:
+        self.ranks = [stack.enter_context(Rank(planes, rank)) for rank, planes in enumerate(pools)]
+        addresses = [rank.address for rank in self.ranks]
+        self.engine = stack.enter_context(CacheEngine.from_config(config, ranks=addresses))
+
+    def store(self, tokens: list[int], blocks: range) -> None:
+        handle = self.engine.store(tokens, [*blocks])
+        for rank in self.ranks:
+            rank.store(handle.order)
+        assert not handle.result(WAIT).dropped
+
+    def begin(self, tokens: list[int], blocks: range) -> LayerwiseLoad:
+        return self.engine.load(self.engine.lookup(tokens), [*blocks])
+
+
+@contextlib.contextmanager
+def here(config: dict[str, Any], *pools: Any) -> Iterator[Here]:
+    with contextlib.ExitStack() as stack:
+        yield Here(stack, config, [*pools])
+
+
+def pool(layout: PageLayout, blocks: int = 6) -> Any:
+    return new_planes(layout, blocks, layout.page_tokens)
+
+
+def come_back(host: RanksHost, some: list[list[int]]) -> None:
+    """Behind a restart these prompts of five pages are brought, pinned and loaded."""
     host.restart()
-    with host.engine.prefetch(tokens, pin=WAIT) as prefetch:
-        prefetch.result(WAIT)
-        hit = prefetch.hit()
-        assert hit.tokens == len(tokens)
-    assert host.load(tokens)[0].pages == (GOOD,) * 5
+    for tokens in some:
+        with host.engine.prefetch(tokens, pin=WAIT) as prefetch:
+            prefetch.result(WAIT)
+            assert prefetch.hit().tokens == len(tokens)
+        assert host.load(tokens)[0].pages == (GOOD,) * 5
     assert not host.engine.check().problems
+
+
+@pytest.mark.parametrize("shards", [[0, 1], [0, 1, 2, 3], [0, 0], [0, 0, 1, 1]])
+def test_what_is_stored_comes_back_on_every_rank_also_behind_a_restart(
+    ranks_host: Open, device: str, shards: list[int]
+) -> None:
+    host = ranks_host(shards, model=MLA if max(shards) == 0 else MHA, rank_device=device)
+    some = [prompt(number, 5) for number in range(1 if device == "cpu" else 3)]
+    for tokens in some:
+        assert host.store(tokens).tiers == (("cpu", "ssd"),) * 5
+        assert host.load(tokens)[0].pages == (GOOD,) * 5
+    for _ in range(1 if device == "cpu" else 2):
+        drop_from(host.engine, "cpu")
+        for tokens in some:
+            report, _ = host.load(tokens)
+            assert (report.pages, report.bytes_by_tier) == ((GOOD,) * 5, {"ssd": 5 * host.layout.page_bytes})
+    come_back(host, some)
 
 
 @pytest.mark.parametrize("shards", [[0, 1], [0, 0], pytest.param([0, 0, 1, 1], marks=pytest.mark.suite)])
@@ -99,13 +138,7 @@ def test_packed_pages_come_back_on_every_rank(ranks_host: Open, shards: list[int
     drop_from(host.engine, "cpu_plain")
     for tokens in some:
         assert host.load(tokens)[0].pages == (GOOD,) * 5
-    host.restart()
-    for tokens in some:
-        with host.engine.prefetch(tokens, pin=WAIT) as prefetch:
-            prefetch.result(WAIT)
-            assert prefetch.hit().tokens == len(tokens)
-        assert host.load(tokens)[0].pages == (GOOD,) * 5
-    assert not host.engine.check().problems
+    come_back(host, some)
 
 
 @pytest.mark.parametrize("pack", [False, True])
@@ -186,25 +219,6 @@ def test_what_a_leader_tells_is_heard_by_its_number(ranks_host: Open) -> None:
         rank.tell("told", 6, 10 * WAIT)
     host.engine.close()
     assert [rank.hear() for rank in host.ranks] == [b""] * 2, "the leader has gone"
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("shards", [[0, 1], [0, 0], [0, 1, 2, 3]])
-def test_ranks_on_gpus(ranks_host: Open, shards: list[int]) -> None:
-    host = ranks_host(shards, model=MLA if max(shards) == 0 else MHA, rank_device="cuda")
-    some = [prompt(number, 5) for number in range(3)]
-    for tokens in some:
-        assert host.store(tokens).tiers == (("cpu", "ssd"),) * 5
-        assert host.load(tokens)[0].pages == (GOOD,) * 5
-    for _ in range(2):
-        drop_from(host.engine, "cpu")
-        for tokens in some:
-            assert host.load(tokens)[0].pages == (GOOD,) * 5
-    host.restart()
-    for tokens in some:
-        assert host.load(tokens)[0].pages == (GOOD,) * 5
-    assert not host.engine.check().problems
 
 
 def test_a_page_is_bad_everywhere_when_it_is_bad_on_one(ranks_host: Open, tmp_path: Path) -> None:
@@ -410,109 +424,81 @@ def test_pages_that_a_cancel_left_unread_are_not_published(tmp_path: Path, monke
     cancelled, cancel = threading.Event(), MixedMoving.cancel
     monkeypatch.setattr(MixedMoving, "cancel", lambda moving: (cancel(moving), cancelled.set()))
     layout, tokens = layout_of(PACKED), prompt(1, 6)
-    planes = new_planes(layout, 12, layout.page_tokens)
-    config = make_config(
-        tmp_path / "cache",
-        model=PACKED,
-        cpu=256,
-        ssd=512,
-        bounce=64,
-        transport="tests.support.faulty:FaultyTransport",
-        load={"verify": "once"},
-    )
-    with Rank(planes) as rank, CacheEngine.from_config(config, ranks=[rank.address]) as engine:
-        keys = [page.key for page in engine.pages(tokens)]
+    planes, options = pool(layout, 12), {"transport": FAULTY, "load": {"verify": "once"}}
+    config = make_config(tmp_path / "cache", model=PACKED, cpu=256, ssd=512, bounce=64, **options)
+    with here(config, planes) as one:
+        keys = [page.key for page in one.engine.pages(tokens)]
         assert {fits(key, 0) for key in keys} == {True, False}
         for block, key in enumerate(keys):
             write_page(planes, layout, [block], bytes_of(layout, key, 0))
-        handle = engine.store(tokens, [*range(6)])
-        rank.store(handle.order)
-        assert not handle.result(WAIT).dropped
-    with Rank(planes) as rank, CacheEngine.from_config(config, ranks=[rank.address]) as engine:
+        one.store(tokens, range(6))
+    with here(config, planes) as one:
         with FAULTS.rule(Op.READ, Fault.HANG):
-            load = engine.load(engine.lookup(tokens), [*range(6, 12)])
-            rank.load(load.order)
+            load = one.begin(tokens, range(6, 12))
+            one.ranks[0].load(load.order)
             until(lambda: FAULTS.held, "plain pages are read")
             load.cancel()
             assert cancelled.wait(WAIT)
         load.release_event.synchronize(WAIT)
-        load = engine.load(engine.lookup(tokens), [*range(6, 12)])
-        assert rank.load(load.order).result(WAIT).pages == load.result(WAIT).pages == (GOOD,) * 6
+        load = one.begin(tokens, range(6, 12))
+        assert one.ranks[0].load(load.order).result(WAIT).pages == load.result(WAIT).pages == (GOOD,) * 6
         for block, key in enumerate(keys, 6):
             assert np.array_equal(read_page(planes, layout, [block]), bytes_of(layout, key, 0))
-        assert not engine.check().problems
+        assert not one.engine.check().problems
 
 
 def test_a_load_that_is_cancelled_before_a_rank_begins_it_is_no_error_of_a_disk(tmp_path: Path) -> None:
-    layout, tokens = layout_of(MHA), prompt(1, 3)
-    planes = new_planes(layout, 6, layout.page_tokens)
-    with Rank(planes) as rank, CacheEngine.from_config(make_config(tmp_path, cpu=None), ranks=[rank.address]) as engine:
-        handle = engine.store(tokens, [0, 1, 2])
-        rank.store(handle.order)
-        assert not handle.result(WAIT).dropped
-        load = engine.load(engine.lookup(tokens), [3, 4, 5])
+    tokens = prompt(1, 3)
+    with here(make_config(tmp_path, cpu=None), pool(layout_of(MHA))) as one:
+        one.store(tokens, range(3))
+        load = one.begin(tokens, range(3, 6))
         order = load.order
         load.cancel()
         assert load.result(WAIT).pages == (PageStatus.ABORTED,) * 3
-        assert not engine.manager.quarantine.failed_reads.watching
-        assert rank.load(order).result(WAIT).tokens == 0
-        load = engine.load(engine.lookup(tokens), [3, 4, 5])
-        assert rank.load(load.order).result(WAIT).pages == (GOOD,) * 3
+        assert not one.engine.manager.quarantine.failed_reads.watching
+        assert one.ranks[0].load(order).result(WAIT).tokens == 0
+        load = one.begin(tokens, range(3, 6))
+        assert one.ranks[0].load(load.order).result(WAIT).pages == (GOOD,) * 3
 
 
 def test_a_page_that_is_bad_on_one_rank_is_bad_behind_a_cancel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other rank has read its part on into the CPU tier, and says so first."""
     told, cancel = threading.Semaphore(0), Service._cancel
     monkeypatch.setattr(Service, "_cancel", lambda service, number: (cancel(service, number), told.release()))
-    layout, tokens = layout_of(MHA), prompt(1, 3)
-    pools = [new_planes(layout, 6, layout.page_tokens) for _ in range(2)]
-    options: dict[str, Any] = {"transport": "tests.support.faulty:FaultyTransport", "load": {"verify": "once"}}
-    config = make_config(tmp_path / "cache", ssd=64, cpu=32, **options)
+    tokens, layout = prompt(1, 3), layout_of(MHA)
+    pools = [pool(layout) for _ in range(2)]
+    config = make_config(tmp_path / "cache", ssd=64, cpu=32, transport=FAULTY, load={"verify": "once"})
 
     def hang(name: str) -> contextlib.AbstractContextManager[FaultRule]:
         return FaultPlan.rule(FAULTS, Fault.HANG, Op.READ, where=lambda path, offset: path.endswith(name))
 
-    for turn in ("store", "load"):
-        with contextlib.ExitStack() as stack:
-            ranks = [stack.enter_context(Rank(planes, rank)) for rank, planes in enumerate(pools)]
-            engine = stack.enter_context(CacheEngine.from_config(config, ranks=[rank.address for rank in ranks]))
-            if turn == "store":
-                handle = engine.store(tokens, [0, 1, 2])
-                for rank in ranks:
-                    rank.store(handle.order)
-                assert not handle.result(WAIT).dropped
-                continue
-            flip_file(tmp_path / "cache" / "slab-0.0.1.bin", 5)
-            with hang("slab-0.0.1.bin"):
-                with hang("slab-0.bin"):
-                    load = engine.load(engine.lookup(tokens), [3, 4, 5])
-                    loads = [rank.load(load.order) for rank in ranks]
-                    until(lambda: FAULTS.held >= 2, "both ranks read")
-                    load.cancel()
-                    assert all(told.acquire(timeout=WAIT) for _ in ranks)
-                loads[0].result(WAIT)
-                until(functools.partial(_answered, engine, 0), "the first one says so")
-            assert load.result(WAIT).pages[0] is PageStatus.CHECKSUM
-            assert engine.lookup(tokens).tokens == 0
-            assert not engine.check().problems
+    with here(config, *pools) as both:
+        both.store(tokens, range(3))
+    with here(config, *pools) as both:
+        flip_file(tmp_path / "cache" / "slab-0.0.1.bin", 5)
+        with hang("slab-0.0.1.bin"):
+            with hang("slab-0.bin"):
+                load = both.begin(tokens, range(3, 6))
+                loads = [rank.load(load.order) for rank in both.ranks]
+                until(lambda: FAULTS.held >= 2, "both ranks read")
+                load.cancel()
+                assert all(told.acquire(timeout=WAIT) for _ in both.ranks)
+            loads[0].result(WAIT)
+            until(lambda: _answered(both.engine, 0), "the first one says so")
+        assert load.result(WAIT).pages[0] is PageStatus.CHECKSUM
+        assert both.engine.lookup(tokens).tokens == 0
+        assert not both.engine.check().problems
 
 
 def test_an_order_is_the_same_when_it_is_asked_for_again_while_a_rank_answers(tmp_path: Path) -> None:
-    layout, tokens = layout_of(MHA), prompt(1, 3)
-    pools = [new_planes(layout, 6, layout.page_tokens) for _ in range(2)]
-    with contextlib.ExitStack() as stack:
-        ranks = [stack.enter_context(Rank(planes, rank)) for rank, planes in enumerate(pools)]
-        config = make_config(tmp_path, cpu=None)
-        engine = stack.enter_context(CacheEngine.from_config(config, ranks=[rank.address for rank in ranks]))
-        handle = engine.store(tokens, [0, 1, 2])
-        for rank in ranks:
-            rank.store(handle.order)
-        assert not handle.result(WAIT).dropped
+    tokens, layout = prompt(1, 3), layout_of(MHA)
+    with here(make_config(tmp_path, cpu=None), pool(layout), pool(layout)) as both:
+        both.store(tokens, range(3))
         flip_file(tmp_path / "slab-0.bin", 5)
-        load = engine.load(engine.lookup(tokens), [3, 4, 5])
-        assert ranks[0].load(load.order).result(WAIT).pages == (PageStatus.CHECKSUM, GOOD, GOOD)
-        until(lambda: _answered(engine, 0), "the leader has heard it")
-        assert ranks[1].load(load.order).result(WAIT).pages == (GOOD,) * 3
+        load = both.begin(tokens, range(3, 6))
+        assert both.ranks[0].load(load.order).result(WAIT).pages == (PageStatus.CHECKSUM, GOOD, GOOD)
+        until(lambda: _answered(both.engine, 0), "the leader has heard it")
+        assert both.ranks[1].load(load.order).result(WAIT).pages == (GOOD,) * 3
         assert load.result(WAIT).pages == (PageStatus.CHECKSUM, GOOD, GOOD)
 
 

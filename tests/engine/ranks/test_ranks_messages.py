@@ -135,15 +135,16 @@ def test_every_kind_of_message_is_among_the_points(tmp_path: Path) -> None:
         lives.host.close()
 
 
-def test_a_leader_that_is_killed_at_some_messages(tmp_path: Path) -> None:
-    run(tmp_path / "cache", [0, 1], FEW)
-
-
-@pytest.mark.suite
-@pytest.mark.timeout(0)
-@pytest.mark.parametrize("shards", [[0, 1], [0, 0]])
-def test_a_leader_that_is_killed_at_any_message(tmp_path: Path, shards: list[int]) -> None:
-    run(tmp_path / "cache", shards, POINTS)
+@pytest.mark.parametrize(
+    ("shards", "points"),
+    [
+        ([0, 1], FEW),
+        pytest.param([0, 1], POINTS, marks=[pytest.mark.suite, pytest.mark.timeout(0)]),
+        pytest.param([0, 0], POINTS, marks=[pytest.mark.suite, pytest.mark.timeout(0)]),
+    ],
+)
+def test_a_leader_that_is_killed_at_a_message(tmp_path: Path, shards: list[int], points: list[Point]) -> None:
+    run(tmp_path / "cache", shards, points)
 
 
 @pytest.mark.soak

@@ -280,18 +280,20 @@ def test_a_rank_that_dies_or_hangs_at_any_message(tmp_path: Path, shards: list[i
     run(tmp_path / "cache", shards, 0, SEED, [Point(*kind, number) for kind in kinds])
 
 
-@pytest.mark.parametrize("shards", [[0, 1], [0, 0, 1, 1]])
-def test_some_random_operations(tmp_path: Path, shards: list[int]) -> None:
-    run(tmp_path / "cache", shards, 15, 1)
+LONGER = [([0, 1], False), ([0, 0], False), ([0, 1, 2, 3], False), ([0, 1], True), ([0, 0], True)]
 
 
-@pytest.mark.suite
 @pytest.mark.parametrize(
-    ("shards", "packed"), [([0, 1], False), ([0, 0], False), ([0, 1, 2, 3], False), ([0, 1], True), ([0, 0], True)]
+    ("shards", "packed", "operations", "seed"),
+    [
+        ([0, 1], False, 15, 1),
+        ([0, 0, 1, 1], False, 15, 1),
+        *(pytest.param(*one, 120, SEED, marks=pytest.mark.suite) for one in LONGER),
+    ],
 )
-def test_random_operations(tmp_path: Path, shards: list[int], packed: bool) -> None:
+def test_random_operations(tmp_path: Path, shards: list[int], packed: bool, operations: int, seed: int) -> None:
     """The short form of the 10,000 below."""
-    run(tmp_path / "cache", shards, 120, SEED, packed=packed)
+    run(tmp_path / "cache", shards, operations, seed, packed=packed)
 
 
 @pytest.mark.soak

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from gdscache.errors import TransportUnavailableError
-from gdscache.storage import open_transport, probe
+from gdscache.storage import calls, open_transport, probe
 from gdscache.storage.probe import ProbeResult
 from tests.support import cufile_child
 from tests.support.cufile_parts import HANG, IO_FAILED, NOT_ON_THIS_FILE, SOURCES, Call, Fault, build, missing
@@ -79,7 +79,7 @@ class Machine:
         for file in (stats, modules):
             file.touch()
         patch.setattr(probe, "NVIDIA_FS_STATS", stats)
-        patch.setattr(probe, "PROC_MODULES", modules)
+        patch.setattr(calls, "PROC_MODULES", modules)
         patch.setenv("PYTHONPATH", str(SOURCES / "gpu"))
         patch.setenv("STAND_INS", str(libraries))
         patch.setenv("STAND_IN_PIDS", str(self.pids))

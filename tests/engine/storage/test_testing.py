@@ -242,18 +242,6 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
 HALF = SIZE // 2
 
 
-def test_what_a_short_call_left_is_not_there_whoever_asks_for_it(bench: Bench) -> None:
-    def read(start: int, stop: int) -> Future[int]:
-        return begin("call", lambda: bench.transport.read(bench.file, start, part(bench.memory, start, stop)))
-
-    with bench.plan.rule(Fault.SHORT, Op.READ, where=lambda path, at: at == 0):
-        assert read(0, SIZE).result(20) == HALF
-    assert read(SIZE, 2 * SIZE).result(20) == SIZE
-    assert read(HALF, HALF + 4096).result(20) == 4096  # another piece that begins there
-    assert read(HALF, SIZE).result(20) == 0
-    assert read(HALF, SIZE).result(20) == HALF  # which is said once
-
-
 @pytest.mark.parametrize(
     ("fault", "op", "error"),
     [
@@ -313,18 +301,6 @@ def test_a_hang_holds_its_own_requests_until_it_is_released(bench: Bench) -> Non
         assert [call.result(20) for call in calls] == [SIZE] * COUNT
     assert bench.plan.held == 0
     assert bench.run(Op.READ) == [SIZE] * COUNT
-
-
-@pytest.mark.parametrize("op", list(Op))
-def test_one_layer_of_every_page(bench: Bench, op: Op) -> None:
-    part = ExtentPart(700, 1900, 2 * SECTOR)  # two extents a request
-    with bench.plan.rule(Fault.ZERO, part=part):
-        assert bench.run(op) == [SIZE] * COUNT
-    good, there = bench.old if op is Op.READ else bench.new, bench.moved(op)
-    expected = bytearray(good)
-    for extent in range(0, COUNT * SIZE, 2 * SECTOR):
-        expected[extent + 700 : extent + 1900] = bytes(1200)
-    assert there == expected
 
 
 # -- which requests ---------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from gdscache.errors import IOFailedError, TransportUnavailableError
-from gdscache.storage import Transport, open_transport, probe, trial
+from gdscache.storage import Transport, calls, open_transport, probe, trial
 from gdscache.storage.cufile import CufileTransport
 from gdscache.storage.files import DirectFiles, find_mount
 from tests.support.posix_transport import PosixTransport
@@ -143,20 +143,16 @@ def test_cufile_by_name_takes_any_path_that_brings_the_bytes(
 
 
 @pytest.mark.skipif(has_libcuda(), reason="needs a machine without a CUDA driver")
-def test_cufile_without_a_driver_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "device", "cause"), [("cufile", "cuda:0", "CUDA driver"), ("kvikio", "cpu", "libcuda")]
+)
+def test_without_a_driver_is_a_clear_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, device: str, cause: str
+) -> None:
     monkeypatch.setattr(probe, "probe", lambda *_: probe.ProbeResult(True, "compat", "not counted"))
     before = threading.active_count()
-    with pytest.raises(TransportUnavailableError, match="CUDA driver") as caught:
-        opened(tmp_path, "cufile", "cuda:0")
-    assert "posix" in caught.value.hint
-    assert threading.active_count() == before
-
-
-@pytest.mark.skipif(has_libcuda(), reason="needs a machine without a CUDA driver")
-def test_kvikio_without_a_driver_is_a_clear_error(tmp_path: Path) -> None:
-    before = threading.active_count()
-    with pytest.raises(TransportUnavailableError, match="libcuda") as caught:
-        opened(tmp_path, "kvikio")
+    with pytest.raises(TransportUnavailableError, match=cause) as caught:
+        opened(tmp_path, name, device)
     assert "posix" in caught.value.hint
     assert threading.active_count() == before
 
@@ -267,7 +263,7 @@ def test_only_counted_io_proves_gds(
         return SimpleNamespace(cause=refusals[arguments[2]])
 
     monkeypatch.setattr(probe, "NVIDIA_FS_STATS", stats)
-    monkeypatch.setattr(probe, "PROC_MODULES", there)
+    monkeypatch.setattr(calls, "PROC_MODULES", there)
     monkeypatch.setattr(probe, "run_child", child)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)  # kvikio is installed
     result = probe.probe("kvikio", folder, 0)
@@ -280,7 +276,7 @@ def test_only_counted_io_proves_gds(
 
 def test_cufile_is_not_asked_without_proc_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(probe, "PROC_MODULES", tmp_path / "missing")
+    monkeypatch.setattr(calls, "PROC_MODULES", tmp_path / "missing")
 
     def child(code: str, arguments: list[str], deadline_s: float) -> SimpleNamespace:
         asked.append(arguments[2])

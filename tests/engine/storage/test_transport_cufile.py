@@ -16,7 +16,7 @@ import torch
 from gdscache.arrays import address, integers
 from gdscache.errors import DeadlineError, EngineClosedError, IOFailedError, TransportUnavailableError
 from gdscache.native import move_pieces
-from gdscache.storage import Transport, cufile
+from gdscache.storage import Transport, calls, cufile
 from gdscache.storage.base import DeviceMemory
 from gdscache.storage.cufile import CufileTransport
 from gdscache.testing.transport_suite import FILE_BYTES, SECTOR, Make, Remember, TransportSuite
@@ -202,7 +202,7 @@ def test_refusals_leave_nothing_behind(path: Path) -> None:
 
 @pytest.mark.parametrize("call", [Call.DRIVER, Call.HANDLE, Call.BUFFER])
 def test_a_call_that_hangs_is_an_error(path: Path, monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
-    monkeypatch.setattr(cufile, "CALL_S", 0.2)
+    monkeypatch.setattr(calls, "CALL_S", 0.2)
     gpu = fake_cufile.allocate(SECTOR)
     with fake_cufile.well_after():
         if call is Call.DRIVER:
@@ -224,7 +224,7 @@ def test_a_call_that_hangs_is_an_error(path: Path, monkeypatch: pytest.MonkeyPat
 def test_without_proc_modules_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.support import fake_gpu
 
-    monkeypatch.setattr(cufile, "PROC_MODULES", str(tmp_path / "missing"))
+    monkeypatch.setattr(calls, "PROC_MODULES", str(tmp_path / "missing"))
     with pytest.raises(TransportUnavailableError, match="never answers"):
         CufileTransport(1, gpu=fake_gpu.FakeDriver())
 

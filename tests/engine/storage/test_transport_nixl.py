@@ -17,7 +17,7 @@ import gdscache.storage.nixl as nixl_module
 from gdscache import errors
 from gdscache.config import SsdConfig
 from gdscache.cuda.host_memory import HostBuffer
-from gdscache.storage import Transport, open_transport, probe
+from gdscache.storage import Transport, calls, open_transport, probe
 from gdscache.storage.base import DeviceMemory, Switch
 from gdscache.storage.calls import begin
 from gdscache.storage.nixl import NixlTransport
@@ -232,7 +232,7 @@ def test_a_call_into_nixl_that_hangs_is_an_error(stand_in, slab: Path, monkeypat
     transport = NixlTransport(1, "off")
     [agent] = stand_in
     gate = threading.Event()
-    monkeypatch.setattr(nixl_module, "CALL_S", 0.2)
+    monkeypatch.setattr(calls, "CALL_S", 0.2)
     monkeypatch.setattr(nixl_module, "HANG_S", 0.2)
     register = agent.register_memory
     agent.register_memory = lambda *some, **options: (gate.wait(), register(*some, **options))[1]
@@ -303,7 +303,7 @@ def test_gpu_memory_goes_through_gds_mt_where_it_is_registered(
         def load_nvidia_dynamic_lib(name: str) -> None:
             assert name in ("cudart", "cufile")
 
-    monkeypatch.setattr(nixl_module, "PROC_MODULES", os.devnull)
+    monkeypatch.setattr(calls, "PROC_MODULES", os.devnull)
     monkeypatch.setitem(sys.modules, "cuda.pathfinder", Pathfinder)
     with NixlTransport(4, "off", gds=True) as transport:
         [agent] = stand_in
@@ -375,10 +375,9 @@ def test_bad_settings_start_no_thread(stand_in, settings: dict[str, object]) -> 
 
 
 def test_cufile_needs_proc_modules(stand_in, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nixl_module, "PROC_MODULES", str(tmp_path / "missing"))
+    monkeypatch.setattr(calls, "PROC_MODULES", str(tmp_path / "missing"))
     with pytest.raises(errors.TransportUnavailableError, match="missing"):
         NixlTransport(1, gds=True)
-    monkeypatch.setattr(probe, "PROC_MODULES", tmp_path / "missing")
     monkeypatch.setattr(probe, "run_child", lambda *_: pytest.fail("it would hang"))
     assert probe.probe("nixl", tmp_path, 0).mode == "posix"
 

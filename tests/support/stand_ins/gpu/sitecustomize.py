@@ -54,8 +54,7 @@ def frombuffer(content: bytearray, **options: Any) -> Any:
 
 if os.environ.get("STAND_IN_TORCH") == "real":
     torch: Any = importlib.import_module("torch")
-    for module in ("nixl", "cufile"):
-        importlib.import_module(f"gdscache.storage.{module}").PROC_MODULES = os.devnull  # type: ignore[attr-defined]
+    importlib.import_module("gdscache.storage.calls").PROC_MODULES = os.devnull  # type: ignore[attr-defined]
     library = os.environ["STAND_INS"] + "/libcufile.so.0"
     importlib.import_module("gdscache.storage.cufile").find_cufile = lambda: library  # type: ignore[attr-defined]
 else:
