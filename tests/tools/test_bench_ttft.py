@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from gdscache.commands.bench import ttft, ttft_cells, ttft_report
+from gdscache.commands.bench import ttft, ttft_report
 from gdscache.commands.bench.ttft import BENCH
 from gdscache.commands.bench.ttft_cells import (
     CACHED,
@@ -29,7 +30,7 @@ from gdscache.commands.bench.ttft_cells import (
     worst,
 )
 from gdscache.commands.bench.ttft_report import judge
-from gdscache.commands.bench.ttft_transformers import TransformersClient
+from gdscache.commands.bench.ttft_transformers import TransformersClient, _Layers
 from gdscache.commands.console import duration
 from gdscache.errors import InvalidValueError, IOFailedError
 from tests.support.terminal import on_terminal
@@ -327,6 +328,28 @@ def test_packed_pages_give_the_same_tokens(client: TransformersClient) -> None:
         assert compare([client.hit(cell)], [client.resident(cell)], 0.0) == "same"
 
 
+@pytest.mark.parametrize("client", [dataclasses.replace(SMALL, dtype="bfloat16", pack=True)], indirect=True)
+def test_pages_that_cannot_be_packed_are_measured_where_they_lie(
+    client: TransformersClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page of random bits lies plain beside the packed ones, in memory and on the SSD."""
+    written = _Layers.write_pages
+
+    def write(self: _Layers, start: int, blocks: list[int]) -> None:
+        written(self, start, blocks)
+        for plane in itertools.chain(*client.planes):
+            plane[blocks[2]].view(torch.int16).random_(-(1 << 15), 1 << 15)
+
+    monkeypatch.setattr(_Layers, "write_pages", write)
+    client.cache.clear()
+    client.prime(96)
+    layout = client.cache.layout
+    for where, tier in (("ssd_via_cpu", "ssd"), ("cpu", "cpu"), ("ssd_via_cpu", "ssd")):
+        answer = client.hit(a_cell(where))
+        assert answer.placed == {tier: 5 * layout.page_bytes, f"{tier}_plain": layout.plane_bytes}
+        assert answer.sources == {tier: 40, f"{tier}_plain": 8}
+
+
 def test_a_bad_page_is_said(client: TransformersClient) -> None:
     """The forward pass that read it is no figure: `bench ttft` lists the cell as failed."""
     tokens, cached = client.of(a_cell())
@@ -384,9 +407,6 @@ def test_the_ceiling_of_a_transfer() -> None:
     assert transfer_seconds("cpu", {"cpu": 10**10}, {"copy": 50.0}) == 0.2
     assert transfer_seconds("gpu", {}, rates) == 0.0
     assert transfer_seconds("ssd_via_cpu", ssd, {"copy": 50.0}) is None
-    assert ttft_cells.bytes_at("cpu", 5, 10) == {"cpu": 50}
-    assert ttft_cells.bytes_at("ssd_direct", 5, 10) == {"ssd": 50}
-    assert ttft_cells.bytes_at("gpu", 5, 10) == {}
 
 
 def made_up(cell: Cell, ttft_seconds: float, c: float = 1.0, t: float = 0.5, plain: float = 2.0) -> dict[str, Any]:

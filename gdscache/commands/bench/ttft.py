@@ -20,7 +20,6 @@ from gdscache.commands.bench.ttft_cells import (
     Answer,
     Cell,
     Settings,
-    bytes_at,
     chosen,
     compare,
     transfer_seconds,
@@ -88,7 +87,7 @@ def _route(run: kit.Run, client: TransformersClient, route: str, cells: Sequence
             run.say(f"{length:,} tokens: the document is computed and stored")
             stored = client.prime(length)
             nbytes = min(stored, client.settings.ceiling_bytes)
-            with contextlib.closing(Ceilings(client.device, client.slabs()[0], nbytes)) as ceilings:
+            with contextlib.closing(Ceilings(client.device, client.slab, nbytes)) as ceilings:
                 if any(cell.gate for cell in some):
                     run.say(f"{length:,} tokens: the gate learns")
                     client.learn(length)
@@ -165,14 +164,14 @@ def _row(
 ) -> dict[str, Any]:
     mine, plain, resident = (Series(tuple(a.ttft for a in answers[key][1:])) for key in (cell, "plain", "resident"))
     _, cached = client.of(cell)
-    nbytes = bytes_at(cell.where, cached // client.settings.page_tokens, client.cache.layout.page_bytes)
-    transfer = transfer_seconds(cell.where, nbytes, {name: series.median for name, series in rates.items()})
+    placed = answers[cell][-1].placed
+    transfer = transfer_seconds(cell.where, placed, {name: series.median for name, series in rates.items()})
     ideal = None if transfer is None else max(resident.median, transfer)
     tie, waits = near_tie(client.settings), [wait for answer in answers[cell][1:] for wait in answer.waits]
     return {
         **cell.describe(),
         "cached_tokens": cached,
-        "bytes": nbytes,
+        "bytes": placed,
         "ttft_seconds": mine.describe(),
         "recompute_seconds": plain.describe(),
         "resident_seconds": resident.describe(),

@@ -159,15 +159,10 @@ def transfer_seconds(where: str, bytes_by_tier: Mapping[str, int], rates: Mappin
     return max((nbytes / rates[name] / 1e9 for nbytes, name in parts if nbytes), default=0.0)
 
 
-def bytes_at(where: str, pages: int, page_bytes: int) -> dict[str, int]:
-    """The bytes to move for `pages` pages, by tier."""
-    return {} if where == "gpu" else {"cpu" if where == "cpu" else "ssd": pages * page_bytes}
-
-
 @dataclasses.dataclass(frozen=True)
 class Answer:
     """A request's answer. `ttft`: seconds to the first token. `sources`: tokens that were not computed, by source.
-    `waits`: the host's seconds in `wait`, a layer each."""
+    `waits`: the host's seconds in `wait`, a layer each. `placed`: bytes of the cached pages by tier, before it."""
 
     ttft: float
     tokens: tuple[int, ...]
@@ -175,6 +170,7 @@ class Answer:
     sources: dict[str, int]
     waits: tuple[float, ...]
     recomputed: int
+    placed: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 def compare(ours: Sequence[Answer], plain: Sequence[Answer], near_tie: float) -> str:
