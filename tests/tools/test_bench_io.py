@@ -15,11 +15,15 @@ import torch
 
 from gdscache import errors
 from gdscache.commands import console
-from gdscache.commands.bench import bare, io, io_cache, io_rows
+from gdscache.commands.bench import bare, io, io_cache, io_engine, io_rows
 from gdscache.commands.bench.io import BENCH, Settings
 from gdscache.commands.bench.io_engine import ColdEngine, Place
 from gdscache.config import SsdConfig
 from gdscache.storage import files, open_transport
+from gdscache.storage.base import Op
+from tests.support.fault_plan import Fault
+from tests.support.faulty import PLAN
+from tests.support.pages import FAULTY
 from tests.support.terminal import on_terminal
 from tests.support.transport_parts import refuse_ring
 
@@ -185,6 +189,17 @@ def test_a_load_of_damaged_pages_is_no_figure(cold: ColdEngine) -> None:
     cold.slab.write_bytes(bytes(cold.slab.stat().st_size))
     with pytest.raises(errors.IOFailedError, match="were to come from the ssd tier"):
         cold.load()
+
+
+def test_a_transport_that_hangs_ends_with_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind its probe, in a write or in a read."""
+    monkeypatch.setattr(io_engine, "PATIENCE_S", 1.0)
+    with PLAN.rule(Op.WRITE, Fault.HANG), pytest.raises(errors.IOFailedError, match="reached the SSD; pages: deadline"):
+        ColdEngine(place(tmp_path), MIB, {"transport": FAULTY})
+    with contextlib.closing(ColdEngine(place(tmp_path), MIB, {"transport": FAULTY})) as engine:
+        hangs, late = PLAN.rule(Op.READ, Fault.HANG), pytest.raises(errors.IOFailedError, match="pages: deadline")
+        with hangs, late:
+            engine.load()
 
 
 def test_reads_through_the_page_cache_are_cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

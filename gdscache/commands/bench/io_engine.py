@@ -6,7 +6,8 @@ import contextlib
 import dataclasses
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -26,6 +27,9 @@ from gdscache.sizes import MIB
 
 if TYPE_CHECKING:
     from gdscache.extents.host import HostExtents
+
+
+PATIENCE_S, SLOWEST = 60.0, 10e6  # a transport that takes longer, and a second for each so many bytes, hangs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +64,7 @@ class ColdEngine:
         self.device = place.device
         self.pages = max(1, place.nbytes // page_bytes)
         self.nbytes = self.pages * page_bytes
+        self._patience = PATIENCE_S + self.nbytes / SLOWEST
         with contextlib.ExitStack() as undo:
             directory = undo.enter_context(tempfile.TemporaryDirectory(dir=place.directory))
             config = Config.from_dict(
@@ -80,7 +85,7 @@ class ColdEngine:
                     },
                     "host_buffer": max(256 * MIB, 2 * page_bytes),
                     "store": {"queue": self.nbytes},
-                    "deadline": 600.0,
+                    "deadline": self._patience,
                 }
             )
             layout = config.model.layout()
@@ -115,10 +120,10 @@ class ColdEngine:
         """Store every page from the planes, from the call until all are on the SSD. No tier has them before."""
         self.engine.clear()
         start = time.perf_counter()
-        report = self.engine.store(self._tokens, self._slots).result(600.0)
+        report = self.engine.store(self._tokens, self._slots).result(2 * self._patience)
         elapsed = time.perf_counter() - start
         if any("ssd" not in tiers for tiers in report.tiers):
-            raise IOFailedError(f"not all pages reached the SSD: {report.dropped}", "see the log")
+            raise self._failed("not all pages reached the SSD", report.dropped.values())
         return rate(self.nbytes, elapsed)
 
     def load(self) -> float:
@@ -174,11 +179,17 @@ class ColdEngine:
 
     def _loaded(self, hit: Callable[[], Hit], tier: str) -> float:
         start = time.perf_counter()
-        sources = self.engine.load(hit(), self._slots).result().bytes_by_tier
+        report = self.engine.load(hit(), self._slots).result()
         elapsed = time.perf_counter() - start
-        if sources != {tier: self._lying}:
-            raise IOFailedError(f"{self._lying} bytes were to come from the {tier} tier: {sources}", "see the log")
+        if report.bytes_by_tier != {tier: self._lying}:
+            what = f"{self._lying} bytes were to come from the {tier} tier: {report.bytes_by_tier}"
+            raise self._failed(what, (status.value for status in report.pages))
         return rate(self.nbytes, elapsed)
+
+    def _failed(self, what: str, causes: Iterable[str]) -> IOFailedError:
+        counted = ", ".join(f"{cause} {pages}" for cause, pages in Counter(causes).items())
+        hint = f"see the log; deadline: the transport hangs, or takes more than {self._patience:.0f} s"
+        return IOFailedError(f"{what}; pages: {counted}", hint)
 
     def _drop_cached(self) -> None:
         """Make reads cold for a transport that fills the page cache."""
