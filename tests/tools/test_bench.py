@@ -17,7 +17,7 @@ import typer
 
 from gdscache.commands.bench import bare, kit, machine, measure, rows
 from gdscache.commands.console import Table
-from gdscache.errors import CapacityError, InvalidValueError, IOFailedError
+from gdscache.errors import CapacityError, InvalidValueError, IOFailedError, MissingPackageError
 from gdscache.storage.base import Op
 
 pytestmark = pytest.mark.suite
@@ -45,8 +45,8 @@ def toy(actions: dict[str, Callable[[], Any]]) -> kit.Bench:
     return kit.Bench("toy", "gdscache.bench.toy/1", {"r": []}, measured, shown, drawn)
 
 
-SERIES = measure.Series((1.0, 2.0, 3.0))
-TOY = rows.compared("a toy", SERIES, "another", measure.Series((4.0, 2.0, 6.0)), 0.75)
+SERIES = measure.series((1.0, 2.0, 3.0))
+TOY = rows.compared("a toy", SERIES, "another", measure.series((4.0, 2.0, 6.0)), 0.75)
 
 
 def interrupted() -> float:
@@ -197,6 +197,37 @@ def read(file: Path) -> dict[str, Any]:
     return dict(json.loads(file.read_text()))
 
 
+def test_json_is_replaced_in_one_step(tmp_path: Path) -> None:
+    """A write that fails leaves the old file, and nothing beside it."""
+    file = tmp_path / "report.json"
+    kit.write_json(file, {"a": 1})
+    file.chmod(0o640)
+    before = file.stat().st_ino
+    with pytest.raises(TypeError):
+        kit.write_json(file, {"a": object()})
+    assert json.loads(file.read_text()) == {"a": 1}
+    kit.write_json(file, {"a": 2})
+    assert json.loads(file.read_text()) == {"a": 2}
+    assert (file.stat().st_mode & 0o777, list(tmp_path.iterdir())) == (0o640, [file])
+    assert file.stat().st_ino != before
+
+
+def test_json_goes_into_a_pipe_too(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with open(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)) as reader:
+        kit.write_json(pipe, {"a": 1})
+        assert json.load(reader) == {"a": 1}
+    assert pipe.is_fifo()
+
+
+def test_matplotlib_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MissingPackageError, match=r"gdscache\[plot\]"):
+        kit.require_matplotlib(Path("a.png"))
+
+
 def test_the_machine_is_in_the_report(tmp_path: Path) -> None:
     said = machine.describe(tmp_path)
     assert said["cores"] == len(os.sched_getaffinity(0))
@@ -277,8 +308,8 @@ def test_ways_take_turns() -> None:
     ways = {name: (lambda name=name: order.append(name) or float(len(order))) for name in "ab"}
     found = measure.interleave(ways, 3)
     assert order == ["a", "b"] * 3
-    assert found["a"].values == (1.0, 3.0, 5.0)
-    assert found["b"].median == 4.0
+    assert found["a"]["values"] == [1.0, 3.0, 5.0]
+    assert found["b"]["median"] == 4.0
     assert measure.ratio(found["a"], found["b"]) == {"ratio": 0.75, "ratio_min": 0.5, "ratio_max": 5 / 6}
 
 

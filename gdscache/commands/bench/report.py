@@ -17,7 +17,7 @@ from gdscache.commands.bench import io as bench_io
 from gdscache.commands.bench import kit, machine, ttft
 from gdscache.commands.bench.measure import cause_of
 from gdscache.commands.bench.ttft_cells import Settings as TtftSettings
-from gdscache.commands.console import Progress, Table, duration, require_matplotlib, write_json
+from gdscache.commands.console import Progress, Table, duration
 from gdscache.errors import GdsCacheError
 from gdscache.runtime.files import write_whole
 
@@ -88,7 +88,7 @@ def parts(directory: Path, *, quick: bool) -> list[Part]:
 def measure(directory: Path, out: Path, seconds: float, progress: Progress, *, quick: bool) -> kit.Report:
     """Run all parts within `seconds`: each has its share of the time that the parts before it have left. The JSON is
     written after each case, the page at the end."""
-    matplotlib = require_matplotlib(Path("plot.svg"))
+    matplotlib = kit.require_matplotlib(Path("plot.svg"))
     found: dict[str, Any] = {
         "schema": SCHEMA,
         "machine": machine.describe(directory),
@@ -120,7 +120,7 @@ def measure(directory: Path, out: Path, seconds: float, progress: Progress, *, q
             continue
         found["interrupted"] = rows["interrupted"]
     found["seconds"] = time.time() - found["began"]
-    write_json(out / JSON_NAME, found)
+    kit.write_json(out / JSON_NAME, found)
     titles = {part.name: part.title for part in some}
     write_whole(out / HTML_NAME, page(found, benches, titles, matplotlib).encode(), 0o644)
     return found
@@ -132,7 +132,7 @@ def _named(progress: Progress, title: str, done: int, total: int, text: str) -> 
 
 def _keep(out: Path, found: dict[str, Any], name: str, head: kit.Report, rows: kit.Report) -> None:
     found["benches"][name] = {**head, **rows}
-    write_json(out / JSON_NAME, found)
+    kit.write_json(out / JSON_NAME, found)
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------
@@ -158,8 +158,7 @@ def page(found: kit.Report, benches: Mapping[str, kit.Bench], titles: Mapping[st
             continue
         body.append(f"<h2>{_text(title)}</h2>")
         body += [f'<p class="bottom">{_text(line)}</p>' for line in bench.bottom(report)]
-        if bench.plot is not None:
-            body.append(f"<figure>{_svg(bench.plot, report, matplotlib)}</figure>")
+        body.append(f"<figure>{_svg(bench.plot, report, matplotlib)}</figure>")
         body += map(_part, bench.tables(report))
         if details := "".join(map(_part, bench.details(report))):
             body.append(f"<details><summary>For developers of gdscache</summary>{details}</details>")
