@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from gdscache.commands.bench import compare, kit, report, rows
-from gdscache.commands.bench.measure import Series
+from gdscache.commands.bench.measure import series
 from gdscache.commands.cli import app
 from gdscache.commands.console import Table, silent
 from gdscache.errors import CapacityError, InvalidValueError
@@ -64,7 +64,7 @@ def toy(name: str, actions: dict[str, Callable[[], float]]) -> kit.Bench:
 
 
 def _row(case: str, value: float, rounds: int = 5) -> dict[str, Any]:
-    ours, other = Series((value,) * rounds), Series((2.0,) * rounds)
+    ours, other = series((value,) * rounds), series((2.0,) * rounds)
     return rows.compared(f"load of {case}", ours, "a copy", other)
 
 
@@ -160,7 +160,7 @@ def test_this_machine_has_parts() -> None:
 
 def written(path: Path, name: str = "io", **values: tuple[float, ...]) -> Path:
     found = [
-        {"case": case, **rows.compared(case, Series(v), "x", Series((1.0,) * len(v)))} for case, v in values.items()
+        {"case": case, **rows.compared(case, series(v), "x", series((1.0,) * len(v)))} for case, v in values.items()
     ]
     path.write_text(json.dumps({"schema": f"gdscache.bench.{name}/3", "comparisons": found}))
     return path
@@ -179,7 +179,7 @@ def test_changes_are_those_whose_spreads_do_not_meet(tmp_path: Path) -> None:
 
 def test_less_time_is_better(tmp_path: Path) -> None:
     def timed(path: Path, seconds: float) -> Path:
-        cell = {"case": "8k tokens", "ttft_seconds": Series((seconds,) * 4).describe()}
+        cell = {"case": "8k tokens", "ttft_seconds": series((seconds,) * 4)}
         path.write_text(json.dumps({"schema": "gdscache.bench.ttft/4", "cells": [cell]}))
         return path
 

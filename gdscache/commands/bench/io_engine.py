@@ -16,7 +16,7 @@ import torch
 
 from gdscache import CacheEngine
 from gdscache.commands.bench import io_cache
-from gdscache.commands.bench.measure import rate
+from gdscache.commands.bench.measure import copy_rate, idle, rate
 from gdscache.commands.bench.shapes import LLAMAS, token_bytes
 from gdscache.commands.console import Progress, silent
 from gdscache.config import Config
@@ -157,11 +157,7 @@ class ColdEngine:
         if self._flat is None:
             self._flat = torch.empty_like(source, device=self.device)
             self._flat.fill_(1)
-        self._idle()
-        start = time.perf_counter()
-        self._flat.copy_(source, non_blocking=True)
-        self._idle()
-        return rate(self.nbytes, time.perf_counter() - start)
+        return copy_rate(source, self._flat)
 
     def check(self) -> None:
         """Load once more, into overwritten planes, and compare the first and last layer with the stored bytes. Raises
@@ -169,7 +165,7 @@ class ColdEngine:
         for layer in self._planes:
             for tensor in layer:
                 tensor.zero_()
-        self._idle()
+        idle(self.device)
         self.load()
         for tensor in self._outer():
             if not torch.equal(tensor, self._pattern(tensor)):
@@ -203,10 +199,6 @@ class ColdEngine:
         """Rows that tell pages apart: the page's number, as far as bfloat16 can count."""
         numbers = torch.arange(self.pages, device=tensor.device) % 251
         return numbers.to(tensor.dtype).view(-1, *[1] * (tensor.dim() - 1)).expand(-1, *tensor.shape[1:])
-
-    def _idle(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     def _forget_planes(self) -> None:
         self._planes, self._flat = [], None

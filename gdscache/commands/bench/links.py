@@ -22,7 +22,7 @@ import torch
 
 from gdscache import CacheEngine, PageStatus, Rank
 from gdscache.commands.bench import kit
-from gdscache.commands.bench.measure import Series, rate, turns
+from gdscache.commands.bench.measure import rate, series, turns
 from gdscache.commands.bench.rows import Line, bars, compared, lines_table
 from gdscache.commands.bench.shapes import LLAMAS
 from gdscache.commands.console import Table, figure
@@ -192,9 +192,7 @@ def _measured(settings: Settings, name: str, model: dict[str, Any]) -> dict[str,
         links.check()
         loads, copies = turns(links.load, links.copy, settings.repeat)
     moved = links.nbytes * settings.ranks
-    alone, whole, copied = (
-        Series(tuple(rate(moved, s) for s in spent)) for spent in (*zip(*loads, strict=True), copies)
-    )
+    alone, whole, copied = (series(rate(moved, s) for s in spent) for spent in (*zip(*loads, strict=True), copies))
     more: dict[str, Any] = {"ranks": settings.ranks, "bytes_of_a_rank": links.nbytes, "pages": links.pages}
     of, least = f"of {name}, {settings.ranks} ranks", LEAST if torch.cuda.is_available() else None
     return {

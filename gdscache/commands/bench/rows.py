@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Self
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Self
 
 from gdscache.commands.bench.measure import Series, ratio, target
 from gdscache.commands.console import Table, duration, figure, verdict
@@ -22,9 +23,9 @@ def compared(
     return {
         "what": what,
         "unit": RATE,
-        "figure": ours.describe(),
+        "figure": ours,
         "against": against,
-        "against_figure": other.describe(),
+        "against_figure": other,
         **found,
         **({} if limit is None else target(found["ratio"], limit, at_least=True)),
         **more,
@@ -84,3 +85,27 @@ def bars(axes: Any, lines: Sequence[Line]) -> None:
     judged = any(line.limit is not None for line in lines)
     axes.set_xlabel("ratio with its spread" + ("; line: target; red: missed" if judged else ""))
     axes.grid(axis="x", alpha=0.3)
+
+
+class Bar(NamedTuple):
+    """Values of single rounds. `mark`: an ideal value."""
+
+    name: str
+    values: Sequence[float]
+    color: str
+    mark: float | None = None
+
+
+def value_bars(axes: Any, bars: Sequence[Bar], label: str, shown: Callable[[float], str]) -> None:
+    """One horizontal bar each, the first on top: the median with its figure, a dot for each value, and the mark."""
+    for place, bar in enumerate(bars):
+        median = statistics.median(bar.values)
+        axes.barh(place, median, color=bar.color)
+        axes.plot(bar.values, [place] * len(bar.values), ".", color="black", markersize=4)
+        axes.annotate(shown(median), (0, place), (4, 0), textcoords="offset points", va="center", fontsize=8)
+        if bar.mark is not None:
+            axes.plot([bar.mark] * 2, [place - 0.4, place + 0.4], color="black", linewidth=2)
+    axes.set_yticks(range(len(bars)), [bar.name for bar in bars], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlim(left=0)
+    axes.set_xlabel(label, fontsize=9)

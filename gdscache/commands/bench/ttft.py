@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gdscache.commands.bench import io_cache, kit, ttft_report
-from gdscache.commands.bench.measure import Series, cause_of, frozen_heap
+from gdscache.commands.bench.measure import Series, cause_of, frozen_heap, series
 from gdscache.commands.bench.ttft_ceilings import Ceilings
 from gdscache.commands.bench.ttft_cells import (
     NOWHERE,
@@ -115,14 +115,14 @@ def _miss(run: kit.Run, client: TransformersClient, cells: Sequence[Cell], _: Ce
         run.say(f"{cell.label}: round {number} of {rounds}")
         for cached in (False, True) if number % 2 else (True, False):
             (ours if cached else plain).append(client.miss(cell, cached=cached))
-    with_, without = (Series(tuple(a.ttft for a in some[1:])) for some in (ours, plain))
+    with_, without = (series(a.ttft for a in some[1:]) for some in (ours, plain))
     row = {
         **cell.describe(),
         "cached_tokens": 0,
         "bytes": {},
-        "ttft_seconds": with_.describe(),
-        "recompute_seconds": without.describe(),
-        "added": with_.median / without.median - 1,
+        "ttft_seconds": with_,
+        "recompute_seconds": without,
+        "added": with_["median"] / without["median"] - 1,
         "tokens": compare(ours, plain, near_tie(settings)),
     }
     run.add(cell.label, {"cells": [_judged(client, row)]})
@@ -146,7 +146,7 @@ def _hits(run: kit.Run, client: TransformersClient, cells: Sequence[Cell], ceili
                     answers[key].append(client.hit(key))
                 except kit.ERRORS as error:
                     broken[key] = cause_of(error)
-    counted = {name: Series(tuple(values[1:])) for name, values in rates.items()}
+    counted = {name: series(values[1:]) for name, values in rates.items()}
     for cell in cells:
         if cell in broken:
             run.fail(cell.label, broken[cell])
@@ -162,27 +162,27 @@ def _row(
     rates: Mapping[str, Series],
     loops: Mapping[str, str],
 ) -> dict[str, Any]:
-    mine, plain, resident = (Series(tuple(a.ttft for a in answers[key][1:])) for key in (cell, "plain", "resident"))
+    mine, plain, resident = (series(a.ttft for a in answers[key][1:]) for key in (cell, "plain", "resident"))
     _, cached = client.of(cell)
     placed = answers[cell][-1].placed
-    transfer = transfer_seconds(cell.where, placed, {name: series.median for name, series in rates.items()})
-    ideal = None if transfer is None else max(resident.median, transfer)
+    transfer = transfer_seconds(cell.where, placed, {name: found["median"] for name, found in rates.items()})
+    ideal = None if transfer is None else max(resident["median"], transfer)
     tie, waits = near_tie(client.settings), [wait for answer in answers[cell][1:] for wait in answer.waits]
     return {
         **cell.describe(),
         "cached_tokens": cached,
         "bytes": placed,
-        "ttft_seconds": mine.describe(),
-        "recompute_seconds": plain.describe(),
-        "resident_seconds": resident.describe(),
+        "ttft_seconds": mine,
+        "recompute_seconds": plain,
+        "resident_seconds": resident,
         "transfer_seconds": transfer,
         "ideal_seconds": ideal,
-        "ideal_ratio": None if ideal is None else ideal / mine.median,
-        "speed_up": plain.median / mine.median,
+        "ideal_ratio": None if ideal is None else ideal / mine["median"],
+        "speed_up": plain["median"] / mine["median"],
         "wait_seconds": statistics.median(waits) if waits else None,
         "sources": answers[cell][-1].sources,
         "tokens": worst(answers[cell], answers["plain"], answers["resident"], tie, gated=cell.gate),
-        "gb_per_second": {name: series.describe() for name, series in rates.items()},
+        "gb_per_second": dict(rates),
         "loops": dict(loops),
     }
 

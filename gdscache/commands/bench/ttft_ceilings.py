@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from gdscache.commands.bench.bare import IO_BYTES, BareLoop
-from gdscache.commands.bench.measure import rate
+from gdscache.commands.bench.measure import copy_rate, idle
 from gdscache.cuda.host_memory import HostBuffer
 from gdscache.storage.base import Op
 
@@ -26,7 +25,6 @@ class Ceilings:
 
     def __init__(self, device: torch.device, slab: Path, nbytes: int) -> None:
         nbytes = max(nbytes // max(IO_BYTES), 1) * max(IO_BYTES) if nbytes >= max(IO_BYTES) else nbytes
-        self._device = device
         with contextlib.ExitStack() as undo:
             self._host = undo.enter_context(HostBuffer(nbytes, "auto"))
             self._source = self._host.tensor[:nbytes]
@@ -44,18 +42,10 @@ class Ceilings:
             self._undo = undo.pop_all()
 
     def _copy(self) -> float:
-        self._idle()
-        start = time.perf_counter()
-        self._target.copy_(self._source, non_blocking=True)
-        self._idle()
-        return rate(self._source.nbytes, time.perf_counter() - start)
-
-    def _idle(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        return copy_rate(self._source, self._target)
 
     def _forget(self) -> None:
-        self._idle()
+        idle(self._target.device)
         del self._source, self._target
 
     def close(self) -> None:

@@ -23,6 +23,7 @@ import torch
 from gdscache import CacheEngine, Config, LayerwiseLoad
 from gdscache.commands.bench import io_cache
 from gdscache.commands.bench.io import RAM_THREADS
+from gdscache.commands.bench.measure import idle
 from gdscache.commands.bench.shapes import LLAMAS
 from gdscache.commands.bench.ttft_cells import CACHED, SWITCHED, Answer, Cell, Settings, cached_tokens
 from gdscache.disk.slab import slab_name
@@ -207,7 +208,7 @@ class TransformersClient:
         salt, handles, layers = f"miss {next(self._misses)}", list[StoreHandle](), self._layers((), 0)
         if cached:
             self.install(overlap=True, gate=False)
-        self.idle()
+        idle(self.device)
         begun, kept = time.perf_counter(), 0
         if cached:
             assert not self.cache.lookup(tokens, salt=salt).tokens, "a miss that hits"
@@ -272,16 +273,12 @@ class TransformersClient:
     def slab(self) -> Path:
         return self._directory / self._route / slab_name(0)
 
-    def idle(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _load_and_compute(self, tokens: Sequence[int], *, overlap: bool, salt: str = "") -> Answer:
         """A request with its cached pages loaded. The gate learns the prefill's time."""
         cache, waits = self.cache, list[float]()
-        self.idle()
+        idle(self.device)
         begun = time.perf_counter()
         ids = self._ids(tokens)
         hit = cache.lookup(tokens, salt=salt)
@@ -319,7 +316,7 @@ class TransformersClient:
         now; `load`: its verdict comes before the first token."""
         layers = self._layers((), 0) if layers is None else layers
         if begun is None:
-            self.idle()
+            idle(self.device)
             begun = time.perf_counter()
         ids = self._ids(tokens) if ids is None else ids
         found = [_best(self._forward(ids[layers.get_seq_length() :], layers))]
