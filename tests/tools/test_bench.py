@@ -10,15 +10,21 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import typer
 
 from gdscache.commands.bench import bare, kit, machine, measure, rows
-from gdscache.commands.console import Table
-from gdscache.errors import CapacityError, InvalidValueError, IOFailedError, MissingPackageError
+from gdscache.errors import (
+    CapacityError,
+    InvalidValueError,
+    IOFailedError,
+    MissingPackageError,
+    TransportUnavailableError,
+)
 from gdscache.storage.base import Op
+from tests.support.toy_bench import SERIES, TOY, broken, interrupted, never, toy
 
 pytestmark = pytest.mark.suite
 
@@ -28,43 +34,16 @@ MIB = 1 << 20
 # -- the kit -----------------------------------------------------------------------------------------------------------
 
 
-def toy(actions: dict[str, Callable[[], Any]]) -> kit.Bench:
-    """A bench of these cases, whose rows are those of `r`."""
-
-    def measured(run: kit.Run, settings: kit.Settings, directory: Path) -> None:
-        run.plan(list(actions))
-        for name, action in actions.items():
-            run.case(name, lambda action=action: {"r": [{"value": action(), **TOY}]})
-
-    def drawn(report: kit.Report, figure: Any) -> None:
-        rows.bars(figure.subplots(), [rows.Line.of("a toy", row) for row in report["r"]])
-
-    def shown(report: kit.Report) -> list[Table]:
-        return [rows.lines_table("Toys", [rows.Line.of("a toy", row) for row in report["r"]])]
-
-    return kit.Bench("toy", "gdscache.bench.toy/1", {"r": []}, measured, shown, drawn)
-
-
-SERIES = measure.series((1.0, 2.0, 3.0))
-TOY = rows.compared("a toy", SERIES, "another", measure.series((4.0, 2.0, 6.0)), 0.75)
-
-
-def interrupted() -> float:
-    raise KeyboardInterrupt
-
-
-def broken() -> float:
-    raise IOFailedError("the disk is\non fire", "leave")
-
-
-def never() -> float:
-    raise AssertionError("measured again")
-
-
 def test_a_case_that_fails_does_not_cost_the_others(tmp_path: Path) -> None:
-    found = toy({"a": lambda: 1.0, "b": broken, "c": lambda: 3.0}).run(kit.Settings(), tmp_path)
+    """A case whose transport this machine lacks is no failure."""
+
+    def lacking() -> NoReturn:
+        raise TransportUnavailableError("nixl cannot be imported", "install it")
+
+    found = toy({"a": lambda: 1.0, "b": broken, "c": lambda: 3.0, "d": lacking}).run(kit.Settings(), tmp_path)
     assert [(row["case"], row["value"]) for row in found["r"]] == [("a", 1.0), ("c", 3.0)]
-    assert (found["done"], found["failed"]) == (["a", "c"], [{"what": "b", "cause": "the disk is on fire"}])
+    assert (found["done"], found["failed"]) == (["a", "c"], [{"what": "b", "cause": "the disk is full"}])
+    assert found["cannot"] == [{"what": "d", "cause": "nixl cannot be imported"}]
     assert (found["left"], found["complete"], found["interrupted"]) == ([], True, False)
 
 
@@ -124,11 +103,6 @@ def test_rows_of_a_case_that_was_wrong_are_measured_anew(tmp_path: Path) -> None
     assert again["failed"] == []
 
 
-def test_time_that_is_over_leaves_cases(tmp_path: Path) -> None:
-    found = toy({"a": never}).run(kit.Settings(), tmp_path, seconds=0.0)
-    assert (found["left"], found["complete"], found["failed"]) == (["a"], False, [])
-
-
 def test_a_case_that_would_end_late_does_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The case before says how long the next one takes."""
     now = [0.0]
@@ -137,11 +111,12 @@ def test_a_case_that_would_end_late_does_not_begin(tmp_path: Path, monkeypatch: 
     def lasting(seconds: float) -> Callable[[], float]:
         return lambda: now.__setitem__(0, now[0] + seconds) or 1.0
 
-    found = toy({"a": lasting(6.0), "b": lasting(1.0), "c": lasting(1.0)}).run(kit.Settings(), tmp_path, seconds=10.0)
-    assert (found["done"], found["left"]) == (["a"], ["b", "c"])
-    assert kit.below({**found, "cannot": [], "failed": []})[-1] == ("Not measured, no time left: b; c.")
-    found = toy({"a": lasting(6.0), "b": lasting(1.0), "c": lasting(1.0)}).run(kit.Settings(), tmp_path, seconds=13.0)
-    assert (found["done"], found["left"]) == (["a", "b", "c"], [])
+    bench = toy({"a": lasting(6.0), "b": lasting(1.0), "c": lasting(1.0)})
+    for seconds, done in ((0.0, ""), (10.0, "a"), (13.0, "abc")):
+        found = bench.run(kit.Settings(), tmp_path, seconds=seconds)
+        assert (found["done"], found["left"]) == ([*done], [*"abc"[len(done) :]])
+        left = [f"Not measured, no time left: {'; '.join(found['left'])}."] * bool(found["left"])
+        assert [part for part in kit.below(found) if isinstance(part, str)] == left
 
 
 @pytest.mark.parametrize(
@@ -179,7 +154,7 @@ def test_quick_prints_no_verdict(tmp_path: Path, profile: str, capsys: pytest.Ca
     assert ended.value.exit_code == 1
     out, err = capsys.readouterr()
     assert ("MISSED: at least 0.75" in out) == ("mean nothing" not in out) == (profile == "default")
-    assert "the disk is on fire" in out
+    assert "the disk is full" in out
     assert [line.partition(", ")[2] for line in err.splitlines()] == ["0 of 2: a", "1 of 2: b"]
     drawn = (tmp_path / "r.svg").read_text()
     assert ("red: missed" in drawn) == ("figures mean nothing" not in drawn) == (profile == "default")

@@ -207,13 +207,12 @@ def pool(gpu: Stand) -> Iterator[BenchPlanes]:
     assert gpu.released == 1
 
 
-def cell_of(part: str, direction: str, geometry: Any = GQA, page_tokens: int = 16) -> Cell:
-    return Cell(geometry, page_tokens, (part,), direction)
+def cell_of(part: str, direction: str, geometry: Any = GQA) -> Cell:
+    return Cell(geometry, 16, (part,), direction)
 
 
 def copies_of(pool: BenchPlanes, cell: Cell, *, broken: bool = False) -> Copies:
-    by: Any = StandCopies(pool.gpu, pool.planes, broken=broken)
-    return Copies(pool, by, cell)
+    return Copies(pool, StandCopies(pool.gpu, pool.planes, broken=broken), cell)  # type: ignore[arg-type]
 
 
 def test_a_run_is_timed_from_before_the_call_to_the_last_byte(gpu: Stand) -> None:
@@ -376,9 +375,13 @@ class Scripted(Stand):
         return Queued([Done(first + self.copy_seconds)], first)
 
 
+def beside_work(gpu: Scripted, least: int = 1) -> Beside:
+    return Beside(gpu, Neighbour("work", 7, lambda: None), lambda n: gpu.way, least)
+
+
 def test_work_counts_when_it_ran_wholly_beside_the_copy() -> None:
     gpu = Scripted(1.0, 1.0, 8.0)
-    beside = Beside(gpu, Neighbour("work", 1, lambda: None), lambda n: gpu.way, 1)
+    beside = beside_work(gpu)
     assert beside.alone_seconds == 1.0
     run = beside.run(gpu.way)
     # the copy begins at the third piece's end, its first call returns half a piece later, it ends 8 pieces after that
@@ -389,7 +392,7 @@ def test_work_counts_when_it_ran_wholly_beside_the_copy() -> None:
 
 def test_work_that_is_over_before_the_copy_is_queued_again_and_longer() -> None:
     gpu = Scripted(1.0, 1.0, 8.0)
-    beside = Beside(gpu, Neighbour("work", 1, lambda: None), lambda n: gpu.way, 1)
+    beside = beside_work(gpu)
     before = len(gpu.counts)
     gpu.copy_seconds = 40.0
     assert beside.run(gpu.way).pieces > 30
@@ -401,16 +404,13 @@ def test_work_that_is_over_before_the_copy_is_queued_again_and_longer() -> None:
 
 def test_a_copy_lasts_for_enough_work() -> None:
     gpu = Scripted(1.0, 1.0, 0.1)
-    asked: list[int] = []
-    beside = Beside(gpu, Neighbour("work", 1, lambda: None), lambda n: asked.append(n) or gpu.way, 2)
-    assert beside.repeat >= copy_beside.LEAST / 0.6 - 1
-    assert asked[0] == 1
-    assert Beside(Scripted(1e-3, 1e-3, 1.0), Neighbour("work", 1, lambda: None), lambda n: gpu.way, 5).repeat == 5
+    assert beside_work(gpu, 2).repeat >= copy_beside.LEAST / 0.6 - 1
+    assert beside_work(Scripted(1e-3, 1e-3, 1.0), 5).repeat == 5
 
 
 def test_copy_and_work_have_targets_of_their_own() -> None:
     gpu = Scripted(1.0, 1.1, 20.0)
-    beside = Beside(gpu, Neighbour("work", 7, lambda: None), lambda n: gpu.way, 1)
+    beside = beside_work(gpu)
 
     def ours(after: Sequence[Any]) -> Queued:
         queued = gpu.way(after)
@@ -444,21 +444,9 @@ def test_the_neighbours_work(gpu: Stand) -> None:
 # -- the whole ---------------------------------------------------------------------------------------------------------
 
 
-QUICK = copy.Settings.of("quick", everything=True)
-
-
 def settings(**changes: Any) -> copy.Settings:
-    return copy.Settings(
-        **{
-            **QUICK.describe(),
-            "profile": "default",
-            "total": 8 * MIB,
-            "beside_total": 16 * MIB,
-            "product": 16,
-            "attention": 16,
-        }
-        | changes
-    )
+    small = copy.Settings("default", True, 8 * MIB, 16 * MIB, 2, product=16, attention=16)
+    return dataclasses.replace(small, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -530,33 +518,39 @@ class Interrupted(Stand):
         return super().open_copies(planes)
 
 
-def test_after_ctrl_c_a_run_goes_on_where_it_was_ended(found: dict[str, Any]) -> None:
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> list[Cell]:
+    """Pages of 64 tokens alone: four pools."""
+    some = [cell for cell in copy_cells.cells() if cell.page_tokens == 64]
+    monkeypatch.setattr(copy, "cells", lambda: some)
+    return some
+
+
+def test_after_ctrl_c_a_run_goes_on_where_it_was_ended(few: list[Cell]) -> None:
     first = copy.bench(Interrupted()).run(settings(pairs=1))
     assert (first["complete"], first["interrupted"]) == (False, True)
-    assert {row["page_tokens"] for row in first["copies"]} == {64}
-    assert first["beside"]
+    assert {row["geometry"] for row in first["copies"]} == {"gqa"}
     titles = [table.title for table in copy.tables({**first, "settings": {"profile": "default"}}) if table.lines()]
     assert titles[-1] == "Beside a model's work"
     gpu = Stand()
     again = copy.bench(gpu).run(settings(pairs=1), done=json.loads(json.dumps(first)))
     assert again["complete"]
     assert again["copies"][: len(first["copies"])] == first["copies"]
-    assert sorted(map(copy.what, again["copies"])) == sorted(map(copy.what, found["copies"]))
-    assert len(again["checksums"]) == len(found["checksums"])
-    assert gpu.opened == 8, "the pool that was measured is not opened again"
+    assert sorted(map(copy.what, again["copies"])) == sorted(map(copy.label, few))
+    assert len(again["checksums"]) == len(few)
+    assert gpu.opened == 3, "the pool that was measured is not opened again"
 
 
-def test_wrong_bytes_fail_their_cells_and_no_other(found: dict[str, Any]) -> None:
+def test_wrong_bytes_fail_their_cells_and_no_other(few: list[Cell]) -> None:
     class Wrong(Stand):
         def open_copies(self, planes: PagedPlanes) -> Any:
             super().open_copies(planes)
             return StandCopies(self, planes, broken=self.opened == 2)
 
     bad = copy.bench(Wrong()).run(settings(pairs=1))
-    wrong = {row["what"] for row in bad["failed"]}
-    assert wrong == {copy.label(c) for c in copy_cells.cells() if (c.geometry, c.page_tokens) == (MLA, 64)}
+    assert {row["what"] for row in bad["failed"]} == {copy.label(cell) for cell in few if cell.geometry == MLA}
     assert all("gave other bytes" in row["cause"] for row in bad["failed"])
-    assert len(bad["copies"]) == len(found["copies"]) - len(wrong)
+    assert len(bad["copies"]) == len(few) - len(bad["failed"])
     assert bad["left"] == []
 
 
