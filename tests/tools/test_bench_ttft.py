@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -61,22 +60,8 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     """A quick run on the CPU: its directory, its report and what a terminal of 80 columns showed."""
     path = tmp_path_factory.mktemp("ttft")
     files = ("--dir", str(path), "--report", str(path / "r.json"), "--plot", str(path / "r.svg"))
-    line = (
-        "-W",
-        "error",
-        "-m",
-        "gdscache",
-        "bench",
-        "ttft",
-        "--all",
-        "--quick",
-        "--device",
-        "cpu",
-        "--repeat",
-        "1",
-        *files,
-    )
-    status, shown = on_terminal(line)
+    line = ["-W", "error", "-m", "gdscache", "bench", "ttft", "--all", "--quick", "--device", "cpu", "--repeat", "1"]
+    status, shown = on_terminal([*line, *files])
     assert status == 0, shown
     return path, json.loads((path / "r.json").read_text()), shown
 
@@ -194,15 +179,6 @@ def test_it_goes_on_where_it_was_ended(
     assert again["cells"][:3] == kept[0]["cells"]
     assert {cell_of(row) for row in again["cells"]} == set(wanted)
     assert (again["interrupted"], again["complete"], again["left"]) == (False, True, [])
-    measured.clear()
-    over = BENCH.run(SMALL, tmp_path, done=again)
-    assert (measured, over["complete"], over["cells"]) == ([], True, again["cells"])
-
-
-def test_time_that_is_spent_leaves_cells(tmp_path: Path, some: Callable[..., None]) -> None:
-    some(a_cell(), a_cell("gpu", 99))
-    found = BENCH.run(SMALL, tmp_path, seconds=0.0)
-    assert (found["cells"], len(found["left"]), found["complete"], found["failed"]) == ([], 2, False, [])
 
 
 def test_other_tokens_and_errors_are_failures(
@@ -309,30 +285,24 @@ def test_tokens_depend_on_the_pages(client: TransformersClient) -> None:
     assert compare([client.resident(cell)], [plain], 0.0) == "same"
     differ = 0
     for page in range(6):
-        block = client._document[page]
-        for planes in client.planes:
-            for plane in planes:
-                plane[block].neg_()
+        block, planes = client._document[page], [*itertools.chain(*client.planes)]
+        for plane in planes:
+            plane[block].neg_()
         differ += client.resident(cell).tokens != plain.tokens
-        for planes in client.planes:
-            for plane in planes:
-                plane[block].neg_()
+        for plane in planes:
+            plane[block].neg_()
     assert differ >= 4
 
 
 @pytest.mark.parametrize("client", [dataclasses.replace(SMALL, dtype="bfloat16", pack=True)], indirect=True)
-def test_packed_pages_give_the_same_tokens(client: TransformersClient) -> None:
-    assert client.cache.layout.packed
-    for where in ("cpu", "ssd_via_cpu"):
-        cell = a_cell(where)
-        assert compare([client.hit(cell)], [client.resident(cell)], 0.0) == "same"
-
-
-@pytest.mark.parametrize("client", [dataclasses.replace(SMALL, dtype="bfloat16", pack=True)], indirect=True)
-def test_pages_that_cannot_be_packed_are_measured_where_they_lie(
+def test_packed_pages_and_those_that_cannot_be_are_measured_where_they_lie(
     client: TransformersClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A page of random bits lies plain beside the packed ones, in memory and on the SSD."""
+    """Packed ones give the same tokens. A page of random bits lies plain beside them, in memory and on the SSD."""
+    layout = client.cache.layout
+    assert layout.packed
+    for where in ("cpu", "ssd_via_cpu"):
+        assert compare([client.hit(a_cell(where))], [client.resident(a_cell(where))], 0.0) == "same"
     written = _Layers.write_pages
 
     def write(self: _Layers, start: int, blocks: list[int]) -> None:
@@ -343,7 +313,6 @@ def test_pages_that_cannot_be_packed_are_measured_where_they_lie(
     monkeypatch.setattr(_Layers, "write_pages", write)
     client.cache.clear()
     client.prime(96)
-    layout = client.cache.layout
     for where, tier in (("ssd_via_cpu", "ssd"), ("cpu", "cpu"), ("ssd_via_cpu", "ssd")):
         answer = client.hit(a_cell(where))
         assert answer.placed == {tier: 5 * layout.page_bytes, f"{tier}_plain": layout.plane_bytes}
@@ -364,13 +333,13 @@ def test_a_bad_page_is_said(client: TransformersClient) -> None:
     assert answer.recomputed == cached - 16
 
 
-def test_without_transformers_it_names_the_extra(tmp_path: Path) -> None:
-    code = "import sys; sys.modules['transformers'] = None; from gdscache.commands.main import main; main()"
-    command = [sys.executable, "-c", code, "bench", "ttft", "--quick", "--device", "cpu", "--dir", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: bench ttft measures transformers, which cannot be imported")
-    assert "install gdscache[hf]" in done.stderr
+def test_without_transformers_it_names_the_extra(gdscache, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, TransformersClient.__module__)
+    status, _, err = gdscache("bench", "ttft", "--quick", "--device", "cpu", "--dir", tmp_path)
+    assert status == 2
+    assert err.startswith("error: bench ttft measures transformers, which cannot be imported")
+    assert "install gdscache[hf]" in err
 
 
 # -- arithmetic --------------------------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ class ColdEngine:
                         "gds": "off",
                         **(ssd or {}),
                     },
-                    "host_buffer": max(256 * MIB, 2 * page_bytes),
+                    "host_buffer": max(min(256 * MIB, self.nbytes), 2 * page_bytes),
                     "store": {"queue": self.nbytes},
                     "deadline": self._patience,
                 }
