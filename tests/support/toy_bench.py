@@ -24,7 +24,7 @@ def toy(actions: Mapping[str, Callable[[], Any]], name: str = "toy") -> kit.Benc
             run.case(case, lambda action=action: {"r": [{"value": action(), **TOY}]})
 
     def lines(report: kit.Report) -> list[rows.Line]:
-        return [rows.Line.of(f"load of {row['case']}", row) for row in report["r"]]
+        return [(f"load of {row['case']}", row) for row in report["r"]]
 
     def shown(report: kit.Report) -> list[Table]:
         return [rows.lines_table("Toys", lines(report))]

@@ -161,11 +161,11 @@ def test_quick_prints_no_verdict(tmp_path: Path, profile: str, capsys: pytest.Ca
 
 
 def test_a_line_has_the_figures_of_its_row() -> None:
-    line = rows.Line.of("a toy", TOY)
-    assert (line.ours, line.against, line.relation) == ("2.00 GB/s", "another: 4.00 GB/s", "at least")
-    assert (line.ratio, line.low, line.high, line.limit, line.met) == (0.5, 0.25, 1.0, 0.75, False)
-    slow = rows.Line.of("w", rows.compared("w", SERIES, "x", SERIES, page_bytes=7), unit="s")
-    assert (slow.ours, slow.relation, slow.met) == ("2.00 s", "at most", None)
+    slow = {**TOY, "unit": "s", "ratio_low": 0.3, "ratio_high": 0.9}
+    [fast, late] = rows.lines_table("", [("a toy", TOY), ("slow", slow)]).rows
+    assert fast == ("a toy", "2.00 GB/s", "another: 4.00 GB/s", "0.500 (0.250 to 1.00)", "MISSED: at least 0.75")
+    assert late == ("slow", "2.00 s", "another: 4.00 s", "0.500 (0.300 to 0.900)", "MISSED: at most 0.75")
+    assert rows.lines_table("", [("w", rows.compared("w", SERIES, "x", SERIES))]).columns[-1] == "ratio"
 
 
 def read(file: Path) -> dict[str, Any]:

@@ -348,5 +348,5 @@ def command(settings: Settings) -> list[str]:
     return [settings.python, "-m", f"gdscache.commands.bench.serving_{settings.engine}"]
 
 
-_SHOWN = serving_report.tables, serving_report.plot, serving_report.details, serving_report.bottom
-BENCH = kit.Bench("ttft", "gdscache.bench.serving/3", {"rows": []}, measure, *_SHOWN)
+_SHOWN = serving_report.tables, serving_report.plot
+BENCH = kit.Bench("ttft", "gdscache.bench.serving/3", {"rows": []}, measure, *_SHOWN, bottom=serving_report.bottom)

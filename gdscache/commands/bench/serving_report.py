@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from gdscache.commands.bench.rows import Bar, value_bars
-from gdscache.commands.console import Table, figure, percent
+from gdscache.commands.console import Table, figure
 
 Row = Mapping[str, Any]
 
@@ -56,34 +56,17 @@ def _color(row: Row) -> str:
 def tables(report: Row) -> list[Table]:
     """First tokens and requests a second."""
     first = Table(_first_title(report), "way", "ms")
-    for name, values, *_ in first_bars(report):
-        first.add_row(name.replace("\n", ", "), _spread(values))
-    return [first, *(_rates(report, kind) for kind in KINDS)]
-
-
-def _rates(report: Row, kind: str) -> Table:
-    table = Table(f"Requests a second, {KINDS[kind]}", "way", "requests/s")
-    for name, values, *_ in traffic_bars(report, kind):
-        table.add_row(name, _spread(values))
-    return table
-
-
-def _spread(values: Sequence[float]) -> str:
-    return f"{figure(statistics.median(values))} ({figure(min(values))} to {figure(max(values))})"
+    rates = {kind: Table(f"Requests a second, {words}", "way", "requests/s") for kind, words in KINDS.items()}
+    some = [(first, first_bars(report)), *((table, traffic_bars(report, kind)) for kind, table in rates.items())]
+    for table, bars in some:
+        for bar in bars:
+            low, high = figure(min(bar.values)), figure(max(bar.values))
+            table.add_row(bar.name.replace("\n", ", "), f"{figure(statistics.median(bar.values))} ({low} to {high})")
+    return [first, *rates.values()]
 
 
 def _first_title(report: Row) -> str:
     return f"Time to first token; {report['settings']['tokens']:,} tokens, 90 % cached"
-
-
-def details(report: Row) -> list[Table]:
-    """Cached tokens."""
-    cached = Table("Cached, and opening", "case", "tokens of first tokens", "share of traffic", "opened in")
-    for row in report["rows"]:
-        first = ", ".join(f"{name} {max(found['cached']):,}" for name, found in row.get("first", {}).items())
-        shares = [percent(statistics.median(row[f"{kind}_cached"])) for kind in KINDS if f"{kind}_cached" in row]
-        cached.add_row(row["case"], first, ", ".join(shares), figure(row.get("opened_s", 0.0), "s"))
-    return [cached]
 
 
 def bottom(report: Row) -> list[str]:

@@ -30,7 +30,8 @@ from gdscache.disk.slab import slab_name
 from gdscache.errors import IOFailedError, MissingPackageError
 from gdscache.gate.costs import Costs
 from gdscache.gate.gate import Gate
-from gdscache.pages.layout import PLAIN, PageLayout, is_plain
+from gdscache.pages.layout import PLAIN, is_plain
+from gdscache.pages.planes import PagedPlanes
 from gdscache.sizes import MIB
 from gdscache.store.handle import StoreHandle
 
@@ -73,7 +74,7 @@ class TransformersClient:
         layout = Config.from_dict({"model": self._section}).model.layout()
         pages = -(-longest // settings.page_tokens)
         self._request, self._document = list(range(pages)), list(range(pages, 2 * pages))
-        self.planes = _planes(layout, 2 * pages, self.device)
+        self.planes = PagedPlanes.allocate(layout, 2 * pages, self.device).tensors
 
     @property
     def cache(self) -> CacheEngine:
@@ -410,17 +411,6 @@ def _model(settings: Settings, device: torch.device) -> PreTrainedModel:
         model = LlamaForCausalLM._from_config(config, dtype=getattr(torch, settings.dtype))  # type: ignore[no-untyped-call]
     found: PreTrainedModel = model.eval()
     return found
-
-
-def _planes(layout: PageLayout, blocks: int, device: torch.device) -> list[list[torch.Tensor]]:
-    """K and V of each layer, (blocks, page_tokens, heads, head_dim)."""
-    return [
-        [
-            torch.zeros((blocks, layout.page_tokens, *p.shape), dtype=getattr(torch, p.dtype), device=device)
-            for p in layer
-        ]
-        for layer in layout.layers
-    ]
 
 
 def _waited(load: LayerwiseLoad, waits: list[float], layer: int) -> None:
