@@ -73,23 +73,14 @@ class Stand(Gpu):
         return StandCopies(self, planes)
 
     def move(
-        self,
-        copies: Any,
-        direction: str,
-        extents: Any,
-        slots: Any,
-        blocks: Any,
-        layers: range,
-        after: Any,
-        *,
-        sums: bool,
+        self, by: Any, direction: str, extents: Any, slots: Any, blocks: Any, layers: range, after: Any, *, sums: bool
     ) -> Moved:
         assert isinstance(slots, np.ndarray)  # a list would be converted within the time that counts
-        bounds = copies.planes.layout.layer_bounds
+        bounds = by.planes.layout.layer_bounds
         nbytes = len(slots) * (bounds[layers.stop - 1][1] - bounds[layers.start][0])
         self.queued.append((direction, layers, slots.tolist(), blocks.reshape(-1).tolist()))
-        if not after and not copies.broken:
-            copies.copy(extents, slots, blocks, layers, load=direction == "load")
+        if not after and not by.broken:
+            by.copy(extents, slots, blocks, layers, load=direction == "load")
         event: Any = self.take(direction, nbytes, RATE * (0.99 if sums else 1.0), after)
         return event, lambda: np.zeros((len(slots), len(layers)), dtype=np.uint64)
 
@@ -241,14 +232,11 @@ def test_ours_and_the_plain_copy_move_as_many_bytes(gpu: Stand, pool: BenchPlane
     assert timed(gpu, copies.plain(repeat=3)).seconds == pytest.approx(3 * plain.seconds, rel=0.1)
 
 
-def test_one_layer_at_a_time_takes_the_next_layer_with_each_call(gpu: Stand, pool: BenchPlanes) -> None:
-    copies_of(pool, cell_of("one", "load")).ours()(())
-    assert [layers for _, layers, _, _ in gpu.queued] == [range(i, i + 1) for i in (0, 1, 2, 3)]
-    assert {len(slots) for _, _, slots, _ in gpu.queued} == {8}  # half of the pool's 16
-
-
-def test_pages_are_shuffled_and_loads_and_stores_share_none(gpu: Stand, pool: BenchPlanes) -> None:
+def test_calls_take_the_next_layers_and_shuffled_pages_that_loads_and_stores_do_not_share(
+    gpu: Stand, pool: BenchPlanes
+) -> None:
     copies_of(pool, cell_of("one", "both")).ours()(())
+    assert [layers for _, layers, _, _ in gpu.queued] == [range(i, i + 1) for i in (0, 1, 2, 3)] * 2
     (up, _, *load), (down, _, *store) = gpu.queued[0], gpu.queued[-1]
     assert (up, down) == ("load", "store")
     for taken, other in zip(load, store, strict=True):
@@ -650,17 +638,6 @@ def test_the_command_writes_what_was_measured(gdscache, monkeypatch: pytest.Monk
 # -- on a GPU ----------------------------------------------------------------------------------------------------------
 
 
-def numbers(data: Any, path: str = "") -> Iterator[tuple[str, float]]:
-    if isinstance(data, dict):
-        for key, value in data.items():
-            yield from numbers(value, f"{path}.{key}")
-    elif isinstance(data, list):
-        for value in data:
-            yield from numbers(value, path)
-    elif isinstance(data, (int, float)) and not isinstance(data, bool):
-        yield path, float(data)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_the_quick_profile_on_a_gpu(tmp_path: Path) -> None:
@@ -676,11 +653,10 @@ def test_the_quick_profile_on_a_gpu(tmp_path: Path) -> None:
     assert len(report["copies"]) == len(copy_cells.cells())
     assert len(report["checksums"]) == 44
     assert len(report["beside"]) == 2
-    for section in ("copies", "checksums", "beside"):
-        for path, number in numbers(report[section], section):
-            free = path.endswith(".coverage")
-            assert np.isfinite(number), path
-            assert number > 0 or (free and number == 0), path
+    assert "NaN" not in json.dumps(report)
+    assert "Infinity" not in json.dumps(report)
+    parts = [row[part] for row in report["beside"] for part in ("copy", "work")]
+    assert all(row["ratio_low"] > 0 for row in (*report["copies"], *report["checksums"], *parts))
     assert report["mover"]["calibration"]
     assert report["mover"]["driver"] > 12000
     assert "MISSED" not in done.stdout
