@@ -61,7 +61,9 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     path = tmp_path_factory.mktemp("ttft")
     files = ("--dir", str(path), "--report", str(path / "r.json"), "--plot", str(path / "r.svg"))
     line = ["-W", "error", "-m", "gdscache", "bench", "ttft", "--all", "--quick", "--device", "cpu", "--repeat", "1"]
-    status, shown = on_terminal([*line, *files])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("OMP_NUM_THREADS", "1")  # as in `_one_thread`
+        status, shown = on_terminal([*line, *files])
     assert status == 0, shown
     return path, json.loads((path / "r.json").read_text()), shown
 
@@ -163,7 +165,7 @@ def test_it_goes_on_where_it_was_ended(
 
     def hit(self: TransformersClient, cell: Cell) -> Answer:
         measured.append(cell)
-        if cell.cached == 90 and not kept:
+        if cell.cached_percent == 90 and not kept:
             raise KeyboardInterrupt
         return plain(self, cell)
 
@@ -349,20 +351,20 @@ def test_what_is_measured_unasked() -> None:
     for device in ("cuda:0", "cpu"):
         default, everything = Settings.of("default", device), Settings.of("default", device, everything=True)
         wanted = chosen(default)
-        assert {cell.prompt for cell in wanted} == set(sorted(default.prompts)[:2])
+        assert {cell.prompt_tokens for cell in wanted} == set(sorted(default.prompts)[:2])
         assert {cell.where for cell in wanted} == {NOWHERE, "gpu", "cpu", "ssd_via_cpu"}
         assert all(cell.overlap and not cell.gate for cell in wanted)
         assert len(wanted) == 2 * (1 + 3 * 3)
         assert chosen(everything) == cells(everything)
-    assert {cell.prompt for cell in chosen(Settings.of("quick", "cpu"))} == {256}
+    assert {cell.prompt_tokens for cell in chosen(Settings.of("quick", "cpu"))} == {256}
     assert Settings.of("default", "cuda:0").preset == "8b"
     assert Settings.of("default", "cuda:0").prompts == (32768, 8192, 131072)
     whole = cells(Settings.of("default", "cuda:0"))
     assert len(whole) == len(set(whole)) == 3 * (1 + 3 * (1 + 3 * 2 * 2))
-    assert [cell_of(cell.describe()) for cell in whole] == whole
+    assert [cell_of(cell._asdict()) for cell in whole] == whole
     groups = [cell.group for cell in whole]
     assert len(set(groups)) == sum(a != b for a, b in zip([None, *groups], groups, strict=False))  # each in one piece
-    assert {cell.cached for cell in whole} == set(CACHED)
+    assert {cell.cached_percent for cell in whole} == set(CACHED)
 
 
 def test_the_ceiling_of_a_transfer() -> None:
@@ -380,7 +382,7 @@ def test_the_ceiling_of_a_transfer() -> None:
 
 def made_up(cell: Cell, ttft_seconds: float, c: float = 1.0, t: float = 0.5, plain: float = 2.0) -> dict[str, Any]:
     return {
-        **cell.describe(),
+        **cell._asdict(),
         "ttft_seconds": {"median": ttft_seconds},
         "recompute_seconds": {"median": plain},
         "resident_seconds": {"median": c},

@@ -356,7 +356,7 @@ machines = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     workloads(requests=24, depth=5),
     configs(),

@@ -50,7 +50,7 @@ def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
     run.plan([cell.label for cell in cells])
     todo = [cell for cell in cells if run.wants(cell.label)]
     if todo:
-        with frozen_heap(), _client(settings, directory, max(cell.prompt for cell in todo)) as client:
+        with frozen_heap(), _client(settings, directory, max(cell.prompt_tokens for cell in todo)) as client:
             run.found["model"] = client.describe()
             for route, some in itertools.groupby(todo, lambda cell: cell.route):
                 _route(run, client, route, list(some))
@@ -79,7 +79,7 @@ def _route(run: kit.Run, client: TransformersClient, route: str, cells: Sequence
         for cell in cells:
             run.cannot(cell.label, cause_of(error))
         return
-    for length, of_length in itertools.groupby(cells, lambda cell: cell.prompt):
+    for length, of_length in itertools.groupby(cells, lambda cell: cell.prompt_tokens):
         some = list(of_length)
         if not any(run.wants(cell.label) for cell in some):
             return
@@ -110,14 +110,14 @@ def _miss(run: kit.Run, client: TransformersClient, cells: Sequence[Cell], _: Ce
     ours: list[Answer] = []
     plain: list[Answer] = []
     (cell,), settings = cells, client.settings
-    rounds = settings.repeat * max(1, statistics.median_low(settings.prompts) // cell.prompt)
+    rounds = settings.repeat * max(1, statistics.median_low(settings.prompts) // cell.prompt_tokens)
     for number in range(rounds + 1):
         run.say(f"{cell.label}: round {number} of {rounds}")
         for cached in (False, True) if number % 2 else (True, False):
             (ours if cached else plain).append(client.miss(cell, cached=cached))
     with_, without = (series(a.ttft for a in some[1:]) for some in (ours, plain))
     row = {
-        **cell.describe(),
+        **cell._asdict(),
         "cached_tokens": 0,
         "bytes": {},
         "ttft_seconds": with_,
@@ -135,7 +135,7 @@ def _hits(run: kit.Run, client: TransformersClient, cells: Sequence[Cell], ceili
     rates: dict[str, list[float]] = {name: [] for name in ceilings.ways}
     broken: dict[Cell, str] = {}
     for number in range(repeat + 1):  # the first round warms up
-        run.say(f"{first.prompt:,} tokens, {first.cached} % cached: round {number} of {repeat}")
+        run.say(f"{first.prompt_tokens:,} tokens, {first.cached_percent} % cached: round {number} of {repeat}")
         for name, way in ceilings.ways.items():
             rates[name].append(way())
         for key in list(answers) if number % 2 == 0 else reversed(list(answers)):
@@ -169,7 +169,7 @@ def _row(
     ideal = None if transfer is None else max(resident["median"], transfer)
     tie, waits = near_tie(client.settings), [wait for answer in answers[cell][1:] for wait in answer.waits]
     return {
-        **cell.describe(),
+        **cell._asdict(),
         "cached_tokens": cached,
         "bytes": placed,
         "ttft_seconds": mine,

@@ -159,8 +159,8 @@ class TransformersClient:
 
     def of(self, cell: Cell) -> tuple[list[int], int]:
         """A cell's prompt, and the number of its cached tokens."""
-        cached = cached_tokens(cell.prompt, cell.cached, self.settings.page_tokens)
-        return self.prompt(cell.prompt, cached), cached
+        cached = cached_tokens(cell.prompt_tokens, cell.cached_percent, self.settings.page_tokens)
+        return self.prompt(cell.prompt_tokens, cached), cached
 
     def prime(self, length: int) -> int:
         """Compute and store the document for prompts of a length, and keep it in the planes. Returns the pages' bytes.
