@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import shutil
 import statistics
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 from gdscache.commands.bench import io_cache, kit, ttft_report
-from gdscache.commands.bench.measure import Series, cause_of, frozen_heap, series
-from gdscache.commands.bench.ttft_ceilings import Ceilings
+from gdscache.commands.bench.bare import IO_BYTES, BareLoop
+from gdscache.commands.bench.measure import Series, cause_of, copy_rate, frozen_heap, idle, series
 from gdscache.commands.bench.ttft_cells import (
     NOWHERE,
     Answer,
@@ -25,8 +28,10 @@ from gdscache.commands.bench.ttft_cells import (
     transfer_seconds,
     worst,
 )
+from gdscache.cuda.host_memory import HostBuffer
 from gdscache.errors import CapacityError
 from gdscache.sizes import about
+from gdscache.storage.base import Op
 
 if TYPE_CHECKING:
     from gdscache.commands.bench.ttft_transformers import TransformersClient
@@ -87,7 +92,7 @@ def _route(run: kit.Run, client: TransformersClient, route: str, cells: Sequence
             run.say(f"{length:,} tokens: the document is computed and stored")
             stored = client.prime(length)
             nbytes = min(stored, client.settings.ceiling_bytes)
-            with contextlib.closing(Ceilings(client.device, client.slab, nbytes)) as ceilings:
+            with _ceilings(client.device, client.slab, nbytes) as ceilings:
                 if any(cell.gate for cell in some):
                     run.say(f"{length:,} tokens: the gate learns")
                     client.learn(length)
@@ -96,6 +101,37 @@ def _route(run: kit.Run, client: TransformersClient, route: str, cells: Sequence
                     if any(run.wants(cell.label) for cell in group):
                         with run.guarded(*(cell.label for cell in group)):
                             (_miss if group[0].where == NOWHERE else _hits)(run, client, group, ceilings)
+
+
+class Ceilings(NamedTuple):
+    """Ways that measure a ceiling once, in GB/s, and the names of the bare loops among them."""
+
+    ways: dict[str, Callable[[], float]]
+    loops: dict[str, str]
+
+
+@contextlib.contextmanager
+def _ceilings(device: torch.device, slab: Path, nbytes: int) -> Iterator[Ceilings]:
+    """The ceilings of a hit of `nbytes`.
+
+    `copy`: one copy of page-locked host memory to the device; on a CPU-only machine from one part of memory to another.
+    `read`: the best bare loop on the slab's first `nbytes`, which hold pages. `onward`: the best bare loop that copies
+    its reads on to the device.
+    """
+    nbytes = max(nbytes // max(IO_BYTES), 1) * max(IO_BYTES) if nbytes >= max(IO_BYTES) else nbytes
+    with contextlib.ExitStack() as undo:
+        source = undo.enter_context(HostBuffer(nbytes, "auto")).tensor[:nbytes]
+        source.fill_(1)
+        target = torch.ones(nbytes, dtype=torch.uint8, device=device)
+        found = Ceilings({"copy": functools.partial(copy_rate, source, target)}, {})
+        if nbytes >= min(IO_BYTES):
+            loop = undo.enter_context(contextlib.closing(BareLoop(slab, nbytes, target)))
+            for name, onward in (("read", False), ("onward", True)):
+                best = loop.scout(Op.READ, onward=onward)[0]
+                found.loops[name] = f"{best.label}, {'O_DIRECT' if loop.direct else 'through the page cache'}"
+                found.ways[name] = functools.partial(loop.run, Op.READ, best, onward=onward)
+        undo.callback(idle, device)
+        yield found
 
 
 # -- cells -------------------------------------------------------------------------------------------------------------
