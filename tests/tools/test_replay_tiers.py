@@ -26,7 +26,7 @@ from gdscache.errors import ConfigError, InvalidValueError
 from gdscache.limits import EngineLimits
 from gdscache.pages.keys import Page
 from gdscache.policies import POLICIES
-from tests.support.bounds import infinite, optimum
+from tests.support.bounds import optimum
 from tests.support.interpreters import PACKAGE, python
 from tests.support.one_tier import simulate
 from tests.support.places import ROOT
@@ -295,27 +295,6 @@ def test_a_direct_route_leaves_the_cpu_tier_alone() -> None:
     assert tiers.executor.promoted == 0
 
 
-def test_the_write_policies_write_what_they_say() -> None:
-    work = work_of([1, 2], [1, 2], [1, 2], [3, 4, 5, 6])
-    for policy, written in (("write_through", 6), ("write_through_selective", 2), ("never", 0)):
-        tiers, _ = run(work, make(cpu=8, ssd=8, store={"write_policy": policy}))
-        assert tiers.moved.written["ssd"] == written
-    tiers, _ = run(work, make(cpu=4, ssd=8, store={"write_policy": "write_back"}))
-    # 1 and 2 are dirty and stay; 5 and 6 find no slot and go past the CPU tier; then three of four are written ahead
-    assert (tiers.moved.demoted, tiers.moved.written) == (3, {"cpu": 4, "ssd": 5})
-    assert problems(tiers) == []
-
-
-def test_what_is_refused_is_counted_by_cause() -> None:
-    config = make(cpu=1, ssd=8, store={"admission": "second_offer"})
-    tiers, _ = run(work_of([1], [2], [1], [2]), config)
-    assert tiers.manager.counts["refused", "second_offer"] == 2
-    assert tiers.moved.written["ssd"] == 2
-    found = reports.replay(work_of([1], [2], [1], [2]), [0.0, 1.0, 2.0, 3.0], config, INSTANT)
-    assert found["ssd"]["refused_pages"] == {"second_offer": 2}
-    assert adds_up(found)
-
-
 # -- whatever the traffic -----------------------------------------------------------------------------------------
 
 
@@ -409,15 +388,6 @@ def test_one_tier_in_series_is_the_index_without_time(work: Workload, capacity: 
     assert tiers.moved.written["cpu"] == plain.written
     assert tiers.ledger.dropped["cpu_full"] == plain.cold + plain.absent - plain.written
     assert tiers.manager.tiers["cpu"].index.evictions == plain.evictions
-
-
-@settings(max_examples=50, deadline=None)
-@given(workloads(requests=20, depth=4))
-def test_tiers_that_hold_everything_find_everything(work: Workload) -> None:
-    work = expand([request(p.pages, 512 * len(p.pages) + 1) for p in work.prompts])
-    unique = len(work.names)
-    _, outcome = run(work, make(cpu=unique, ssd=unique))
-    assert sum(outcome.hits(name) for name in ("cpu", "ssd")) == infinite(work).hits
 
 
 # -- what is asked for --------------------------------------------------------------------------------------------
