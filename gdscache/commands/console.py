@@ -1,4 +1,4 @@
-"""The commands' output: tables, figures, a progress bar, JSON files, plots, help.
+"""The commands' output: tables, figures, a progress bar, sizes, help.
 
     table = Table("Copies", "page", "way", "GB/s")  # without columns: pairs of a name and a text
     table.add_row("2MiB", "load", figure(31.42))
@@ -12,7 +12,6 @@ number stays in one piece with its unit.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import re
@@ -20,22 +19,17 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from types import ModuleType
 from typing import Any, TypeVar
 
 import typer
 import typer.core
 
 from gdscache.arguments import shown
-from gdscache.errors import InvalidValueError, MissingPackageError, printable
-from gdscache.runtime.files import write_whole
+from gdscache.errors import InvalidValueError, printable
 from gdscache.sizes import parse_size, significant
 
 Progress = Callable[[int, int, str], None]
 """Called as `progress(done, total, text)` during long work."""
-
-PLOT_FORMATS = (".png", ".svg", ".pdf")
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -158,33 +152,9 @@ def size_of(text: str, option: str) -> int:
         raise InvalidValueError(f"{option} is {shown(text)}: {error}", f"write {option} 64GiB") from None
 
 
-def check_writable(path: Path | None, option: str) -> None:
-    """Raise `InvalidValueError` before minutes of work if `path` cannot be a file."""
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise InvalidValueError(f"{option} {path} cannot be written", "name a file in a directory that exists")
-
-
-def write_json(path: Path, report: Mapping[str, Any]) -> None:
-    """Write a report atomically: a reader finds the old file or the new one, after a crash too."""
-    text = json.dumps(report, indent=2) + "\n"
-    if path.exists() and not path.is_file():  # a pipe or a device
-        path.write_text(text)
-        return
-    write_whole(path, text.encode(), path.stat().st_mode & 0o777 if path.exists() else 0o644)
-
-
-def require_matplotlib(path: Path) -> ModuleType:
-    """matplotlib, ready to draw into `path`; imported only here. Raises `MissingPackageError` without it, and
-    `InvalidValueError` for an unknown file name suffix."""
-    if path.suffix.lower() not in PLOT_FORMATS:
-        raise InvalidValueError(f"no plot can be written as {path.name!r}", f"use a name in {', '.join(PLOT_FORMATS)}")
-    try:
-        import matplotlib.figure
-    except ImportError as error:
-        raise MissingPackageError(
-            f"a plot needs matplotlib, which cannot be imported: {error}", "install gdscache[plot]"
-        ) from error
-    return matplotlib
+def size_option(name: str, text: str, **settings: Any) -> Any:
+    """An option whose value is the bytes of a size."""
+    return typer.Option(name, help=text, metavar="SIZE", parser=lambda value: size_of(value, name), **settings)
 
 
 def _together(text: str) -> str:

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 from hypothesis import strategies as st
 
-from gdscache.commands.replay.trace import Request
+from gdscache.commands.replay.trace import Request, read_trace
 from gdscache.commands.replay.workload import Workload, expand
+
+_CONVERSATION = os.environ.get("GDSCACHE_CONVERSATION_TRACE", "")
+needs_conversation = pytest.mark.skipif(
+    not _CONVERSATION, reason="GDSCACHE_CONVERSATION_TRACE does not name Mooncake's conversation_trace.jsonl"
+)
+
+
+def conversation() -> list[Request]:
+    return read_trace([Path(_CONVERSATION)])
 
 
 def request(blocks: Sequence[int], tokens: int | None = None, timestamp: float = 0) -> Request:

@@ -6,19 +6,26 @@ import contextlib
 import dataclasses
 import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import typer
 
 from gdscache.commands.bench import bare, kit, machine, measure, rows
-from gdscache.commands.console import Table
-from gdscache.errors import CapacityError, InvalidValueError, IOFailedError
+from gdscache.errors import (
+    CapacityError,
+    InvalidValueError,
+    IOFailedError,
+    MissingPackageError,
+    TransportUnavailableError,
+)
 from gdscache.storage.base import Op
+from tests.support.toy_bench import SERIES, TOY, broken, interrupted, never, toy
 
 pytestmark = pytest.mark.suite
 
@@ -28,43 +35,16 @@ MIB = 1 << 20
 # -- the kit -----------------------------------------------------------------------------------------------------------
 
 
-def toy(actions: dict[str, Callable[[], Any]]) -> kit.Bench:
-    """A bench of these cases, whose rows are those of `r`."""
-
-    def measured(run: kit.Run, settings: kit.Settings, directory: Path) -> None:
-        run.plan(list(actions))
-        for name, action in actions.items():
-            run.case(name, lambda action=action: {"r": [{"value": action(), **TOY}]})
-
-    def drawn(report: kit.Report, figure: Any) -> None:
-        rows.bars(figure.subplots(), [rows.Line.of("a toy", row) for row in report["r"]])
-
-    def shown(report: kit.Report) -> list[Table]:
-        return [rows.lines_table("Toys", [rows.Line.of("a toy", row) for row in report["r"]])]
-
-    return kit.Bench("toy", "gdscache.bench.toy/1", {"r": []}, measured, shown, drawn)
-
-
-SERIES = measure.Series((1.0, 2.0, 3.0))
-TOY = rows.compared("a toy", SERIES, "another", measure.Series((4.0, 2.0, 6.0)), 0.75)
-
-
-def interrupted() -> float:
-    raise KeyboardInterrupt
-
-
-def broken() -> float:
-    raise IOFailedError("the disk is\non fire", "leave")
-
-
-def never() -> float:
-    raise AssertionError("measured again")
-
-
 def test_a_case_that_fails_does_not_cost_the_others(tmp_path: Path) -> None:
-    found = toy({"a": lambda: 1.0, "b": broken, "c": lambda: 3.0}).run(kit.Settings(), tmp_path)
+    """A case whose transport this machine lacks is no failure."""
+
+    def lacking() -> NoReturn:
+        raise TransportUnavailableError("nixl cannot be imported", "install it")
+
+    found = toy({"a": lambda: 1.0, "b": broken, "c": lambda: 3.0, "d": lacking}).run(kit.Settings(), tmp_path)
     assert [(row["case"], row["value"]) for row in found["r"]] == [("a", 1.0), ("c", 3.0)]
-    assert (found["done"], found["failed"]) == (["a", "c"], [{"what": "b", "cause": "the disk is on fire"}])
+    assert (found["done"], found["failed"]) == (["a", "c"], [{"what": "b", "cause": "the disk is full"}])
+    assert found["cannot"] == [{"what": "d", "cause": "nixl cannot be imported"}]
     assert (found["left"], found["complete"], found["interrupted"]) == ([], True, False)
 
 
@@ -124,11 +104,6 @@ def test_rows_of_a_case_that_was_wrong_are_measured_anew(tmp_path: Path) -> None
     assert again["failed"] == []
 
 
-def test_time_that_is_over_leaves_cases(tmp_path: Path) -> None:
-    found = toy({"a": never}).run(kit.Settings(), tmp_path, seconds=0.0)
-    assert (found["left"], found["complete"], found["failed"]) == (["a"], False, [])
-
-
 def test_a_case_that_would_end_late_does_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The case before says how long the next one takes."""
     now = [0.0]
@@ -137,11 +112,12 @@ def test_a_case_that_would_end_late_does_not_begin(tmp_path: Path, monkeypatch: 
     def lasting(seconds: float) -> Callable[[], float]:
         return lambda: now.__setitem__(0, now[0] + seconds) or 1.0
 
-    found = toy({"a": lasting(6.0), "b": lasting(1.0), "c": lasting(1.0)}).run(kit.Settings(), tmp_path, seconds=10.0)
-    assert (found["done"], found["left"]) == (["a"], ["b", "c"])
-    assert kit.below({**found, "cannot": [], "failed": []})[-1] == ("Not measured, no time left: b; c.")
-    found = toy({"a": lasting(6.0), "b": lasting(1.0), "c": lasting(1.0)}).run(kit.Settings(), tmp_path, seconds=13.0)
-    assert (found["done"], found["left"]) == (["a", "b", "c"], [])
+    bench = toy({"a": lasting(6.0), "b": lasting(1.0), "c": lasting(1.0)})
+    for seconds, done in ((0.0, ""), (10.0, "a"), (13.0, "abc")):
+        found = bench.run(kit.Settings(), tmp_path, seconds=seconds)
+        assert (found["done"], found["left"]) == ([*done], [*"abc"[len(done) :]])
+        left = [f"Not measured, no time left: {'; '.join(found['left'])}."] * bool(found["left"])
+        assert [part for part in kit.below(found) if isinstance(part, str)] == left
 
 
 @pytest.mark.parametrize(
@@ -179,22 +155,53 @@ def test_quick_prints_no_verdict(tmp_path: Path, profile: str, capsys: pytest.Ca
     assert ended.value.exit_code == 1
     out, err = capsys.readouterr()
     assert ("MISSED: at least 0.75" in out) == ("mean nothing" not in out) == (profile == "default")
-    assert "the disk is on fire" in out
+    assert "the disk is full" in out
     assert [line.partition(", ")[2] for line in err.splitlines()] == ["0 of 2: a", "1 of 2: b"]
     drawn = (tmp_path / "r.svg").read_text()
     assert ("red: missed" in drawn) == ("figures mean nothing" not in drawn) == (profile == "default")
 
 
 def test_a_line_has_the_figures_of_its_row() -> None:
-    line = rows.Line.of("a toy", TOY)
-    assert (line.ours, line.against, line.relation) == ("2.00 GB/s", "another: 4.00 GB/s", "at least")
-    assert (line.ratio, line.low, line.high, line.limit, line.met) == (0.5, 0.25, 1.0, 0.75, False)
-    slow = rows.Line.of("w", rows.compared("w", SERIES, "x", SERIES, page_bytes=7), unit="s")
-    assert (slow.ours, slow.relation, slow.met) == ("2.00 s", "at most", None)
+    slow = {**TOY, "unit": "s", "ratio_low": 0.3, "ratio_high": 0.9}
+    [fast, late] = rows.lines_table("", [("a toy", TOY), ("slow", slow)]).rows
+    assert fast == ("a toy", "2.00 GB/s", "another: 4.00 GB/s", "0.500 (0.250 to 1.00)", "MISSED: at least 0.75")
+    assert late == ("slow", "2.00 s", "another: 4.00 s", "0.500 (0.300 to 0.900)", "MISSED: at most 0.75")
+    assert rows.lines_table("", [("w", rows.compared("w", SERIES, "x", SERIES))]).columns[-1] == "ratio"
 
 
 def read(file: Path) -> dict[str, Any]:
     return dict(json.loads(file.read_text()))
+
+
+def test_json_is_replaced_in_one_step(tmp_path: Path) -> None:
+    """A write that fails leaves the old file, and nothing beside it."""
+    file = tmp_path / "report.json"
+    kit.write_json(file, {"a": 1})
+    file.chmod(0o640)
+    before = file.stat().st_ino
+    with pytest.raises(TypeError):
+        kit.write_json(file, {"a": object()})
+    assert json.loads(file.read_text()) == {"a": 1}
+    kit.write_json(file, {"a": 2})
+    assert json.loads(file.read_text()) == {"a": 2}
+    assert (file.stat().st_mode & 0o777, list(tmp_path.iterdir())) == (0o640, [file])
+    assert file.stat().st_ino != before
+
+
+def test_json_goes_into_a_pipe_too(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with open(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)) as reader:
+        kit.write_json(pipe, {"a": 1})
+        assert json.load(reader) == {"a": 1}
+    assert pipe.is_fifo()
+
+
+def test_matplotlib_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MissingPackageError, match=r"gdscache\[plot\]"):
+        kit.require_matplotlib(Path("a.png"))
 
 
 def test_the_machine_is_in_the_report(tmp_path: Path) -> None:
@@ -277,16 +284,42 @@ def test_ways_take_turns() -> None:
     ways = {name: (lambda name=name: order.append(name) or float(len(order))) for name in "ab"}
     found = measure.interleave(ways, 3)
     assert order == ["a", "b"] * 3
-    assert found["a"].values == (1.0, 3.0, 5.0)
-    assert found["b"].median == 4.0
+    assert found["a"]["values"] == [1.0, 3.0, 5.0]
+    assert found["b"]["median"] == 4.0
     assert measure.ratio(found["a"], found["b"]) == {"ratio": 0.75, "ratio_min": 0.5, "ratio_max": 5 / 6}
 
 
-def test_targets() -> None:
-    assert measure.target(0.85, 0.85, at_least=True)["met"]
-    assert not measure.target(0.84, 0.85, at_least=True)["met"]
-    assert measure.target(3, 3, at_least=False)["met"]
-    assert not measure.target(3.1, 3, at_least=False)["met"]
+@pytest.mark.parametrize(
+    ("count", "low", "high", "coverage"),
+    [
+        (1, 1, 1, 0.0),
+        (3, 1, 3, 0.75),
+        (5, 1, 5, 0.9375),  # all of them cover less than was asked for
+        (6, 1, 6, 0.96875),
+        (8, 1, 8, 0.9921875),
+        (9, 2, 8, 0.9609375),
+        (30, 10, 21, 0.957226),  # as in tables of the sign test
+    ],
+)
+def test_intervals_are_order_statistics(count: int, low: int, high: int, coverage: float) -> None:
+    values = [float(i) for i in range(1, count + 1)]
+    random.Random(1).shuffle(values)
+    found = measure.median_interval(values)
+    assert (found.median, found.low, found.high) == ((count + 1) / 2, low, high)
+    assert found.coverage == pytest.approx(coverage, abs=1e-6)
+
+
+def test_pairs_change_their_order_and_keep_their_places() -> None:
+    order: list[str] = []
+    found = measure.turns(lambda: order.append("a") or "A", lambda: order.append("b") or "B", 3)
+    assert order == ["a", "b", "b", "a", "a", "b"]
+    assert found == (["A"] * 3, ["B"] * 3)
+
+
+def test_a_ratio_is_that_of_pairs() -> None:
+    """A machine that slows down by half in the middle of it: each pair still says 0.9."""
+    found = measure.paired([9.0, 4.5, 4.5, 9.0, 18.0], [10.0, 5.0, 5.0, 10.0, 20.0])
+    assert found == {"ratio": 0.9, "ratio_low": 0.9, "ratio_high": 0.9, "coverage": 0.9375, "pairs": 5}
 
 
 # -- the machine -------------------------------------------------------------------------------------------------------

@@ -6,20 +6,25 @@ import contextlib
 import dataclasses
 import json
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 import torch
 
 from gdscache import errors
 from gdscache.commands import console
-from gdscache.commands.bench import bare, io, io_cache, io_rows
+from gdscache.commands.bench import bare, io, io_cache, io_engine, io_rows
 from gdscache.commands.bench.io import BENCH, Settings
 from gdscache.commands.bench.io_engine import ColdEngine, Place
 from gdscache.config import SsdConfig
 from gdscache.storage import files, open_transport
+from gdscache.storage.base import Op
+from tests.support.fault_plan import Fault
+from tests.support.faulty import PLAN
+from tests.support.pages import FAULTY
 from tests.support.terminal import on_terminal
 from tests.support.transport_parts import refuse_ring
 
@@ -35,14 +40,11 @@ HAS_RAM = RAM.is_dir() and os.access(RAM, os.W_OK) and io_cache.in_memory(RAM)
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A quick run: its directory, and what a terminal of 80 columns showed."""
-    path, before = tmp_path_factory.mktemp("io"), os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    try:
-        line = "-W", "error", "-m", "gdscache", "bench", "io", "--quick", "--all", "--dir", str(path)
+    path = tmp_path_factory.mktemp("io")
+    line = "-W", "error", "-m", "gdscache", "bench", "io", "--quick", "--all", "--dir", str(path)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("CUDA_VISIBLE_DEVICES", "")
         status, shown = on_terminal([*line, "--report", str(path / "r.json"), "--plot", str(path / "r.svg")])
-    finally:
-        os.environ.pop("CUDA_VISIBLE_DEVICES")
-        os.environ.update({} if before is None else {"CUDA_VISIBLE_DEVICES": before})
     assert status == 0, shown
     return path, shown
 
@@ -118,6 +120,7 @@ def test_gds_that_is_required_is_proven_or_fails(tmp_path: Path) -> None:
     assert len(found["comparisons"]) == 4, "other transports prove nothing and are measured"
 
 
+@pytest.mark.usefixtures("one_way")
 def test_gds_that_no_counter_saw_is_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a transport to host memory in the place of one that is proven."""
     monkeypatch.setattr(io_rows, "GDS", ("posix",))
@@ -150,13 +153,11 @@ def test_what_is_dropped_is_gone_and_what_is_not_is_said(tmp_path: Path) -> None
 
 @pytest.mark.skipif(not HAS_RAM, reason="no RAM disk at /dev/shm")
 def test_a_ram_disk_is_said_to_be_one() -> None:
-    import tempfile
-
-    with tempfile.TemporaryDirectory(dir=RAM) as name:
-        path = Path(name, "f")
-        path.write_bytes(bytes(MIB))
-        io_cache.drop([path])
-        assert io_cache.state(path, direct=True) == {"state": "memory", "resident_bytes": MIB}
+    with tempfile.NamedTemporaryFile(dir=RAM) as file:
+        file.write(bytes(MIB))
+        file.flush()
+        io_cache.drop([Path(file.name)])
+        assert io_cache.state(Path(file.name), direct=True) == {"state": "memory", "resident_bytes": MIB}
 
 
 # -- an engine's stores and loads --------------------------------------------------------------------------------------
@@ -166,6 +167,12 @@ def test_a_ram_disk_is_said_to_be_one() -> None:
 def cold(tmp_path: Path) -> Iterator[ColdEngine]:
     with contextlib.closing(ColdEngine(place(tmp_path, 6 * MIB), MIB)) as engine:
         yield engine
+
+
+@pytest.fixture
+def one_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bare loop is not scouted."""
+    monkeypatch.setattr(bare.BareLoop, "scout", lambda *_: [bare.Way(2, MIB)])
 
 
 def place(directory: Path, nbytes: int = 4 * MIB) -> Place:
@@ -187,6 +194,18 @@ def test_a_load_of_damaged_pages_is_no_figure(cold: ColdEngine) -> None:
         cold.load()
 
 
+def test_a_transport_that_hangs_ends_with_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind its probe, in a write or in a read."""
+    monkeypatch.setattr(io_engine, "PATIENCE_S", 0.5)
+    with PLAN.rule(Op.WRITE, Fault.HANG), pytest.raises(errors.IOFailedError, match="reached the SSD; pages: deadline"):
+        ColdEngine(place(tmp_path), MIB, {"transport": FAULTY})
+    with contextlib.closing(ColdEngine(place(tmp_path), MIB, {"transport": FAULTY})) as engine:
+        hangs, late = PLAN.rule(Op.READ, Fault.HANG), pytest.raises(errors.IOFailedError, match="pages: deadline")
+        with hangs, late:
+            engine.load()
+
+
+@pytest.mark.usefixtures("one_way")
 def test_reads_through_the_page_cache_are_cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where O_DIRECT is refused, the slab is dropped before each load, and the report says so."""
     for module in (files, bare):
@@ -206,24 +225,29 @@ def engine_transport(directory: Path) -> str:
         return found.name
 
 
-def test_what_is_compared_is_what_an_engine_would_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = engine_transport(tmp_path)
-    for refused, wanted in ((False, here), (True, "posix")):
-        if refused:
-            refuse_ring(monkeypatch)
-        assert {r["transport"] for r in io_rows.stores_and_loads(place(tmp_path), MIB)} == {wanted}
+@pytest.mark.usefixtures("one_way")
+def test_without_io_uring_it_measures_threads_as_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_ring(monkeypatch)
+    assert {r["transport"] for r in io_rows.stores_and_loads(place(tmp_path), MIB)} == {"posix"}
 
 
-@pytest.mark.parametrize(("mib", "targets"), [(4, [0.92, 0.85]), (1, [0.88, 0.78])])
+@pytest.mark.usefixtures("one_way")
+@pytest.mark.parametrize(
+    ("mib", "memory", "transport", "targets"),
+    [
+        (4, False, "", [0.92, 0.85]),
+        (1, False, "", [0.88, 0.78]),
+        (1, False, "posix", [None, None]),
+        (1, True, "", [None, None]),
+    ],
+)
 def test_targets_are_those_of_a_disk(
-    mib: int, targets: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mib: int, memory: bool, transport: str, targets: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for memory, transport in ((False, ""), (False, "posix"), (True, "")):
-        monkeypatch.setattr(io_cache, "in_memory", lambda directory, memory=memory: memory)
-        rows = io_rows.stores_and_loads(place(tmp_path), mib * MIB, transport)
-        wanted = [None] * 2 if memory or transport else targets
-        assert [row.get("target") for row in rows] == wanted
-        assert all(row["met"] is (row["ratio"] >= row["target"]) for row in rows if "target" in row)
+    monkeypatch.setattr(io_cache, "in_memory", lambda directory: memory)
+    rows = io_rows.stores_and_loads(place(tmp_path), mib * MIB, transport)
+    assert [row.get("target") for row in rows] == targets
+    assert all(row["met"] is (row["ratio"] >= row["target"]) for row in rows if "target" in row)
 
 
 def test_threads_are_the_engine_s_and_more_on_a_ram_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,47 +265,6 @@ def test_packed_loads_are_held_against_unpacked_ones(tmp_path: Path, monkeypatch
     rows = io_rows.packed_loads(place(tmp_path), MIB)
     assert [r["against"] for r in rows] == ["unpacked", "a page-locked copy"] * 3
     assert [r.get("target") for r in rows] == [1.25, 1.18, 1.20, None, 1.20, None]
-
-
-# -- whole runs --------------------------------------------------------------------------------------------------------
-
-
-def test_a_run_goes_on_where_a_report_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[dict[str, Any]] = []
-    whole = BENCH.run(TINY, tmp_path, keep=lambda found: kept.append(json.loads(json.dumps(found))))
-    assert whole["complete"]
-    assert [len(found["done"]) for found in kept] == sorted(len(found["done"]) for found in kept)
-    assert kept[-1] == whole
-    gone = whole["comparisons"][0]["case"]
-    part = {**whole, "done": [name for name in whole["done"] if name != gone]}
-    mended = BENCH.run(TINY, tmp_path, done=part)
-    assert mended["complete"]
-    assert [row["case"] for row in mended["comparisons"]] == [whole["comparisons"][-1]["case"]] * 2 + [gone] * 2
-    assert not list(tmp_path.iterdir())
-
-    def never(*_: object, **__: object) -> NoReturn:
-        raise AssertionError("measured again")
-
-    monkeypatch.setattr(io_rows, "stores_and_loads", never)
-    again = BENCH.run(TINY, tmp_path, done=whole)
-    assert (again["complete"], again["comparisons"]) == (True, whole["comparisons"])
-
-
-def test_a_comparison_that_fails_does_not_cost_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def some(place: Place, page_bytes: int, transport: str, **_: object) -> list[Any]:
-        if transport == "nixl":
-            raise errors.TransportUnavailableError("nixl cannot be\nimported", "install it")
-        if page_bytes == MIB:
-            raise errors.GdsCacheError("no luck", "")
-        return [{"what": transport}]
-
-    monkeypatch.setattr(io_rows, "stores_and_loads", some)
-    found = BENCH.run(dataclasses.replace(TINY, transports=("nixl", "posix")), tmp_path)
-    failed = [f"stores and loads, {of}1MiB pages" for of in ("", "posix, ")]
-    assert found["failed"] == [{"what": what, "cause": "no luck"} for what in failed]
-    assert {row["cause"] for row in found["cannot"]} == {"nixl cannot be imported"}
-    assert [row["what"] for row in found["comparisons"]] == ["", "posix"]
-    assert (found["left"], list(tmp_path.iterdir())) == ([], [])
 
 
 def test_a_disk_without_room_is_refused(tmp_path: Path) -> None:

@@ -12,10 +12,11 @@ import pytest
 from typer.testing import CliRunner
 
 from gdscache.commands.bench import compare, kit, report, rows
-from gdscache.commands.bench.measure import Series
+from gdscache.commands.bench.measure import series
 from gdscache.commands.cli import app
-from gdscache.commands.console import Table, silent
-from gdscache.errors import CapacityError, InvalidValueError
+from gdscache.commands.console import silent
+from gdscache.errors import InvalidValueError
+from tests.support.toy_bench import broken, interrupted, never, toy
 
 VOID = {"meta", "path", "use", "rect", "image", "circle", "line"}
 
@@ -42,47 +43,13 @@ class Checked(HTMLParser):
         self.text.append(data)
 
 
-def toy(name: str, actions: dict[str, Callable[[], float]]) -> kit.Bench:
-    """A bench of these cases, each with a row, a table, a plot and a sentence."""
-
-    def measured(run: kit.Run, settings: kit.Settings, directory: Path) -> None:
-        run.plan(list(actions))
-        for case, action in actions.items():
-            run.case(case, lambda case=case, action=action: {"r": [_row(case, action())]})
-
-    def shown(found: kit.Report) -> list[Table]:
-        table = Table(f"Rows of {name}", "what", "GB/s")
-        for row in found["r"]:
-            table.add_row(row["what"], f"{row['figure']['median']:g}")
-        return [table]
-
-    def drawn(found: kit.Report, figure: Any) -> None:
-        rows.bars(figure.subplots(), [])
-
-    bottom = lambda found: [f"{name} <moves> {len(found['r'])} & more."]  # noqa: E731
-    return kit.Bench(name, f"gdscache.bench.{name}/1", {"r": []}, measured, shown, drawn, bottom=bottom)
-
-
-def _row(case: str, value: float, rounds: int = 5) -> dict[str, Any]:
-    ours, other = Series((value,) * rounds), Series((2.0,) * rounds)
-    return rows.compared(f"load of {case}", ours, "a copy", other)
-
-
-def never() -> float:
-    raise AssertionError("measured again")
-
-
-def full() -> float:
-    raise CapacityError("the disk is full", "free some")
-
-
 @pytest.fixture
 def some(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
     """Have a report made of these toys, and of a bench that cannot run."""
 
     def put(**benches: dict[str, Callable[[], float]]) -> None:
         found = [
-            report.Part(name, f"The {name}", 0.5, lambda name=name, of=of: (toy(name, of), kit.Settings(), tmp_path))
+            report.Part(name, f"The {name}", 0.5, lambda name=name, of=of: (toy(of, name), kit.Settings(), tmp_path))
             for name, of in benches.items()
         ]
         found.append(report.Part("gpu", "The GPU", 0.5, lambda: pytest.fail("it cannot run"), "torch sees no GPU"))
@@ -100,7 +67,7 @@ def made(tmp_path: Path, *, seconds: float = 60.0) -> tuple[kit.Report, str]:
 
 
 def test_the_page_has_every_bench_and_says_what_is_missing(tmp_path: Path, some: Callable[..., None]) -> None:
-    some(disk={"cold": lambda: 1.0, "full": full}, copies={"warm": lambda: 3.0})
+    some(disk={"cold": lambda: 1.0, "full": broken}, copies={"warm": lambda: 3.0})
     found, text = made(tmp_path)
     assert [*found["benches"]] == ["copies", "disk"]
     assert found["cannot"] == {"gpu": "torch sees no GPU"}
@@ -109,10 +76,7 @@ def test_the_page_has_every_bench_and_says_what_is_missing(tmp_path: Path, some:
 
 
 def test_after_ctrl_c_the_page_has_what_was_measured(tmp_path: Path, some: Callable[..., None]) -> None:
-    def stop() -> float:
-        raise KeyboardInterrupt
-
-    some(copies={"far": never}, disk={"cold": lambda: 1.0, "warm": stop})
+    some(copies={"far": never}, disk={"cold": lambda: 1.0, "warm": interrupted})
     found, text = made(tmp_path)
     assert found["interrupted"]
     assert [row["case"] for row in found["benches"]["disk"]["r"]] == ["cold"]
@@ -120,13 +84,6 @@ def test_after_ctrl_c_the_page_has_what_was_measured(tmp_path: Path, some: Calla
     assert found["cannot"]["copies"] == "interrupted"
     assert "Interrupted: not all is measured." in text
     assert "Not measured, interrupted: warm." in text
-
-
-def test_time_that_is_over_leaves_cases(tmp_path: Path, some: Callable[..., None]) -> None:
-    some(disk={"cold": never})
-    found, text = made(tmp_path, seconds=0.0)
-    assert found["cannot"] == {"disk": "no time left", "gpu": "torch sees no GPU"}
-    assert "no time left" in text
 
 
 def test_what_a_bench_leaves_of_its_time_goes_to_the_next(
@@ -141,6 +98,9 @@ def test_what_a_bench_leaves_of_its_time_goes_to_the_next(
         return lambda: said.append(name) or now.__setitem__(0, now[0] + seconds) or 1.0
 
     some(disk={n: lasting(n, 30.0) for n in ("d1", "d2", "d3")}, copies={"c1": lasting("c1", 5.0)})
+    found, text = made(tmp_path, seconds=0.0)
+    assert found["cannot"] == dict.fromkeys(("copies", "disk"), "no time left") | {"gpu": "torch sees no GPU"}
+    assert "no time left" in text
     found, text = made(tmp_path, seconds=100.0)
     assert said == ["c1", "d1", "d2"]
     assert found["benches"]["disk"]["left"] == ["d3"]
@@ -160,7 +120,7 @@ def test_this_machine_has_parts() -> None:
 
 def written(path: Path, name: str = "io", **values: tuple[float, ...]) -> Path:
     found = [
-        {"case": case, **rows.compared(case, Series(v), "x", Series((1.0,) * len(v)))} for case, v in values.items()
+        {"case": case, **rows.compared(case, series(v), "x", series((1.0,) * len(v)))} for case, v in values.items()
     ]
     path.write_text(json.dumps({"schema": f"gdscache.bench.{name}/3", "comparisons": found}))
     return path
@@ -179,7 +139,7 @@ def test_changes_are_those_whose_spreads_do_not_meet(tmp_path: Path) -> None:
 
 def test_less_time_is_better(tmp_path: Path) -> None:
     def timed(path: Path, seconds: float) -> Path:
-        cell = {"case": "8k tokens", "ttft_seconds": Series((seconds,) * 4).describe()}
+        cell = {"case": "8k tokens", "ttft_seconds": series((seconds,) * 4)}
         path.write_text(json.dumps({"schema": "gdscache.bench.ttft/4", "cells": [cell]}))
         return path
 

@@ -15,6 +15,7 @@ import matplotlib.figure
 import pytest
 
 from gdscache.commands.bench import io_cache, kit, serving, serving_report, serving_sglang
+from gdscache.commands.bench.rows import Bar, value_bars
 from gdscache.commands.bench.shapes import HYBRIDS, LLAMAS, token_bytes
 from gdscache.errors import InvalidValueError, MissingPackageError
 
@@ -76,7 +77,7 @@ def test_all_first_tokens_of_a_way_come_before_its_traffic() -> None:
 
 def test_a_run_of_both_directories(bench: Callable[..., tuple[int, Any, str]], tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
-    status, report, out = bench("vllm", "--disk", str(tmp_path / "disk"), "--plot", str(tmp_path / "r.png"), "--all")
+    status, report, out = bench("vllm", "--disk", str(tmp_path / "disk"), "--plot", str(tmp_path / "r.png"))
     assert (status, report["complete"], report["left"], report["failed"]) == (0, True, [], [])
     assert [(row["way"], row["restarted"], "shared_requests_per_s" in row) for row in report["rows"]] == [
         ("none", False, True), ("cpu", False, True), ("files", False, False), ("gdscache", False, False),
@@ -87,7 +88,7 @@ def test_a_run_of_both_directories(bench: Callable[..., tuple[int, Any, str]], t
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
     assert "A prompt of 32,768 tokens has its first token after 20.0 ms where all of it is computed" in out
     assert "8.00 ms with gdscache, CPU memory (2.50 times as fast)" in out
-    assert "of traffic" in out
+    assert "Requests a second, half of each prompt shared" in out
 
 
 def test_a_run_that_fails_keeps_what_it_had(bench: Callable[..., tuple[int, Any, str]]) -> None:
@@ -218,9 +219,9 @@ def test_a_plot_has_the_panels_that_there_are_values_for() -> None:
 
 def test_bars_are_medians_of_prompts_and_turns() -> None:
     in_memory = {"way": "storage", "first": LOADED["first"]}
-    rows = {"way": "none", "first": FIRST} | TRAFFIC, in_memory, in_memory
-    found = report(*rows, LOADED | {"policy": "best_effort"}, LOADED, LOADED)
-    assert [(name, values) for name, values, _ in serving_report.first_bars(found)] == [
+    some = {"way": "none", "first": FIRST} | TRAFFIC, in_memory, in_memory
+    found = report(*some, LOADED | {"policy": "best_effort"}, LOADED, LOADED)
+    assert [(name, values) for name, values, *_ in serving_report.first_bars(found)] == [
         ("recomputed", [20.0]),
         ("gdscache under HiCache, CPU memory", [9.0, 8.0, 33.0]),
         ("gdscache under HiCache\nafter a restart, disk, best_effort", [9.0, 8.0, 33.0]),
@@ -228,15 +229,15 @@ def test_bars_are_medians_of_prompts_and_turns() -> None:
         ("gdscache under HiCache\nafter a restart, disk, again", [9.0, 8.0, 33.0]),
         ("resident on the GPU", [5.0]),
     ]
-    assert serving_report.traffic_bars(found, "shared") == [("no cache", [4.0, 7.5], "0.6")]
+    assert serving_report.traffic_bars(found, "shared") == [Bar("no cache", [4.0, 7.5], "0.6")]
     one_turn = report({"way": "linker", "restarted": True, "shared_requests_per_s": [7.25]})
     assert serving_report.traffic_bars(one_turn, "shared") == [
-        ("gdscache's linker, after a restart, RAM disk", [7.25], "tab:green")
+        Bar("gdscache's linker, after a restart, RAM disk", [7.25], "tab:green")
     ]
     on_disk = report({"way": "linker", "where": "disk", "shared_requests_per_s": [7.0]})
-    assert serving_report.traffic_bars(on_disk, "shared") == [("gdscache's linker, disk", [7.0], "tab:green")]
+    assert serving_report.traffic_bars(on_disk, "shared") == [Bar("gdscache's linker, disk", [7.0], "tab:green")]
     axes = matplotlib.figure.Figure().subplots()
-    serving_report._panel(axes, [("a", [9.0, 8.0, 33.0], "0.6"), ("b", [4.0, 7.5], "0.6")], 33.0, "ms", "%.1f")
+    value_bars(axes, [Bar("a", [9.0, 8.0, 33.0], "0.6"), Bar("b", [4.0, 7.5], "0.6")], "ms", "{:.1f}".format)
     assert [bar.get_width() for bar in axes.patches] == [9.0, 5.75]
     assert [text.get_text() for text in axes.texts] == ["9.0", "5.8"]
     assert [list(dots.get_xdata()) for dots in axes.lines] == [[9.0, 8.0, 33.0], [4.0, 7.5]]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from gdscache.commands.bench import ttft, ttft_cells, ttft_report
+from gdscache.commands.bench import ttft, ttft_report
 from gdscache.commands.bench.ttft import BENCH
 from gdscache.commands.bench.ttft_cells import (
     CACHED,
@@ -29,7 +29,7 @@ from gdscache.commands.bench.ttft_cells import (
     worst,
 )
 from gdscache.commands.bench.ttft_report import judge
-from gdscache.commands.bench.ttft_transformers import TransformersClient
+from gdscache.commands.bench.ttft_transformers import TransformersClient, _Layers
 from gdscache.commands.console import duration
 from gdscache.errors import InvalidValueError, IOFailedError
 from tests.support.terminal import on_terminal
@@ -60,22 +60,10 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     """A quick run on the CPU: its directory, its report and what a terminal of 80 columns showed."""
     path = tmp_path_factory.mktemp("ttft")
     files = ("--dir", str(path), "--report", str(path / "r.json"), "--plot", str(path / "r.svg"))
-    line = (
-        "-W",
-        "error",
-        "-m",
-        "gdscache",
-        "bench",
-        "ttft",
-        "--all",
-        "--quick",
-        "--device",
-        "cpu",
-        "--repeat",
-        "1",
-        *files,
-    )
-    status, shown = on_terminal(line)
+    line = ["-W", "error", "-m", "gdscache", "bench", "ttft", "--all", "--quick", "--device", "cpu", "--repeat", "1"]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("OMP_NUM_THREADS", "1")  # as in `_one_thread`
+        status, shown = on_terminal([*line, *files])
     assert status == 0, shown
     return path, json.loads((path / "r.json").read_text()), shown
 
@@ -177,7 +165,7 @@ def test_it_goes_on_where_it_was_ended(
 
     def hit(self: TransformersClient, cell: Cell) -> Answer:
         measured.append(cell)
-        if cell.cached == 90 and not kept:
+        if cell.cached_percent == 90 and not kept:
             raise KeyboardInterrupt
         return plain(self, cell)
 
@@ -193,15 +181,6 @@ def test_it_goes_on_where_it_was_ended(
     assert again["cells"][:3] == kept[0]["cells"]
     assert {cell_of(row) for row in again["cells"]} == set(wanted)
     assert (again["interrupted"], again["complete"], again["left"]) == (False, True, [])
-    measured.clear()
-    over = BENCH.run(SMALL, tmp_path, done=again)
-    assert (measured, over["complete"], over["cells"]) == ([], True, again["cells"])
-
-
-def test_time_that_is_spent_leaves_cells(tmp_path: Path, some: Callable[..., None]) -> None:
-    some(a_cell(), a_cell("gpu", 99))
-    found = BENCH.run(SMALL, tmp_path, seconds=0.0)
-    assert (found["cells"], len(found["left"]), found["complete"], found["failed"]) == ([], 2, False, [])
 
 
 def test_other_tokens_and_errors_are_failures(
@@ -308,23 +287,38 @@ def test_tokens_depend_on_the_pages(client: TransformersClient) -> None:
     assert compare([client.resident(cell)], [plain], 0.0) == "same"
     differ = 0
     for page in range(6):
-        block = client._document[page]
-        for planes in client.planes:
-            for plane in planes:
-                plane[block].neg_()
+        block, planes = client._document[page], [*itertools.chain(*client.planes)]
+        for plane in planes:
+            plane[block].neg_()
         differ += client.resident(cell).tokens != plain.tokens
-        for planes in client.planes:
-            for plane in planes:
-                plane[block].neg_()
+        for plane in planes:
+            plane[block].neg_()
     assert differ >= 4
 
 
 @pytest.mark.parametrize("client", [dataclasses.replace(SMALL, dtype="bfloat16", pack=True)], indirect=True)
-def test_packed_pages_give_the_same_tokens(client: TransformersClient) -> None:
-    assert client.cache.layout.packed
+def test_packed_pages_and_those_that_cannot_be_are_measured_where_they_lie(
+    client: TransformersClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packed ones give the same tokens. A page of random bits lies plain beside them, in memory and on the SSD."""
+    layout = client.cache.layout
+    assert layout.packed
     for where in ("cpu", "ssd_via_cpu"):
-        cell = a_cell(where)
-        assert compare([client.hit(cell)], [client.resident(cell)], 0.0) == "same"
+        assert compare([client.hit(a_cell(where))], [client.resident(a_cell(where))], 0.0) == "same"
+    written = _Layers.write_pages
+
+    def write(self: _Layers, start: int, blocks: list[int]) -> None:
+        written(self, start, blocks)
+        for plane in itertools.chain(*client.planes):
+            plane[blocks[2]].view(torch.int16).random_(-(1 << 15), 1 << 15)
+
+    monkeypatch.setattr(_Layers, "write_pages", write)
+    client.cache.clear()
+    client.prime(96)
+    for where, tier in (("ssd_via_cpu", "ssd"), ("cpu", "cpu"), ("ssd_via_cpu", "ssd")):
+        answer = client.hit(a_cell(where))
+        assert answer.placed == {tier: 5 * layout.page_bytes, f"{tier}_plain": layout.plane_bytes}
+        assert answer.sources == {tier: 40, f"{tier}_plain": 8}
 
 
 def test_a_bad_page_is_said(client: TransformersClient) -> None:
@@ -341,13 +335,13 @@ def test_a_bad_page_is_said(client: TransformersClient) -> None:
     assert answer.recomputed == cached - 16
 
 
-def test_without_transformers_it_names_the_extra(tmp_path: Path) -> None:
-    code = "import sys; sys.modules['transformers'] = None; from gdscache.commands.main import main; main()"
-    command = [sys.executable, "-c", code, "bench", "ttft", "--quick", "--device", "cpu", "--dir", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: bench ttft measures transformers, which cannot be imported")
-    assert "install gdscache[hf]" in done.stderr
+def test_without_transformers_it_names_the_extra(gdscache, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, TransformersClient.__module__)
+    status, _, err = gdscache("bench", "ttft", "--quick", "--device", "cpu", "--dir", tmp_path)
+    assert status == 2
+    assert err.startswith("error: bench ttft measures transformers, which cannot be imported")
+    assert "install gdscache[hf]" in err
 
 
 # -- arithmetic --------------------------------------------------------------------------------------------------------
@@ -357,20 +351,20 @@ def test_what_is_measured_unasked() -> None:
     for device in ("cuda:0", "cpu"):
         default, everything = Settings.of("default", device), Settings.of("default", device, everything=True)
         wanted = chosen(default)
-        assert {cell.prompt for cell in wanted} == set(sorted(default.prompts)[:2])
+        assert {cell.prompt_tokens for cell in wanted} == set(sorted(default.prompts)[:2])
         assert {cell.where for cell in wanted} == {NOWHERE, "gpu", "cpu", "ssd_via_cpu"}
         assert all(cell.overlap and not cell.gate for cell in wanted)
         assert len(wanted) == 2 * (1 + 3 * 3)
         assert chosen(everything) == cells(everything)
-    assert {cell.prompt for cell in chosen(Settings.of("quick", "cpu"))} == {256}
+    assert {cell.prompt_tokens for cell in chosen(Settings.of("quick", "cpu"))} == {256}
     assert Settings.of("default", "cuda:0").preset == "8b"
     assert Settings.of("default", "cuda:0").prompts == (32768, 8192, 131072)
     whole = cells(Settings.of("default", "cuda:0"))
     assert len(whole) == len(set(whole)) == 3 * (1 + 3 * (1 + 3 * 2 * 2))
-    assert [cell_of(cell.describe()) for cell in whole] == whole
+    assert [cell_of(cell._asdict()) for cell in whole] == whole
     groups = [cell.group for cell in whole]
     assert len(set(groups)) == sum(a != b for a, b in zip([None, *groups], groups, strict=False))  # each in one piece
-    assert {cell.cached for cell in whole} == set(CACHED)
+    assert {cell.cached_percent for cell in whole} == set(CACHED)
 
 
 def test_the_ceiling_of_a_transfer() -> None:
@@ -384,14 +378,11 @@ def test_the_ceiling_of_a_transfer() -> None:
     assert transfer_seconds("cpu", {"cpu": 10**10}, {"copy": 50.0}) == 0.2
     assert transfer_seconds("gpu", {}, rates) == 0.0
     assert transfer_seconds("ssd_via_cpu", ssd, {"copy": 50.0}) is None
-    assert ttft_cells.bytes_at("cpu", 5, 10) == {"cpu": 50}
-    assert ttft_cells.bytes_at("ssd_direct", 5, 10) == {"ssd": 50}
-    assert ttft_cells.bytes_at("gpu", 5, 10) == {}
 
 
 def made_up(cell: Cell, ttft_seconds: float, c: float = 1.0, t: float = 0.5, plain: float = 2.0) -> dict[str, Any]:
     return {
-        **cell.describe(),
+        **cell._asdict(),
         "ttft_seconds": {"median": ttft_seconds},
         "recompute_seconds": {"median": plain},
         "resident_seconds": {"median": c},

@@ -1,8 +1,7 @@
-"""Tables are whole at any width; figures have three digits; a report's file is the old one or the new one."""
+"""Tables are whole at any width; figures have three digits."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
@@ -12,18 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gdscache.commands.console import (
-    Table,
-    check_writable,
-    duration,
-    figure,
-    percent,
-    progress_bar,
-    require_matplotlib,
-    show,
-    write_json,
-)
-from gdscache.errors import InvalidValueError, MissingPackageError
+from gdscache.commands.console import Table, duration, figure, percent, progress_bar, show
 from gdscache.sizes import GIB, KIB, MIB, about
 from tests.support.terminal import on_terminal
 
@@ -128,50 +116,6 @@ def test_times_and_shares_choose_their_unit() -> None:
     assert [about(n) for n in (12, 3 * GIB, 1500 * MIB, 100 * GIB + 7, 1000 * KIB + 1)] == [
         *("12 bytes", "3GiB", "1.46 GiB", "100 GiB", "1,000 KiB")
     ]
-
-
-def test_json_is_replaced_in_one_step(tmp_path: Path) -> None:
-    """A write that fails leaves the old file, and nothing beside it."""
-    file = tmp_path / "report.json"
-    write_json(file, {"a": 1})
-    file.chmod(0o640)
-    before = file.stat().st_ino
-    with pytest.raises(TypeError):
-        write_json(file, {"a": object()})
-    assert json.loads(file.read_text()) == {"a": 1}
-    write_json(file, {"a": 2})
-    assert json.loads(file.read_text()) == {"a": 2}
-    assert (file.stat().st_mode & 0o777, list(tmp_path.iterdir())) == (0o640, [file])
-    assert file.stat().st_ino != before
-
-
-def test_json_goes_into_a_pipe_too(tmp_path: Path) -> None:
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        write_json(pipe, {"a": 1})
-        assert json.loads(os.read(reader, 100)) == {"a": 1}
-    finally:
-        os.close(reader)
-    assert pipe.is_fifo()
-
-
-def test_a_file_that_cannot_be_is_refused_before_the_work(tmp_path: Path) -> None:
-    check_writable(None, "--json")
-    check_writable(tmp_path / "new.json", "--json")
-    for path in (tmp_path, tmp_path / "no" / "file"):
-        with pytest.raises(InvalidValueError, match=r"--json .* cannot be written"):
-            check_writable(path, "--json")
-
-
-def test_matplotlib_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MissingPackageError, match=r"gdscache\[plot\]"):
-        require_matplotlib(Path("a.png"))
-    with pytest.raises(InvalidValueError, match=r"no plot can be written as 'a\.jpg'"):
-        require_matplotlib(Path("a.jpg"))
 
 
 def test_no_bar_is_drawn_where_nobody_looks(capfd: pytest.CaptureFixture[str]) -> None:

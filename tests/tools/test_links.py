@@ -27,7 +27,7 @@ def test_two_ranks_are_measured(tmp_path: Path) -> None:
     for name in ("heads", "latents"):
         load, whole = rows[f"load of {name}, 2 ranks"], rows[f"lookup and load of {name}, 2 ranks"]
         assert load["figure"]["median"] > whole["figure"]["median"]
-        assert load["bytes_of_a_rank"] == load["pages"] * links.page_bytes(links.models(2)[name])
+        assert load["bytes_of_a_rank"] == load["pages"] * links.layout_of(links.models(2)[name]).page_bytes
         assert load["against_figure"] == whole["against_figure"]
     assert plot.stat().st_size > 0
 

@@ -8,7 +8,7 @@ import itertools
 import json
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -251,14 +251,6 @@ def test_a_limit_that_is_none_is_refused(limits: Limits) -> None:
 # -- the command ---------------------------------------------------------------------------------------------------
 
 
-Command = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def command(gdscache: Command) -> Command:
-    return functools.partial(gdscache, "plan")
-
-
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
     lines = [line([page], timestamp=1000 * (4 * n + page)) for n in range(6) for page in range(4)]
@@ -274,17 +266,17 @@ def options(tmp_path: Path) -> tuple[str | Path, ...]:
     return "--prefill-tokens-per-second", "1000", "--config", config
 
 
-def test_the_command_prints_a_plan(command: Command, trace: Path, options: tuple[str, ...]) -> None:
-    status, out, err = command(trace, *options)
+def test_the_command_prints_a_plan(gdscache, trace: Path, options: tuple[str, ...]) -> None:
+    status, out, err = gdscache("plan", trace, *options)
     assert (status, err) == (0, "")
     for word in ("CPU pool", "SSD", "tokens hit", "TTFT mean", "TTFT p99", "target", "limited by", "infinite"):
         assert word in out
     assert len(out.splitlines()) < 50
 
 
-def test_the_json_of_a_plan(command: Command, trace: Path, options: tuple[str, ...]) -> None:
+def test_the_json_of_a_plan(gdscache, trace: Path, options: tuple[str, ...]) -> None:
     limits = ("--cpu-budget", "16KiB", "--ssd-budget", "1MiB", "--writes-a-day", "1GB")
-    status, out, err = command(trace, *options, *limits, "--json")
+    status, out, err = gdscache("plan", trace, *options, *limits, "--json")
     assert (status, err) == (0, "")
     report = json.loads(out)
     assert report["schema"] == SCHEMA
@@ -312,13 +304,13 @@ def test_the_json_of_a_plan(command: Command, trace: Path, options: tuple[str, .
     ],
 )
 def test_the_command_refuses(
-    command: Command, trace: Path, options: tuple[str, ...], tmp_path: Path, arguments: tuple[str, ...], said: str
+    gdscache, trace: Path, options: tuple[str, ...], tmp_path: Path, arguments: tuple[str, ...], said: str
 ) -> None:
     (tmp_path / "empty.jsonl").write_text("")
     write(tmp_path / "short.jsonl", line([1], 100))
     files = {"TRACE": [trace], "EMPTY": [tmp_path / "empty.jsonl"], "SHORT": [tmp_path / "short.jsonl"]}
     given = {**files, "OPTIONS": list(options)}
-    status, out, err = command(*(part for argument in arguments for part in given.get(argument, [argument])))
+    status, out, err = gdscache("plan", *(part for argument in arguments for part in given.get(argument, [argument])))
     assert (status, out) == (2, "")
     assert said in err
     assert "hint: " in err

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,10 +18,7 @@ from gdscache.policies import POLICIES
 from gdscache.policies.base import LRU
 from tests.support.bounds import Counts, infinite, optimum, plain_lru
 from tests.support.one_tier import simulate
-from tests.support.traces import line, request, workload, workloads, write
-
-TRACE = os.environ.get("GDSCACHE_CONVERSATION_TRACE")
-
+from tests.support.traces import conversation, line, needs_conversation, request, workload, workloads, write
 
 # -- the trace ----------------------------------------------------------------------------------------------------
 
@@ -283,13 +279,10 @@ def test_more_room_never_costs_the_optimum_a_hit(work: Workload, capacity: int) 
 
 
 @pytest.mark.suite
-@pytest.mark.skipif(
-    TRACE is None, reason="GDSCACHE_CONVERSATION_TRACE does not name Mooncake's conversation_trace.jsonl"
-)
+@needs_conversation
 def test_the_figures_of_the_conversation_trace() -> None:
-    assert TRACE is not None
     # Published figures count the partial block at a prompt's end.
-    work = expand([r._replace(input_tokens=512 * len(r.blocks)) for r in read_trace([Path(TRACE)])])
+    work = expand([r._replace(input_tokens=512 * len(r.blocks)) for r in conversation()])
     assert (len(work.prompts), work.references, len(work.names)) == (12_031, 288_500, 182_790)
     assert infinite(work).hits / work.references == pytest.approx(0.3664, abs=5e-5)
     sizes = [len(work.names) * part // 100 for part in (1, 5, 10, 25, 50)]

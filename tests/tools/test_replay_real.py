@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,18 +12,17 @@ import torch
 
 from gdscache.commands.replay import report as reports
 from gdscache.commands.replay.setup import config_of
-from gdscache.commands.replay.trace import Request, read_trace
+from gdscache.commands.replay.trace import Request
 from gdscache.commands.replay.workload import Workload, expand
 from gdscache.config import Config
 from gdscache.engine.engine import CacheEngine
 from gdscache.limits import LIMITS
 from tests.support.real_replay import RealOutcome, WrongBytesError, namespace_of, replay_real, tokens_of, with_keys
 from tests.support.replays import adds_up, make, problems, run
-from tests.support.traces import request
+from tests.support.traces import conversation, needs_conversation, request
 
 pytestmark = pytest.mark.suite
 
-TRACE = os.environ.get("GDSCACHE_CONVERSATION_TRACE")
 REQUESTS = 2_000
 
 # Every tier is full most of the time, and each policy is there with others than its default. The CPU tier always has
@@ -100,24 +98,18 @@ def test_the_engine_finds_what_the_simulation_finds(tmp_path: Path, name: str) -
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
-@pytest.mark.skipif(
-    TRACE is None, reason="GDSCACHE_CONVERSATION_TRACE does not name Mooncake's conversation_trace.jsonl"
-)
+@needs_conversation
 @pytest.mark.parametrize("name", POLICIES)
 def test_the_engine_finds_what_the_simulation_finds_on_the_conversation_trace(tmp_path: Path, name: str) -> None:
-    assert TRACE is not None
-    requests = read_trace([Path(TRACE)])[:REQUESTS]
+    requests = conversation()[:REQUESTS]
     outcome = agree(requests, POLICIES[name], tmp_path, 700, 3000)
     assert len(outcome.found) == REQUESTS
     assert all(tier["evictions"] for name, tier in outcome.stats["tiers"].items() if name == "cpu")
 
 
-@pytest.mark.skipif(
-    TRACE is None, reason="GDSCACHE_CONVERSATION_TRACE does not name Mooncake's conversation_trace.jsonl"
-)
+@needs_conversation
 def test_the_first_requests_of_the_conversation_trace(tmp_path: Path) -> None:
-    assert TRACE is not None
-    agree(read_trace([Path(TRACE)])[:200], (), tmp_path, 200, 1000)
+    agree(conversation()[:200], (), tmp_path, 200, 1000)
 
 
 def test_pages_have_the_keys_of_their_tokens(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ class BareLoop:
             found = interleave(ways, 2, progress, f"bare {op.value} loop, all ways")
         finally:
             self.total = whole
-        return sorted(ways, key=lambda way: max(found[way].values), reverse=True)[:KEPT]
+        return sorted(ways, key=lambda way: found[way]["max"], reverse=True)[:KEPT]
 
     def close(self) -> None:
         os.close(self._file)

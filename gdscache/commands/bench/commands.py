@@ -2,45 +2,53 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from gdscache.commands import EXIT_FAILED, EXIT_INTERRUPTED
-from gdscache.commands.console import App, size_of
+from gdscache.commands.console import App, size_option
 from gdscache.errors import InvalidValueError
 
 bench_app = App()
 
-Dir = Annotated[Path, typer.Option("--dir", help="Directory on the device to measure. The bench deletes its files.")]
-Json = Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Write the report to this file, as JSON.")]
-Plot = Annotated[Path | None, typer.Option(help="Draw the figures into this file (.png, .svg, .pdf).")]
-Quick = Annotated[
-    bool,
-    typer.Option(
-        "--quick", help="Small sizes: half a minute, servers some minutes. Shows that all runs; judges nothing."
-    ),
-]
-Resume = Annotated[
-    Path | None, typer.Option("--resume", help="Report to continue. It is written again, to --report if that is given.")
-]
-Everything = Annotated[bool, typer.Option("--all", help="Also measure and show figures for gdscache's developers.")]
-Repeat = Annotated[int | None, typer.Option(min=1, help="Rounds for each figure.")]
-_SERVERS = "vLLM and SGLang"
+_SERVERS, _TRANSFORMERS = "vLLM and SGLang", "transformers"
 _WAYS = (
     "Way to keep the cache: none; cpu, files or gdscache in vLLM; hicache, storage or linker in SGLang. "
     "Repeat it for several. Default: all."
 )
+_TRANSPORTS = (
+    "Also measure this ssd.transport: posix, uring, cufile, kvikio or nixl. Repeat it for several. Default: none, with "
+    "--all all."
+)
 _POLICY = "When HiCache stops to fetch a prompt's files. Default: wait_complete, best_effort from a disk."
+_MINUTES = (
+    "Time of all cases. None begins that would end later if it took as long as the one before. Default: 9 with a GPU, "
+    "13 without."
+)
 
 
-def _of(engines: str, text: str, *names: str, **bounds: Any) -> Any:
-    """An option of one kind of engine."""
-    return typer.Option(*names, rich_help_panel=engines, help=text, **bounds)
+def _option(text: str, *names: str, **settings: Any) -> Any:
+    return typer.Option(*names, help=text, **settings)
+
+
+_server = functools.partial(_option, rich_help_panel=_SERVERS)
+_local = functools.partial(_option, rich_help_panel=_TRANSFORMERS)
+Dir = Annotated[Path, _option("Directory on the device to measure. The bench deletes its files.", "--dir")]
+Json = Annotated[Path | None, _option("Write the report to this file, as JSON.", "--report", metavar="FILE")]
+Plot = Annotated[Path | None, _option("Draw the figures into this file (.png, .svg, .pdf).")]
+Quick = Annotated[
+    bool,
+    _option("Small sizes: half a minute, servers some minutes. Shows that all runs; judges nothing.", "--quick"),
+]
+_RESUME = "Report to continue. It is written again, to --report if that is given."
+Resume = Annotated[Path | None, _option(_RESUME, "--resume")]
+Everything = Annotated[bool, _option("Also measure and show figures for gdscache's developers.", "--all")]
+Repeat = Annotated[int | None, _option("Rounds for each figure.", min=1)]
 
 
 @bench_app.callback()
@@ -55,8 +63,9 @@ def bench() -> None:
 
 @bench_app.command("copy")
 def copy(
-    total: Annotated[str | None, typer.Option(help="Bytes that a run moves each way. Default: 1GiB.")] = None,
-    pairs: Annotated[int | None, typer.Option(min=1, help="Pairs of runs for each figure. Default: 30.")] = None,
+    ctx: typer.Context,
+    total: Annotated[int | None, size_option("--total", "Bytes that a run moves each way. Default: 1GiB.")] = None,
+    pairs: Annotated[int | None, _option("Pairs of runs for each figure. Default: 30.", min=1)] = None,
     resume: Resume = None,
     json_file: Json = None,
     plot: Plot = None,
@@ -70,30 +79,22 @@ def copy(
     from gdscache.commands.bench import copy as measured
     from gdscache.commands.bench.copy_gpu import Gpu
 
-    given = {"total": _size("--total", total), "pairs": pairs}
-    settings = measured.Settings.of(_profile(quick=quick), everything=everything).given(given)
+    settings = measured.Settings.of(_profile(quick=quick), everything=everything).given(ctx.params)
     measured.bench(Gpu()).command(settings, Path(), json_file, plot, resume)
 
 
 @bench_app.command("io")
 def io(
+    ctx: typer.Context,
     directory: Dir = Path(),
-    transports: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--transport",
-            help="Also measure this ssd.transport: posix, uring, cufile, kvikio or nixl. Repeat it for several. "
-            "Default: none, with --all all.",
-        ),
-    ] = None,
-    total: Annotated[str | None, typer.Option(help="Bytes that a round moves. Default: 512MiB.")] = None,
+    transports: Annotated[list[str] | None, _option(_TRANSPORTS, "--transport")] = None,
+    total: Annotated[int | None, size_option("--total", "Bytes that a round moves. Default: 512MiB.")] = None,
     repeat: Repeat = None,
     threads: Annotated[
-        int | None,
-        typer.Option(min=1, max=1024, help="ssd.threads. Default: the engine's, and at least 12 on a RAM disk."),
+        int | None, _option("ssd.threads. Default: the engine's, and at least 12 on a RAM disk.", min=1, max=1024)
     ] = None,
     require_gds: Annotated[
-        bool, typer.Option("--require-gds", help="Fail unless the driver's counters prove GPUDirect Storage.")
+        bool, _option("Fail unless the driver's counters prove GPUDirect Storage.", "--require-gds")
     ] = False,
     resume: Resume = None,
     json_file: Json = None,
@@ -112,54 +113,40 @@ def io(
     """
     from gdscache.commands.bench.io import BENCH, Settings
 
-    given = {
-        "total": _size("--total", total),
-        "repeat": repeat,
-        "threads": threads,
-        "transports": tuple(transports) if transports else None,
-        "require_gds": require_gds,
-    }
-    settings = Settings.of(_profile(quick=quick), everything=everything).given(given)
+    settings = Settings.of(_profile(quick=quick), everything=everything).given(ctx.params)
     BENCH.command(settings, directory, json_file, plot, resume)
 
 
 @bench_app.command("ttft")
 def ttft(
+    ctx: typer.Context,
     directory: Annotated[
-        Path | None, typer.Option("--dir", help="Directory of the SSD tier. Default: /dev/shm, if it is a RAM disk.")
+        Path | None, _option("Directory of the SSD tier. Default: /dev/shm, if it is a RAM disk.", "--dir")
     ] = None,
-    engine: Annotated[str, typer.Option(help="Engine that computes: transformers, vllm or sglang.")] = "transformers",
+    engine: Annotated[str, _option("Engine that computes: transformers, vllm or sglang.")] = "transformers",
     preset: Annotated[
         str | None,
-        typer.Option(
-            help="Shape of the model: tiny, 1b or 8b, of servers others too. Default: 8b, tiny without a GPU."
-        ),
+        _option("Shape of the model: tiny, 1b or 8b, of servers others too. Default: 8b, tiny without a GPU."),
     ] = None,
     repeat: Repeat = None,
     json_file: Json = None,
     plot: Plot = None,
     everything: Everything = False,
     quick: Quick = False,
-    device: Annotated[str | None, _of("transformers", "Device of the model: auto, cpu, cuda or cuda:N.")] = None,
-    pack: Annotated[bool | None, _of("transformers", "Keep pages packed (model.pack).", "--pack")] = None,
-    resume: Annotated[
-        Path | None, _of("transformers", "Report to continue. It is written again, or --report is.")
-    ] = None,
-    python: Annotated[
-        str | None, _of(_SERVERS, "Python with the server and gdscache. Default: the one of gdscache.")
-    ] = None,
-    disk: Annotated[Path | None, _of(_SERVERS, "Second directory, on a disk: restarts from there, too.")] = None,
-    ways: Annotated[list[str] | None, _of(_SERVERS, _WAYS, "--way")] = None,
-    tokens: Annotated[int | None, _of(_SERVERS, "Tokens of a prompt: 32768.")] = None,
-    turns: Annotated[
-        int | None, _of(_SERVERS, "Loads of traffic of each kind: 3. 0: first tokens only.", min=0)
-    ] = None,
-    stages: Annotated[int | None, _of(_SERVERS, "Stages of 4. Restarts begin with the second.", min=1, max=4)] = None,
-    policy: Annotated[str | None, _of(_SERVERS, _POLICY)] = None,
-    graphs: Annotated[bool | None, _of(_SERVERS, "Decode by CUDA graphs.", "--graphs")] = None,
-    tp: Annotated[int | None, _of(_SERVERS, "GPUs of an engine: 1.", min=1)] = None,
-    at_once: Annotated[int | None, _of(_SERVERS, "Engines that are open side by side: 4.", min=1)] = None,
-    threads: Annotated[int | None, _of(_SERVERS, "ssd.threads for files on a RAM disk.", min=1)] = None,
+    device: Annotated[str | None, _local("Device of the model: auto, cpu, cuda or cuda:N.")] = None,
+    pack: Annotated[bool | None, _local("Keep pages packed (model.pack).", "--pack")] = None,
+    resume: Annotated[Path | None, _local(_RESUME)] = None,
+    python: Annotated[str | None, _server("Python with the server and gdscache. Default: the one of gdscache.")] = None,
+    disk: Annotated[str | None, _server("Second directory, on a disk: restarts from there, too.")] = None,
+    ways: Annotated[list[str] | None, _server(_WAYS, "--way")] = None,
+    tokens: Annotated[int | None, _server("Tokens of a prompt: 32768.")] = None,
+    turns: Annotated[int | None, _server("Loads of traffic of each kind: 3. 0: first tokens only.", min=0)] = None,
+    stages: Annotated[int | None, _server("Stages of 4. Restarts begin with the second.", min=1, max=4)] = None,
+    policy: Annotated[str | None, _server(_POLICY)] = None,
+    graphs: Annotated[bool | None, _server("Decode by CUDA graphs.", "--graphs")] = None,
+    tp: Annotated[int | None, _server("GPUs of an engine: 1.", min=1)] = None,
+    at_once: Annotated[int | None, _server("Engines that are open side by side: 4.", min=1)] = None,
+    threads: Annotated[int | None, _server("ssd.threads for files on a RAM disk.", min=1)] = None,
 ) -> None:
     """Measure the time to first token of hits against computing: in transformers, or inside vLLM or SGLang.
 
@@ -175,43 +162,32 @@ def ttft(
     """
     from gdscache.commands.bench.ttft import place
 
-    common: dict[str, Any] = {"preset": preset, "repeat": repeat, "everything": everything}
-    servers: dict[str, Any] = {
-        "python": python,
-        "disk": disk and str(disk),
-        "ways": tuple(ways) if ways else None,
-        "tokens": tokens,
-        "turns": turns,
-        "stages": stages,
-        "policy": policy,
-        "graphs": graphs,
-        "tp": tp,
-        "at_once": at_once,
-        "threads": threads,
-    }
-    if engine == "transformers":
+    if engine == _TRANSFORMERS:
         from gdscache.commands.bench.ttft import BENCH
         from gdscache.commands.bench.ttft_cells import Settings
         from gdscache.cuda.streams import resolve_device
 
-        _refuse({f"--{name.replace('_', '-')}": value for name, value in servers.items()}, "vllm and sglang")
+        _refuse(ctx, _SERVERS)
         on = str(resolve_device(device or "auto"))
-        settings = Settings.of(_profile(quick=quick), on, everything=everything).given(common | {"pack": pack})
+        settings = Settings.of(_profile(quick=quick), on, everything=everything).given(ctx.params | {"device": on})
         BENCH.command(settings, place(directory), json_file, plot, resume)
     else:
         from gdscache.commands.bench import serving
 
-        _refuse({"--device": device, "--pack": pack, "--resume": resume}, "transformers")
-        of_server = serving.Settings.of(_profile(quick=quick), engine, python).given(common | servers)
+        _refuse(ctx, _TRANSFORMERS)
+        of_server = serving.Settings.of(_profile(quick=quick), engine, python).given(ctx.params)
         serving.BENCH.command(of_server, place(directory), json_file, plot)
 
 
 @bench_app.command("links")
 def links(
+    ctx: typer.Context,
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="Processes with planes. Default: the number of GPUs, and 1 without.")
+        int | None, _option("Processes with planes. Default: the number of GPUs, and 1 without.", min=1)
     ] = None,
-    total: Annotated[str | None, typer.Option(help="Bytes that a load brings to each rank. Default: 1GiB.")] = None,
+    total: Annotated[
+        int | None, size_option("--total", "Bytes that a load brings to each rank. Default: 1GiB.")
+    ] = None,
     repeat: Repeat = None,
     json_file: Json = None,
     plot: Plot = None,
@@ -225,23 +201,14 @@ def links(
     """
     from gdscache.commands.bench.links import BENCH, Settings
 
-    given = {"ranks": ranks, "total": _size("--total", total), "repeat": repeat}
-    settings = Settings.of(_profile(quick=quick)).given(given)
-    BENCH.command(settings, Path(), json_file, plot)
+    BENCH.command(Settings.of(_profile(quick=quick)).given(ctx.params), Path(), json_file, plot)
 
 
 @bench_app.command("report")
 def report(
-    out: Annotated[Path, typer.Option("--out", help="Folder for report.html and report.json.")],
+    out: Annotated[Path, _option("Folder for report.html and report.json.", "--out")],
     directory: Dir = Path(),
-    minutes: Annotated[
-        float | None,
-        typer.Option(
-            min=0.1,
-            help="Time of all cases. None begins that would end later if it took as long as the one before. "
-            "Default: 9 with a GPU, 13 without.",
-        ),
-    ] = None,
+    minutes: Annotated[float | None, _option(_MINUTES, min=0.1)] = None,
     quick: Quick = False,
 ) -> None:
     """Run every bench that this machine can, and write one page of it.
@@ -272,8 +239,8 @@ def report(
 def compare(
     first: Annotated[Path, typer.Argument(metavar="A", help="A report of a bench, or the folder of bench report.")],
     second: Annotated[Path, typer.Argument(metavar="B", help="Another report, of the same bench.")],
-    everything: Annotated[bool, typer.Option("--all", help="Show the figures that are the same, too.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the changes as JSON.")] = False,
+    everything: Annotated[bool, _option("Show the figures that are the same, too.", "--all")] = False,
+    as_json: Annotated[bool, _option("Print the changes as JSON.", "--json")] = False,
 ) -> None:
     """Show the changes from report A to report B beyond noise: figures whose spreads of four rounds or more do not
     meet."""
@@ -299,15 +266,13 @@ def compare(
     )
 
 
-def _refuse(given: Mapping[str, Any], engines: str) -> None:
-    """Raises `InvalidValueError` for another engine's options."""
-    if wrong := [option for option, value in given.items() if value is not None]:
-        raise InvalidValueError(f"{wrong[0]} is an option of --engine {engines}", "leave it out, or choose that engine")
+def _refuse(ctx: typer.Context, panel: str) -> None:
+    """Raises `InvalidValueError` for a given option of another engine, by the panel of its help."""
+    for option in ctx.command.params:
+        if getattr(option, "rich_help_panel", None) == panel and ctx.params[option.name or ""] not in (None, ()):
+            message = f"{option.opts[0]} is an option of --engine {panel.lower()}"
+            raise InvalidValueError(message, "leave it out, or choose that engine")
 
 
 def _profile(*, quick: bool) -> str:
     return "quick" if quick else "default"
-
-
-def _size(option: str, text: str | None) -> int | None:
-    return None if text is None else size_of(text, option)

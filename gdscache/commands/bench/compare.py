@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gdscache.commands.bench.report import JSON_NAME
-from gdscache.commands.bench.rows import RATE
+from gdscache.commands.bench.rows import RATE, spread
 from gdscache.errors import InvalidValueError
 
 QUIET = ("same", "unsure")  # words for no known change
@@ -89,10 +89,9 @@ def _of_row(section: str, row: Mapping[str, Any]) -> Iterator[tuple[str, Figure]
     name = ", ".join(dict.fromkeys([*words, *(f"{row[key]:,} B" for key in ("io_bytes", "page_bytes") if key in row)]))
     unit = row.get("unit", "GB/s" if "gb_per_second" in row else "")
     more = True if unit == RATE else False if unit in _LESS else None
-    low, high = (row.get(f"ratio_{a}", row.get(f"ratio_{b}")) for a, b in (("low", "min"), ("high", "max")))
-    if "ratio" in row and low is not None and high is not None:
+    if "ratio" in row:
         series = row.get("figure", row.get("gb_per_second"))
-        yield f"{name or section} (ratio)", Figure(row["ratio"], low, high, more, _rounds(series))
+        yield f"{name or section} (ratio)", Figure(row["ratio"], *spread(row), more, _rounds(series))
         return
     for key, series in row.items():
         if isinstance(series, Mapping) and {"median", "min", "max"} <= series.keys():

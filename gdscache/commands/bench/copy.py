@@ -17,7 +17,7 @@ from gdscache.commands.bench.copy_cells import Cell, cells
 from gdscache.commands.bench.copy_gpu import Gpu, Way, timed
 from gdscache.commands.bench.copy_planes import BenchPlanes, Copies
 from gdscache.commands.bench.measure import frozen_heap, turns
-from gdscache.commands.bench.rows import Line, bars, lines_table
+from gdscache.commands.bench.rows import RATE, Line, bars, lines_table
 from gdscache.commands.console import Table, figure
 from gdscache.sizes import GIB, MIB
 
@@ -181,20 +181,20 @@ def _whole(report: kit.Report) -> list[Row]:
 
 
 def _lines(rows: Sequence[Row]) -> list[Line]:
-    names = {"ours": "gb_per_second", "other": "against_gb_per_second"}
-    return [Line.of(f"{what(row)} ({'/'.join(dict.fromkeys(row['routes'].values()))})", row, **names) for row in rows]
+    return [_line(f"{what(row)} ({'/'.join(dict.fromkeys(row['routes'].values()))})", row, row) for row in rows]
 
 
 def _beside_lines(rows: Sequence[Row]) -> list[Line]:
     """Two lines a row: the copy, and the work beside it."""
-    lines = []
-    for r in rows:
-        of = {"against": r["against"]}
-        names = {"ours": "gb_per_second", "other": "against_gb_per_second"}
-        lines.append(Line.of(f"copy beside {r['beside']}", {**of, **r["copy"]}, **names))
-        names = {"ours": "seconds", "other": "against_seconds"}
-        lines.append(Line.of(f"{r['beside']} beside it", {**of, **r["work"]}, unit="s", **names))
-    return lines
+    parts = (("copy", "copy beside {}"), ("work", "{} beside it"))
+    return [_line(words.format(row["beside"]), row, row[part]) for row in rows for part, words in parts]
+
+
+def _line(words: str, row: Row, part: Row) -> Line:
+    """The line of a row, or of a part of it, whose series have the names of their units."""
+    key, unit = ("seconds", "s") if "seconds" in part else ("gb_per_second", RATE)
+    series = {"figure": part[key], "against_figure": part[f"against_{key}"]}
+    return words, {**part, **series, "unit": unit, "against": row["against"]}
 
 
 def plot(report: kit.Report, drawn: Any) -> None:

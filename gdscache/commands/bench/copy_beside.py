@@ -18,7 +18,7 @@ import torch
 from torch.nn import functional
 
 from gdscache.commands.bench.copy_gpu import Gpu, Timing, Way, timed
-from gdscache.commands.bench.measure import Series, paired, rate, target, turns
+from gdscache.commands.bench.measure import paired, rate, series, target, turns
 from gdscache.errors import IOFailedError
 
 COPY_TARGET = 0.97
@@ -32,11 +32,10 @@ HEADS, HEAD_DIM = 32, 128
 
 def compared_rates(nbytes: int, ours: Sequence[float], other: Sequence[float], limit: float) -> dict[str, Any]:
     """The rates of two ways by the seconds of their runs, as plain data. `limit`: the least ratio."""
-    mine, others = (Series(tuple(rate(nbytes, s) for s in seconds)) for seconds in (ours, other))
     found = paired(other, ours)
     return {
-        "gb_per_second": mine.describe(),
-        "against_gb_per_second": others.describe(),
+        "gb_per_second": series(rate(nbytes, s) for s in ours),
+        "against_gb_per_second": series(rate(nbytes, s) for s in other),
         **found,
         **target(found["ratio"], limit, at_least=True),
     }
@@ -118,15 +117,16 @@ class Beside:
             self.run(way)
         mine, others = turns(lambda: self.run(ours), lambda: self.run(other), pairs)
         seconds, other_seconds = ([run.copy.seconds for run in runs] for runs in (mine, others))
-        work = paired([run.work_seconds for run in mine], [run.work_seconds for run in others])
+        worked, other_worked = ([run.work_seconds for run in runs] for runs in (mine, others))
+        work = paired(worked, other_worked)
         return {
             "beside": self.neighbour.name,
             "size": self.neighbour.size,
             "bytes": nbytes,
             "copy": compared_rates(nbytes, seconds, other_seconds, COPY_TARGET),
             "work": {
-                "seconds": Series(tuple(run.work_seconds for run in mine)).describe(),
-                "against_seconds": Series(tuple(run.work_seconds for run in others)).describe(),
+                "seconds": series(worked),
+                "against_seconds": series(other_worked),
                 "alone_seconds": self.alone_seconds,
                 "pieces_beside": min(run.pieces for run in (*mine, *others)),
                 **work,

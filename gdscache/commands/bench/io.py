@@ -95,7 +95,7 @@ def _rows(action: Callable[[Place], list[io_rows.Row]], place: Place, *, require
 
 def tables(report: kit.Report) -> list[Table]:
     """This cache's speed on the disk; also of a partial report."""
-    return [lines_table("This cache", map(_line, report["comparisons"]))]
+    return [lines_table("This cache", [*map(_line, report["comparisons"])])]
 
 
 def bottom(report: kit.Report) -> list[str]:
@@ -117,7 +117,7 @@ def bottom(report: kit.Report) -> list[str]:
 
 def _line(row: kit.Report) -> Line:
     cold = "" if row["cache"]["state"] != "kept" else f", page cache KEPT {about(row['cache']['resident_bytes'])}"
-    return Line.of(f"{row['what']}{cold}", row)
+    return f"{row['what']}{cold}", row
 
 
 def plot(report: kit.Report, drawn: Any) -> None:

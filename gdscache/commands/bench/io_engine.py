@@ -6,7 +6,8 @@ import contextlib
 import dataclasses
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,7 +16,7 @@ import torch
 
 from gdscache import CacheEngine
 from gdscache.commands.bench import io_cache
-from gdscache.commands.bench.measure import rate
+from gdscache.commands.bench.measure import copy_rate, idle, rate
 from gdscache.commands.bench.shapes import LLAMAS, token_bytes
 from gdscache.commands.console import Progress, silent
 from gdscache.config import Config
@@ -26,6 +27,9 @@ from gdscache.sizes import MIB
 
 if TYPE_CHECKING:
     from gdscache.extents.host import HostExtents
+
+
+PATIENCE_S, SLOWEST = 60.0, 10e6  # a transport that takes longer, and a second for each so many bytes, hangs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +64,7 @@ class ColdEngine:
         self.device = place.device
         self.pages = max(1, place.nbytes // page_bytes)
         self.nbytes = self.pages * page_bytes
+        self._patience = PATIENCE_S + self.nbytes / SLOWEST
         with contextlib.ExitStack() as undo:
             directory = undo.enter_context(tempfile.TemporaryDirectory(dir=place.directory))
             config = Config.from_dict(
@@ -78,9 +83,9 @@ class ColdEngine:
                         "gds": "off",
                         **(ssd or {}),
                     },
-                    "host_buffer": max(256 * MIB, 2 * page_bytes),
+                    "host_buffer": max(min(256 * MIB, self.nbytes), 2 * page_bytes),
                     "store": {"queue": self.nbytes},
-                    "deadline": 600.0,
+                    "deadline": self._patience,
                 }
             )
             layout = config.model.layout()
@@ -115,10 +120,10 @@ class ColdEngine:
         """Store every page from the planes, from the call until all are on the SSD. No tier has them before."""
         self.engine.clear()
         start = time.perf_counter()
-        report = self.engine.store(self._tokens, self._slots).result(600.0)
+        report = self.engine.store(self._tokens, self._slots).result(2 * self._patience)
         elapsed = time.perf_counter() - start
         if any("ssd" not in tiers for tiers in report.tiers):
-            raise IOFailedError(f"not all pages reached the SSD: {report.dropped}", "see the log")
+            raise self._failed("not all pages reached the SSD", report.dropped.values())
         return rate(self.nbytes, elapsed)
 
     def load(self) -> float:
@@ -152,11 +157,7 @@ class ColdEngine:
         if self._flat is None:
             self._flat = torch.empty_like(source, device=self.device)
             self._flat.fill_(1)
-        self._idle()
-        start = time.perf_counter()
-        self._flat.copy_(source, non_blocking=True)
-        self._idle()
-        return rate(self.nbytes, time.perf_counter() - start)
+        return copy_rate(source, self._flat)
 
     def check(self) -> None:
         """Load once more, into overwritten planes, and compare the first and last layer with the stored bytes. Raises
@@ -164,7 +165,7 @@ class ColdEngine:
         for layer in self._planes:
             for tensor in layer:
                 tensor.zero_()
-        self._idle()
+        idle(self.device)
         self.load()
         for tensor in self._outer():
             if not torch.equal(tensor, self._pattern(tensor)):
@@ -174,11 +175,17 @@ class ColdEngine:
 
     def _loaded(self, hit: Callable[[], Hit], tier: str) -> float:
         start = time.perf_counter()
-        sources = self.engine.load(hit(), self._slots).result().bytes_by_tier
+        report = self.engine.load(hit(), self._slots).result()
         elapsed = time.perf_counter() - start
-        if sources != {tier: self._lying}:
-            raise IOFailedError(f"{self._lying} bytes were to come from the {tier} tier: {sources}", "see the log")
+        if report.bytes_by_tier != {tier: self._lying}:
+            what = f"{self._lying} bytes were to come from the {tier} tier: {report.bytes_by_tier}"
+            raise self._failed(what, (status.value for status in report.pages))
         return rate(self.nbytes, elapsed)
+
+    def _failed(self, what: str, causes: Iterable[str]) -> IOFailedError:
+        counted = ", ".join(f"{cause} {pages}" for cause, pages in Counter(causes).items())
+        hint = f"see the log; deadline: the transport hangs, or takes more than {self._patience:.0f} s"
+        return IOFailedError(f"{what}; pages: {counted}", hint)
 
     def _drop_cached(self) -> None:
         """Make reads cold for a transport that fills the page cache."""
@@ -192,10 +199,6 @@ class ColdEngine:
         """Rows that tell pages apart: the page's number, as far as bfloat16 can count."""
         numbers = torch.arange(self.pages, device=tensor.device) % 251
         return numbers.to(tensor.dtype).view(-1, *[1] * (tensor.dim() - 1)).expand(-1, *tensor.shape[1:])
-
-    def _idle(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     def _forget_planes(self) -> None:
         self._planes, self._flat = [], None

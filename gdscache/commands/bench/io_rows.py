@@ -55,7 +55,7 @@ def stores_and_loads(place: Place, page_bytes: int, transport: str = "", *, requ
             label = f"{what}, {transport}, {pages}" if transport else f"{what}, {pages}"
             ways = {way.label: functools.partial(bare.run, op, way) for way in bare.scout(op, place.progress)}
             rates = interleave({"ours": ours, **ways}, place.repeat, place.progress, label)
-            best = max(ways, key=lambda name: rates[name].median)
+            best = max(ways, key=lambda name: rates[name]["median"])
             least = None if transport or not place.on_disk else target
             found.append(_row(engine, place, label, (rates["ours"], f"bare loop, {best}", rates[best]), least))
         engine.check()

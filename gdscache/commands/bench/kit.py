@@ -29,6 +29,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Self
 
 import typer
@@ -36,17 +37,9 @@ import typer
 from gdscache.commands import EXIT_FAILED, EXIT_INTERRUPTED
 from gdscache.commands.bench import machine
 from gdscache.commands.bench.measure import cause_of
-from gdscache.commands.console import (
-    Progress,
-    Table,
-    check_writable,
-    progress_bar,
-    require_matplotlib,
-    show,
-    silent,
-    write_json,
-)
-from gdscache.errors import GdsCacheError, InvalidValueError, TransportUnavailableError
+from gdscache.commands.console import Progress, Table, progress_bar, show, silent
+from gdscache.errors import GdsCacheError, InvalidValueError, MissingPackageError, TransportUnavailableError
+from gdscache.runtime.files import write_whole
 from gdscache.sizes import about
 
 Report = Mapping[str, Any]
@@ -54,6 +47,7 @@ Keep = Callable[[dict[str, Any]], None]
 """Called with the report so far, after every case."""
 
 ERRORS = (GdsCacheError, RuntimeError, OSError, MemoryError)
+_PLOT_FORMATS = (".png", ".svg", ".pdf")
 # Settings that may differ between a report and the run that continues it.
 _MAY_DIFFER = ("profile", "everything", "transports", "require_gds")
 
@@ -71,8 +65,10 @@ class Settings:
         return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items()}
 
     def given(self, options: Report) -> Self:
-        """The settings with the options that were given: those that are not None."""
-        return dataclasses.replace(self, **{key: value for key, value in options.items() if value is not None})
+        """The settings with those of a command's options that are fields here and were given."""
+        some = {k: options[k] for k in dataclasses.asdict(self) if options.get(k) not in (None, ())}
+        given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in some.items()}
+        return dataclasses.replace(self, **given)
 
     def check(self) -> None:
         """Raises `InvalidValueError` for settings without a measurement."""
@@ -192,7 +188,7 @@ class Bench:
     sections: Report
     measure: Callable[[Run, Any, Path], None]
     tables: Callable[[Report], Sequence[Table]]
-    plot: Callable[[Report, Any], None] | None = None
+    plot: Callable[[Report, Any], None]
     details: Callable[[Report], Sequence[Table]] = lambda report: ()
     bottom: Callable[[Report], Sequence[str]] = lambda report: ()
 
@@ -245,7 +241,7 @@ class Bench:
         show(*_above(report), *self.tables(report), *details, *below(report), *self.bottom(report))
         if written is not None:
             write_json(written, report)
-        if matplotlib is not None and self.plot is not None:
+        if matplotlib is not None:
             figure = matplotlib.figure.Figure(layout="constrained")
             self.plot(report, figure)
             title = gpus(report["machine"]) or report["machine"]["cpu"] or ""
@@ -279,6 +275,35 @@ class Bench:
                     "give the options of the first run, on the same machine; or begin a new report",
                 )
         return found
+
+
+def check_writable(path: Path | None, option: str) -> None:
+    """Raise `InvalidValueError` before minutes of work if `path` cannot be a file."""
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise InvalidValueError(f"{option} {path} cannot be written", "name a file in a directory that exists")
+
+
+def write_json(path: Path, report: Mapping[str, Any]) -> None:
+    """Write a report atomically: a reader finds the old file or the new one, after a crash too."""
+    text = json.dumps(report, indent=2) + "\n"
+    if path.exists() and not path.is_file():  # a pipe or a device
+        path.write_text(text)
+        return
+    write_whole(path, text.encode(), path.stat().st_mode & 0o777 if path.exists() else 0o644)
+
+
+def require_matplotlib(path: Path) -> ModuleType:
+    """matplotlib, ready to draw into `path`; imported only here. Raises `MissingPackageError` without it, and
+    `InvalidValueError` for an unknown file name suffix."""
+    if path.suffix.lower() not in _PLOT_FORMATS:
+        raise InvalidValueError(f"no plot can be written as {path.name!r}", f"use a name in {', '.join(_PLOT_FORMATS)}")
+    try:
+        import matplotlib.figure
+    except ImportError as error:
+        raise MissingPackageError(
+            f"a plot needs matplotlib, which cannot be imported: {error}", "install gdscache[plot]"
+        ) from error
+    return matplotlib
 
 
 def _unjudged(part: Any) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import multiprocessing
 import time
 from collections.abc import Sequence
@@ -20,13 +21,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gdscache import CacheEngine, PageStatus, Rank
+from gdscache import CacheEngine, Config, PageStatus, Rank
 from gdscache.commands.bench import kit
-from gdscache.commands.bench.measure import Series, rate, turns
+from gdscache.commands.bench.measure import rate, series, turns
 from gdscache.commands.bench.rows import Line, bars, compared, lines_table
 from gdscache.commands.bench.shapes import LLAMAS
 from gdscache.commands.console import Table, figure
 from gdscache.errors import InvalidValueError, IOFailedError
+from gdscache.pages.layout import PageLayout
+from gdscache.pages.planes import PagedPlanes
 
 PAGE_TOKENS, LATENT = 64, 576
 LAYERS, KV_HEADS, HEAD_DIM = (LLAMAS["8b"][key] for key in ("num_hidden_layers", "num_key_value_heads", "head_dim"))
@@ -69,10 +72,9 @@ def models(ranks: int) -> dict[str, dict[str, Any]]:
     return {"heads": both | heads, "latents": {k: both[k] for k in both if k != "dtype"} | {"planes": [latent]}}
 
 
-def page_bytes(model: dict[str, Any]) -> int:
-    """Bytes of a page in one rank."""
-    row = LATENT if "planes" in model else 2 * int(model["kv_heads"]) * HEAD_DIM
-    return PAGE_TOKENS * LAYERS * row * 2
+def layout_of(model: dict[str, Any]) -> PageLayout:
+    """A page in one rank."""
+    return Config.from_dict({"model": model}).model.layout()
 
 
 def serve(line: Connection, number: int, shard: int, model: dict[str, Any], pages: int) -> None:
@@ -82,12 +84,11 @@ def serve(line: Connection, number: int, shard: int, model: dict[str, Any], page
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.manual_seed(shard)
-    shapes = [(LATENT,)] if "planes" in model else [(int(model["kv_heads"]), HEAD_DIM)] * 2
-    planes = [
-        [torch.randn(2 * pages, PAGE_TOKENS, *s, device=device).to(torch.bfloat16) for s in shapes]
-        for _ in range(LAYERS)
-    ]
-    nbytes = pages * page_bytes(model)
+    layout = layout_of(model)
+    planes = PagedPlanes.allocate(layout, 2 * pages, device).tensors
+    for plane in itertools.chain(*planes):
+        plane.normal_()
+    nbytes = pages * layout.page_bytes
     source = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     target = torch.empty(nbytes, dtype=torch.uint8, device=device)
     with Rank(planes, number, shard=shard) as rank:
@@ -112,8 +113,9 @@ class Links:
     """Ranks, one a GPU, and their leading engine. One prompt's pages are in its CPU tier."""
 
     def __init__(self, settings: Settings, model: dict[str, Any], *, shared: bool) -> None:
-        self.pages = max(1, settings.total // page_bytes(model))
-        self.nbytes = self.pages * page_bytes(model)
+        page_bytes = layout_of(model).page_bytes
+        self.pages = max(1, settings.total // page_bytes)
+        self.nbytes = self.pages * page_bytes
         context = multiprocessing.get_context("spawn")
         self._lines: list[Connection] = []
         with contextlib.ExitStack() as undo:
@@ -126,7 +128,7 @@ class Links:
                 undo.callback(process.terminate)
                 there.close()
                 self._lines.append(here)
-            capacity = (self.nbytes + page_bytes(model)) * (1 if shared else settings.ranks)
+            capacity = (self.nbytes + page_bytes) * (1 if shared else settings.ranks)
             verify = {"verify": "once"}  # as `config init` writes for engines
             config = {"model": model, "cpu": {"capacity": capacity}, "load": verify, "deadline": LIMIT_S}
             self._engine = CacheEngine.from_config(config, ranks=[self._heard(line) for line in self._lines])
@@ -192,9 +194,7 @@ def _measured(settings: Settings, name: str, model: dict[str, Any]) -> dict[str,
         links.check()
         loads, copies = turns(links.load, links.copy, settings.repeat)
     moved = links.nbytes * settings.ranks
-    alone, whole, copied = (
-        Series(tuple(rate(moved, s) for s in spent)) for spent in (*zip(*loads, strict=True), copies)
-    )
+    alone, whole, copied = (series(rate(moved, s) for s in spent) for spent in (*zip(*loads, strict=True), copies))
     more: dict[str, Any] = {"ranks": settings.ranks, "bytes_of_a_rank": links.nbytes, "pages": links.pages}
     of, least = f"of {name}, {settings.ranks} ranks", LEAST if torch.cuda.is_available() else None
     return {
@@ -227,7 +227,7 @@ def bottom(report: kit.Report) -> list[str]:
 
 
 def _lines(report: kit.Report) -> list[Line]:
-    return [Line.of(row["what"], row) for row in report["links"]]
+    return [(row["what"], row) for row in report["links"]]
 
 
 BENCH = kit.Bench("links", "gdscache.bench.links/1", {"links": []}, measure, tables, plot, bottom=bottom)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import shutil
 import sqlite3
 import subprocess
@@ -15,23 +16,16 @@ from gdscache import __version__
 from gdscache.runtime.files import text_of
 from gdscache.storage.files import find_mount
 
-PACKAGES = (
-    "torch",
-    "numpy",
-    "xxhash",
-    "cuda-core",
-    "kvikio-cu12",
-    "kvikio-cu13",
-    "nixl",
-)
+PACKAGES = ("torch", "numpy", "xxhash", "cuda-core", "kvikio-cu12", "kvikio-cu13", "nixl")
 
 
 def describe(directory: Path) -> dict[str, Any]:
     """The machine as plain data; None for unknown values. `directory`: the directory of the measurement's files."""
     import torch
 
+    cpu = re.search(r"^model name\s*: (.*)", text_of(Path("/proc/cpuinfo")), re.MULTILINE)
     return {
-        "cpu": _first_value(Path("/proc/cpuinfo"), "model name"),
+        "cpu": cpu and cpu[1],
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "kernel": platform.release(),
@@ -80,11 +74,3 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _first_value(path: Path, key: str) -> str | None:
-    for line in text_of(path).splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() == key:
-            return value.strip()
-    return None

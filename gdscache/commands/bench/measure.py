@@ -3,37 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
 
 from gdscache.commands.console import Progress, silent
-from gdscache.errors import GdsCacheError, InvalidValueError
+from gdscache.errors import GdsCacheError
 
 K = TypeVar("K")
 T = TypeVar("T")
 
 
-@dataclasses.dataclass(frozen=True)
-class Series:
-    """A quantity measured once a round."""
-
-    values: tuple[float, ...]
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.values)
-
-    def describe(self) -> dict[str, Any]:
-        """Median, spread and all values, as plain data."""
-        return {"median": self.median, "min": min(self.values), "max": max(self.values), "values": list(self.values)}
+Series = dict[str, Any]
+"""A quantity measured once a round: its median, spread and all values, as plain data."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Interval:
+def series(values: Iterable[float]) -> Series:
+    found = list(values)
+    return {"median": statistics.median(found), "min": min(found), "max": max(found), "values": found}
+
+
+class Interval(NamedTuple):
     """A median with bounds around the true one, of probability `coverage`."""
 
     median: float
@@ -46,11 +41,8 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interv
     """The median and the narrowest symmetric pair of order statistics that covers it with `confidence`.
 
     It assumes independent values and no distribution (the interval of the sign test). Too few values cover less: then
-    the bounds are the least and the largest, and `coverage` is their probability. Raises `InvalidValueError` without
-    values.
+    the bounds are the least and the largest, and `coverage` is their probability.
     """
-    if not values:
-        raise InvalidValueError("no values have no median", "measure at least once")
     ordered, count = sorted(values), len(values)
     rank, coverage = 1, 1 - 2 / 2**count  # between the values of this rank from below and from above
     for further in range(2, (count + 1) // 2 + 1):
@@ -87,7 +79,7 @@ def interleave(
             for name, way in ways.items():
                 values[name].append(way())
     progress(rounds, rounds, text)
-    return {name: Series(tuple(found)) for name, found in values.items()}
+    return {name: series(found) for name, found in values.items()}
 
 
 def turns(first: Callable[[], T], second: Callable[[], T], rounds: int) -> tuple[list[T], list[T]]:
@@ -102,24 +94,34 @@ def turns(first: Callable[[], T], second: Callable[[], T], rounds: int) -> tuple
 def paired(ours: Sequence[float], other: Sequence[float]) -> dict[str, float]:
     """Ours over the other, pair by pair: the median of the ratios and its interval."""
     found = median_interval([a / b for a, b in zip(ours, other, strict=True)])
-    return {
-        "ratio": found.median,
-        "ratio_low": found.low,
-        "ratio_high": found.high,
-        "coverage": found.coverage,
-        "pairs": len(ours),
-    }
+    bounds = {"ratio": found.median, "ratio_low": found.low, "ratio_high": found.high}
+    return {**bounds, "coverage": found.coverage, "pairs": len(ours)}
 
 
 def ratio(ours: Series, other: Series) -> dict[str, float]:
     """Ours over the other: the ratio of the medians, and the least and largest of single rounds."""
-    by_round = [a / b for a, b in zip(ours.values, other.values, strict=True)]
-    return {"ratio": ours.median / other.median, "ratio_min": min(by_round), "ratio_max": max(by_round)}
+    by_round = [a / b for a, b in zip(ours["values"], other["values"], strict=True)]
+    return {"ratio": ours["median"] / other["median"], "ratio_min": min(by_round), "ratio_max": max(by_round)}
 
 
 def rate(nbytes: int, elapsed: float) -> float:
     """GB/s (10^9 bytes)."""
     return nbytes / elapsed / 1e9
+
+
+def idle(device: torch.device) -> None:
+    """Wait for all work of a GPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def copy_rate(source: torch.Tensor, target: torch.Tensor) -> float:
+    """GB/s of one copy to an idle device."""
+    idle(target.device)
+    start = time.perf_counter()
+    target.copy_(source, non_blocking=True)
+    idle(target.device)
+    return rate(source.nbytes, time.perf_counter() - start)
 
 
 def target(value: float, limit: float, *, at_least: bool) -> dict[str, Any]:

@@ -9,15 +9,16 @@ import io
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from gdscache.commands.bench import copy, kit, links, machine, ttft
 from gdscache.commands.bench import io as bench_io
-from gdscache.commands.bench import kit, machine, ttft
+from gdscache.commands.bench.copy_gpu import Gpu
 from gdscache.commands.bench.measure import cause_of
 from gdscache.commands.bench.ttft_cells import Settings as TtftSettings
-from gdscache.commands.console import Progress, Table, duration, require_matplotlib, write_json
+from gdscache.commands.console import Progress, Table, duration
 from gdscache.errors import GdsCacheError
 from gdscache.runtime.files import write_whole
 
@@ -40,8 +41,7 @@ figure svg { width: 100%; min-width: 34rem; height: auto }
 """
 
 
-@dataclasses.dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """A bench of the report. `share`: of the time. `lacks`: the cause if this machine cannot run it."""
 
     name: str
@@ -59,36 +59,32 @@ def parts(directory: Path, *, quick: bool) -> list[Part]:
     no_gpu = "" if gpus else "torch sees no CUDA device"
 
     def first_token() -> tuple[kit.Bench, kit.Settings, Path]:
-        settings = TtftSettings.of(profile, "cuda:0" if gpus else "cpu")
-        return ttft.BENCH, settings, ttft.place(None)
+        return ttft.BENCH, TtftSettings.of(profile, "cuda:0" if gpus else "cpu"), ttft.place(None)
 
     def disk() -> tuple[kit.Bench, kit.Settings, Path]:
         return bench_io.BENCH, bench_io.Settings.of(profile, everything=True), directory
 
     def copies() -> tuple[kit.Bench, kit.Settings, Path]:
-        from gdscache.commands.bench import copy
-        from gdscache.commands.bench.copy_gpu import Gpu
-
         settings = copy.Settings.of(profile, everything=True)
         return copy.bench(Gpu()), dataclasses.replace(settings, pairs=min(settings.pairs, PAIRS)), Path()
 
-    def links() -> tuple[kit.Bench, kit.Settings, Path]:
-        from gdscache.commands.bench import links as measured
-
-        return measured.BENCH, measured.Settings.of(profile), Path()
+    def between() -> tuple[kit.Bench, kit.Settings, Path]:
+        return links.BENCH, links.Settings.of(profile), Path()
 
     return [
         Part("ttft", "Time to first token", 0.4, first_token),
         Part("io", "The SSD tier and the disk", 0.4, disk),
         Part("copy", "Copies between host memory and the GPU", 0.15, copies, no_gpu),
-        Part("links", "Links of several GPUs at once", 0.05, links, no_gpu or ("" if gpus > 1 else "one GPU is here")),
+        Part(
+            "links", "Links of several GPUs at once", 0.05, between, no_gpu or ("" if gpus > 1 else "one GPU is here")
+        ),
     ]
 
 
 def measure(directory: Path, out: Path, seconds: float, progress: Progress, *, quick: bool) -> kit.Report:
     """Run all parts within `seconds`: each has its share of the time that the parts before it have left. The JSON is
     written after each case, the page at the end."""
-    matplotlib = require_matplotlib(Path("plot.svg"))
+    matplotlib = kit.require_matplotlib(Path("plot.svg"))
     found: dict[str, Any] = {
         "schema": SCHEMA,
         "machine": machine.describe(directory),
@@ -113,26 +109,26 @@ def measure(directory: Path, out: Path, seconds: float, progress: Progress, *, q
             bench, settings, place = part.make()
             benches[part.name] = bench
             keep = functools.partial(_keep, out, found, part.name, bench.head(settings, place))
-            named = functools.partial(_named, progress, part.title)
+            named = _titled(progress, part.title)
             rows = bench.run(settings, place, named, keep, seconds=(until - began) * share)
         except GdsCacheError as error:
             found["cannot"][part.name] = cause_of(error)
             continue
         found["interrupted"] = rows["interrupted"]
     found["seconds"] = time.time() - found["began"]
-    write_json(out / JSON_NAME, found)
+    kit.write_json(out / JSON_NAME, found)
     titles = {part.name: part.title for part in some}
     write_whole(out / HTML_NAME, page(found, benches, titles, matplotlib).encode(), 0o644)
     return found
 
 
-def _named(progress: Progress, title: str, done: int, total: int, text: str) -> None:
-    progress(done, total, f"{title}: {text}")
+def _titled(progress: Progress, title: str) -> Progress:
+    return lambda done, total, text: progress(done, total, f"{title}: {text}")
 
 
 def _keep(out: Path, found: dict[str, Any], name: str, head: kit.Report, rows: kit.Report) -> None:
     found["benches"][name] = {**head, **rows}
-    write_json(out / JSON_NAME, found)
+    kit.write_json(out / JSON_NAME, found)
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------
@@ -158,8 +154,7 @@ def page(found: kit.Report, benches: Mapping[str, kit.Bench], titles: Mapping[st
             continue
         body.append(f"<h2>{_text(title)}</h2>")
         body += [f'<p class="bottom">{_text(line)}</p>' for line in bench.bottom(report)]
-        if bench.plot is not None:
-            body.append(f"<figure>{_svg(bench.plot, report, matplotlib)}</figure>")
+        body.append(f"<figure>{_svg(bench.plot, report, matplotlib)}</figure>")
         body += map(_part, bench.tables(report))
         if details := "".join(map(_part, bench.details(report))):
             body.append(f"<details><summary>For developers of gdscache</summary>{details}</details>")

@@ -178,8 +178,9 @@ def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
     run.plan([serving.label(at, way, directory) for at, stage in enumerate(stages) for way, _ in stage])
     with contextlib.ExitStack() as undo:
         undo.enter_context(_terminable())
-        made = [Path(given) for given in (directory, settings.disk) if given is not None]
-        serving.folders = [Path(undo.enter_context(_folder(one))) for one in made]
+        for one in (directory, settings.disk) if settings.disk else (directory,):
+            made = tempfile.TemporaryDirectory(prefix="gdscache-bench-", dir=one)
+            serving.folders.append(Path(undo.enter_context(made)))
         serving.model.mkdir()
         (serving.model / "config.json").write_text(json.dumps(model_config(settings.preset)))
         for at, stage in enumerate(stages):
@@ -188,10 +189,6 @@ def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
                 run.cannot(serving.label(at, way, directory), "vLLM's own offloading needs a GPU")
             for first in range(0, len(some), settings.at_once):
                 serving.side_by_side(at, some[first : first + settings.at_once])
-
-
-def _folder(directory: Path) -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="gdscache-bench-", dir=directory)
 
 
 @contextlib.contextmanager
@@ -348,5 +345,5 @@ def command(settings: Settings) -> list[str]:
     return [settings.python, "-m", f"gdscache.commands.bench.serving_{settings.engine}"]
 
 
-_SHOWN = serving_report.tables, serving_report.plot, serving_report.details, serving_report.bottom
-BENCH = kit.Bench("ttft", "gdscache.bench.serving/3", {"rows": []}, measure, *_SHOWN)
+_SHOWN = serving_report.tables, serving_report.plot
+BENCH = kit.Bench("ttft", "gdscache.bench.serving/3", {"rows": []}, measure, *_SHOWN, bottom=serving_report.bottom)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from gdscache.commands.console import Table, figure, percent
+from gdscache.commands.bench.rows import Bar, value_bars
+from gdscache.commands.console import Table, figure
 
 Row = Mapping[str, Any]
-Bar = tuple[str, Sequence[float], str]  # name, values, colour
 
 KINDS = {"shared": "half of each prompt shared", "lone": "nothing shared"}
 DISKS = {"ram": "RAM disk", "disk": "disk"}
@@ -28,14 +28,14 @@ OURS = ("gdscache", "storage", "linker")
 def first_bars(report: Row) -> list[Bar]:
     """Milliseconds to the first token, way by way."""
     plain: Row = next((row["first"] for row in report["rows"] if "recomputed" in row.get("first", {})), {})
-    bars: list[Bar] = [("recomputed", plain["recomputed"]["ms"], "0.6")] if plain else []
+    bars = [Bar("recomputed", plain["recomputed"]["ms"], "0.6")] if plain else []
     for row in report["rows"]:
-        found, names = row.get("first", {}).get("loaded"), [name for name, _, _ in bars]
+        found, names = row.get("first", {}).get("loaded"), [bar.name for bar in bars]
         of = f"\nafter a restart, {DISKS[row['where']]}" if row["restarted"] else ", CPU memory"
         name = NAMES[row["way"]] + of + (f", {row['policy']}" if row["restarted"] and row.get("policy") else "")
         if found and (row["restarted"] or name not in names):  # CPU memory is the same with every lower tier
-            bars.append((f"{name}, again" if name in names else name, found["ms"], _colour(row)))
-    return [*bars, ("resident on the GPU", plain["resident"]["ms"], "0.8")] if "resident" in plain else bars
+            bars.append(Bar(f"{name}, again" if name in names else name, found["ms"], _color(row)))
+    return [*bars, Bar("resident on the GPU", plain["resident"]["ms"], "0.8")] if "resident" in plain else bars
 
 
 def traffic_bars(report: Row, kind: str) -> list[Bar]:
@@ -45,50 +45,33 @@ def traffic_bars(report: Row, kind: str) -> list[Bar]:
         if found := row.get(f"{kind}_requests_per_s"):
             name = NAMES[row["way"]] + (", after a restart" if row["restarted"] else "")
             name += f", {DISKS[row['where']]}" if row["restarted"] or row["where"] == "disk" else ""
-            bars.append((name, found, _colour(row)))
+            bars.append(Bar(name, found, _color(row)))
     return bars
 
 
-def _colour(row: Row) -> str:
+def _color(row: Row) -> str:
     return "tab:green" if row["way"] in OURS else "0.6" if row["way"] == "none" else "tab:orange"
 
 
 def tables(report: Row) -> list[Table]:
     """First tokens and requests a second."""
     first = Table(_first_title(report), "way", "ms")
-    for name, values, _ in first_bars(report):
-        first.add_row(name.replace("\n", ", "), _spread(values))
-    return [first, *(_rates(report, kind) for kind in KINDS)]
-
-
-def _rates(report: Row, kind: str) -> Table:
-    table = Table(f"Requests a second, {KINDS[kind]}", "way", "requests/s")
-    for name, values, _ in traffic_bars(report, kind):
-        table.add_row(name, _spread(values))
-    return table
-
-
-def _spread(values: Sequence[float]) -> str:
-    return f"{figure(statistics.median(values))} ({figure(min(values))} to {figure(max(values))})"
+    rates = {kind: Table(f"Requests a second, {words}", "way", "requests/s") for kind, words in KINDS.items()}
+    some = [(first, first_bars(report)), *((table, traffic_bars(report, kind)) for kind, table in rates.items())]
+    for table, bars in some:
+        for bar in bars:
+            low, high = figure(min(bar.values)), figure(max(bar.values))
+            table.add_row(bar.name.replace("\n", ", "), f"{figure(statistics.median(bar.values))} ({low} to {high})")
+    return [first, *rates.values()]
 
 
 def _first_title(report: Row) -> str:
     return f"Time to first token; {report['settings']['tokens']:,} tokens, 90 % cached"
 
 
-def details(report: Row) -> list[Table]:
-    """Cached tokens."""
-    cached = Table("Cached, and opening", "case", "tokens of first tokens", "share of traffic", "opened in")
-    for row in report["rows"]:
-        first = ", ".join(f"{name} {max(found['cached']):,}" for name, found in row.get("first", {}).items())
-        shares = [percent(statistics.median(row[f"{kind}_cached"])) for kind in KINDS if f"{kind}_cached" in row]
-        cached.add_row(row["case"], first, ", ".join(shares), figure(row.get("opened_s", 0.0), "s"))
-    return [cached]
-
-
 def bottom(report: Row) -> list[str]:
     """A server user's gain."""
-    found = {name: statistics.median(values) for name, values, _ in first_bars(report)}
+    found = {name: statistics.median(values) for name, values, *_ in first_bars(report)}
     computed, said = found.get("recomputed"), []
     if computed is not None and len(found) > 2:
         loaded = [
@@ -101,7 +84,7 @@ def bottom(report: Row) -> list[str]:
             f"where all of it is computed. With 90 % of it cached: {'; '.join(loaded)}."
         )
     for kind, words in KINDS.items():
-        rates = [f"{figure(statistics.median(values))} with {name}" for name, values, _ in traffic_bars(report, kind)]
+        rates = [f"{figure(statistics.median(values))} with {name}" for name, values, *_ in traffic_bars(report, kind)]
         if rates:
             said.append(f"Requests a second, {words}: {', '.join(rates)}.")
     return [" ".join(said)] if said else []
@@ -121,24 +104,12 @@ def plot(report: Row, drawn: Any) -> None:
     panels = drawn.subplot_mosaic(rows, height_ratios=[len(bars[row[0]]) + 1 for row in rows]) if rows else {}
     for name, axes in panels.items():
         row = next(row for row in rows if name in row)
-        longest = max(max(values) for beside in row for _, values, _ in bars[beside])  # one scale for a row
+        longest = max(max(bar.values) for beside in row for bar in bars[beside])  # one scale for a row
         if name == "first":
-            _panel(axes, bars[name], longest, f"ms; {_first_title(report).lower()}", "%.0f")
+            value_bars(axes, bars[name], f"ms; {_first_title(report).lower()}", "{:.0f}".format)
         else:
-            _panel(axes, bars[name], longest, "requests a second", "%.1f")
+            value_bars(axes, bars[name], "requests a second", "{:.1f}".format)
             axes.set_title(KINDS[name], fontsize=9)
+        axes.set_xlim(0, 1.06 * longest)
     if "lone" in panels and [bar[0] for bar in bars["shared"]] == [bar[0] for bar in bars["lone"]]:
         panels["lone"].tick_params(labelleft=False)
-
-
-def _panel(axes: Any, bars: Sequence[Bar], longest: float, label: str, form: str) -> None:
-    """Bars of medians with their figures, and a dot for each single value; `longest` is the largest value."""
-    for place, (_, values, filled) in enumerate(bars):
-        median = statistics.median(values)
-        axes.barh(place, median, color=filled)
-        axes.plot(values, [place] * len(values), ".", color="black", markersize=4)
-        axes.annotate(form % median, (0, place), (4, 0), textcoords="offset points", va="center", fontsize=8)
-    axes.set_yticks(range(len(bars)), [name for name, _, _ in bars], fontsize=9)
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.06 * longest)
-    axes.set_xlabel(label, fontsize=9)

@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import shutil
 import statistics
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 from gdscache.commands.bench import io_cache, kit, ttft_report
-from gdscache.commands.bench.measure import Series, cause_of, frozen_heap
-from gdscache.commands.bench.ttft_ceilings import Ceilings
+from gdscache.commands.bench.bare import IO_BYTES, BareLoop
+from gdscache.commands.bench.measure import Series, cause_of, copy_rate, frozen_heap, idle, series
 from gdscache.commands.bench.ttft_cells import (
     NOWHERE,
     Answer,
     Cell,
     Settings,
-    bytes_at,
     chosen,
     compare,
     transfer_seconds,
     worst,
 )
+from gdscache.cuda.host_memory import HostBuffer
 from gdscache.errors import CapacityError
 from gdscache.sizes import about
+from gdscache.storage.base import Op
 
 if TYPE_CHECKING:
     from gdscache.commands.bench.ttft_transformers import TransformersClient
@@ -51,7 +55,7 @@ def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
     run.plan([cell.label for cell in cells])
     todo = [cell for cell in cells if run.wants(cell.label)]
     if todo:
-        with frozen_heap(), _client(settings, directory, max(cell.prompt for cell in todo)) as client:
+        with frozen_heap(), _client(settings, directory, max(cell.prompt_tokens for cell in todo)) as client:
             run.found["model"] = client.describe()
             for route, some in itertools.groupby(todo, lambda cell: cell.route):
                 _route(run, client, route, list(some))
@@ -80,7 +84,7 @@ def _route(run: kit.Run, client: TransformersClient, route: str, cells: Sequence
         for cell in cells:
             run.cannot(cell.label, cause_of(error))
         return
-    for length, of_length in itertools.groupby(cells, lambda cell: cell.prompt):
+    for length, of_length in itertools.groupby(cells, lambda cell: cell.prompt_tokens):
         some = list(of_length)
         if not any(run.wants(cell.label) for cell in some):
             return
@@ -88,7 +92,7 @@ def _route(run: kit.Run, client: TransformersClient, route: str, cells: Sequence
             run.say(f"{length:,} tokens: the document is computed and stored")
             stored = client.prime(length)
             nbytes = min(stored, client.settings.ceiling_bytes)
-            with contextlib.closing(Ceilings(client.device, client.slabs()[0], nbytes)) as ceilings:
+            with _ceilings(client.device, client.slab, nbytes) as ceilings:
                 if any(cell.gate for cell in some):
                     run.say(f"{length:,} tokens: the gate learns")
                     client.learn(length)
@@ -97,6 +101,37 @@ def _route(run: kit.Run, client: TransformersClient, route: str, cells: Sequence
                     if any(run.wants(cell.label) for cell in group):
                         with run.guarded(*(cell.label for cell in group)):
                             (_miss if group[0].where == NOWHERE else _hits)(run, client, group, ceilings)
+
+
+class Ceilings(NamedTuple):
+    """Ways that measure a ceiling once, in GB/s, and the names of the bare loops among them."""
+
+    ways: dict[str, Callable[[], float]]
+    loops: dict[str, str]
+
+
+@contextlib.contextmanager
+def _ceilings(device: torch.device, slab: Path, nbytes: int) -> Iterator[Ceilings]:
+    """The ceilings of a hit of `nbytes`.
+
+    `copy`: one copy of page-locked host memory to the device; on a CPU-only machine from one part of memory to another.
+    `read`: the best bare loop on the slab's first `nbytes`, which hold pages. `onward`: the best bare loop that copies
+    its reads on to the device.
+    """
+    nbytes = max(nbytes // max(IO_BYTES), 1) * max(IO_BYTES) if nbytes >= max(IO_BYTES) else nbytes
+    with contextlib.ExitStack() as undo:
+        source = undo.enter_context(HostBuffer(nbytes, "auto")).tensor[:nbytes]
+        source.fill_(1)
+        target = torch.ones(nbytes, dtype=torch.uint8, device=device)
+        found = Ceilings({"copy": functools.partial(copy_rate, source, target)}, {})
+        if nbytes >= min(IO_BYTES):
+            loop = undo.enter_context(contextlib.closing(BareLoop(slab, nbytes, target)))
+            for name, onward in (("read", False), ("onward", True)):
+                best = loop.scout(Op.READ, onward=onward)[0]
+                found.loops[name] = f"{best.label}, {'O_DIRECT' if loop.direct else 'through the page cache'}"
+                found.ways[name] = functools.partial(loop.run, Op.READ, best, onward=onward)
+        undo.callback(idle, device)
+        yield found
 
 
 # -- cells -------------------------------------------------------------------------------------------------------------
@@ -111,19 +146,19 @@ def _miss(run: kit.Run, client: TransformersClient, cells: Sequence[Cell], _: Ce
     ours: list[Answer] = []
     plain: list[Answer] = []
     (cell,), settings = cells, client.settings
-    rounds = settings.repeat * max(1, statistics.median_low(settings.prompts) // cell.prompt)
+    rounds = settings.repeat * max(1, statistics.median_low(settings.prompts) // cell.prompt_tokens)
     for number in range(rounds + 1):
         run.say(f"{cell.label}: round {number} of {rounds}")
         for cached in (False, True) if number % 2 else (True, False):
             (ours if cached else plain).append(client.miss(cell, cached=cached))
-    with_, without = (Series(tuple(a.ttft for a in some[1:])) for some in (ours, plain))
+    with_, without = (series(a.ttft for a in some[1:]) for some in (ours, plain))
     row = {
-        **cell.describe(),
+        **cell._asdict(),
         "cached_tokens": 0,
         "bytes": {},
-        "ttft_seconds": with_.describe(),
-        "recompute_seconds": without.describe(),
-        "added": with_.median / without.median - 1,
+        "ttft_seconds": with_,
+        "recompute_seconds": without,
+        "added": with_["median"] / without["median"] - 1,
         "tokens": compare(ours, plain, near_tie(settings)),
     }
     run.add(cell.label, {"cells": [_judged(client, row)]})
@@ -136,7 +171,7 @@ def _hits(run: kit.Run, client: TransformersClient, cells: Sequence[Cell], ceili
     rates: dict[str, list[float]] = {name: [] for name in ceilings.ways}
     broken: dict[Cell, str] = {}
     for number in range(repeat + 1):  # the first round warms up
-        run.say(f"{first.prompt:,} tokens, {first.cached} % cached: round {number} of {repeat}")
+        run.say(f"{first.prompt_tokens:,} tokens, {first.cached_percent} % cached: round {number} of {repeat}")
         for name, way in ceilings.ways.items():
             rates[name].append(way())
         for key in list(answers) if number % 2 == 0 else reversed(list(answers)):
@@ -147,7 +182,7 @@ def _hits(run: kit.Run, client: TransformersClient, cells: Sequence[Cell], ceili
                     answers[key].append(client.hit(key))
                 except kit.ERRORS as error:
                     broken[key] = cause_of(error)
-    counted = {name: Series(tuple(values[1:])) for name, values in rates.items()}
+    counted = {name: series(values[1:]) for name, values in rates.items()}
     for cell in cells:
         if cell in broken:
             run.fail(cell.label, broken[cell])
@@ -163,27 +198,27 @@ def _row(
     rates: Mapping[str, Series],
     loops: Mapping[str, str],
 ) -> dict[str, Any]:
-    mine, plain, resident = (Series(tuple(a.ttft for a in answers[key][1:])) for key in (cell, "plain", "resident"))
+    mine, plain, resident = (series(a.ttft for a in answers[key][1:]) for key in (cell, "plain", "resident"))
     _, cached = client.of(cell)
-    nbytes = bytes_at(cell.where, cached // client.settings.page_tokens, client.cache.layout.page_bytes)
-    transfer = transfer_seconds(cell.where, nbytes, {name: series.median for name, series in rates.items()})
-    ideal = None if transfer is None else max(resident.median, transfer)
+    placed = answers[cell][-1].placed
+    transfer = transfer_seconds(cell.where, placed, {name: found["median"] for name, found in rates.items()})
+    ideal = None if transfer is None else max(resident["median"], transfer)
     tie, waits = near_tie(client.settings), [wait for answer in answers[cell][1:] for wait in answer.waits]
     return {
-        **cell.describe(),
+        **cell._asdict(),
         "cached_tokens": cached,
-        "bytes": nbytes,
-        "ttft_seconds": mine.describe(),
-        "recompute_seconds": plain.describe(),
-        "resident_seconds": resident.describe(),
+        "bytes": placed,
+        "ttft_seconds": mine,
+        "recompute_seconds": plain,
+        "resident_seconds": resident,
         "transfer_seconds": transfer,
         "ideal_seconds": ideal,
-        "ideal_ratio": None if ideal is None else ideal / mine.median,
-        "speed_up": plain.median / mine.median,
+        "ideal_ratio": None if ideal is None else ideal / mine["median"],
+        "speed_up": plain["median"] / mine["median"],
         "wait_seconds": statistics.median(waits) if waits else None,
         "sources": answers[cell][-1].sources,
         "tokens": worst(answers[cell], answers["plain"], answers["resident"], tie, gated=cell.gate),
-        "gb_per_second": {name: series.describe() for name, series in rates.items()},
+        "gb_per_second": dict(rates),
         "loops": dict(loops),
     }
 

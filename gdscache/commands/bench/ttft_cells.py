@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from gdscache.commands.bench import kit
 from gdscache.commands.bench.shapes import LLAMAS
@@ -65,12 +65,11 @@ def _dtype(device: str) -> str:
     return "bfloat16" if device.startswith("cuda") else "float32"
 
 
-@dataclasses.dataclass(frozen=True)
-class Cell:
-    """A measurement: `cached` percent of a prompt of `prompt` tokens lie at `where`."""
+class Cell(NamedTuple):
+    """A measurement: `cached_percent` of a prompt of `prompt_tokens` lie at `where`."""
 
-    prompt: int
-    cached: int
+    prompt_tokens: int
+    cached_percent: int
     where: str
     overlap: bool
     gate: bool
@@ -83,29 +82,19 @@ class Cell:
     @property
     def group(self) -> tuple[str, int, int]:
         """Cells of a group are measured in turns, with the same baselines."""
-        return self.route, self.prompt, self.cached
+        return self.route, self.prompt_tokens, self.cached_percent
 
     @property
     def label(self) -> str:
-        words = [f"{self.prompt:,} tokens", f"{self.cached} % cached", self.where.replace("_", " ")]
+        words = [f"{self.prompt_tokens:,} tokens", f"{self.cached_percent} % cached", self.where.replace("_", " ")]
         if self.where in SWITCHED:
             words += ["overlap" if self.overlap else "no overlap", *(["gate"] if self.gate else [])]
         return ", ".join(words)
 
-    def describe(self) -> dict[str, Any]:
-        """The cell as plain data; `cell_of` reverses it."""
-        return {
-            "prompt_tokens": self.prompt,
-            "cached_percent": self.cached,
-            "where": self.where,
-            "overlap": self.overlap,
-            "gate": self.gate,
-        }
-
 
 def cell_of(row: Any) -> Cell:
     """The cell of a report's row."""
-    return Cell(row["prompt_tokens"], row["cached_percent"], row["where"], row["overlap"], row["gate"])
+    return Cell._make(row[key] for key in Cell._fields)
 
 
 def cells(settings: Settings) -> list[Cell]:
@@ -131,7 +120,7 @@ def chosen(settings: Settings) -> list[Cell]:
     return [
         cell
         for cell in cells(settings)
-        if settings.everything or (usual(cell) and cell.where in USUAL and cell.prompt != longest)
+        if settings.everything or (usual(cell) and cell.where in USUAL and cell.prompt_tokens != longest)
     ]
 
 
@@ -159,15 +148,10 @@ def transfer_seconds(where: str, bytes_by_tier: Mapping[str, int], rates: Mappin
     return max((nbytes / rates[name] / 1e9 for nbytes, name in parts if nbytes), default=0.0)
 
 
-def bytes_at(where: str, pages: int, page_bytes: int) -> dict[str, int]:
-    """The bytes to move for `pages` pages, by tier."""
-    return {} if where == "gpu" else {"cpu" if where == "cpu" else "ssd": pages * page_bytes}
-
-
 @dataclasses.dataclass(frozen=True)
 class Answer:
     """A request's answer. `ttft`: seconds to the first token. `sources`: tokens that were not computed, by source.
-    `waits`: the host's seconds in `wait`, a layer each."""
+    `waits`: the host's seconds in `wait`, a layer each. `placed`: bytes of the cached pages by tier, before it."""
 
     ttft: float
     tokens: tuple[int, ...]
@@ -175,6 +159,7 @@ class Answer:
     sources: dict[str, int]
     waits: tuple[float, ...]
     recomputed: int
+    placed: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 def compare(ours: Sequence[Answer], plain: Sequence[Answer], near_tie: float) -> str:

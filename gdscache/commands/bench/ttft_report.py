@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from gdscache.commands.bench.measure import target
-from gdscache.commands.bench.ttft_cells import NOWHERE, PLACES, SWITCHED, cell_of, usual
+from gdscache.commands.bench.rows import Bar, value_bars
+from gdscache.commands.bench.ttft_cells import NOWHERE, PLACES, cell_of, usual
 from gdscache.commands.console import Table, duration, figure, percent, verdict
 
 Row = Mapping[str, Any]
@@ -94,51 +95,25 @@ def _usual(report: Row) -> list[Row]:
     return sorted(some, key=lambda r: (r["prompt_tokens"], r["cached_percent"]))
 
 
-_LOOKS = {
-    (True, False): ("tab:blue", "overlap"),
-    (False, False): ("tab:orange", "no overlap"),
-    (True, True): ("tab:green", "overlap, gate"),
-    (False, True): ("tab:olive", "no overlap, gate"),
+_COLORS = {  # by overlap and gate
+    (True, False): "tab:blue",
+    (False, False): "tab:orange",
+    (True, True): "tab:green",
+    (False, True): "tab:olive",
 }
 
 
 def plot(report: Row, drawn: Any) -> None:
-    """A panel for each prompt length: bars in groups by place and cached share, for the measured cells."""
-    cells = [r for r in report["cells"] if r["where"] != NOWHERE]
-    lengths = sorted({r["prompt_tokens"] for r in cells}) or [0]
-    drawn.set_size_inches(14, 1.5 + 3.5 * len(lengths))
+    """A panel for each prompt length: computing it, and the measured hits by cached share and place."""
+    hits = [r for r in report["cells"] if r["where"] != NOWHERE]
+    lengths = sorted({r["prompt_tokens"] for r in hits}) or [0]
+    drawn.set_size_inches(11, 1 + 0.25 * len(hits) + len(lengths))
     for axes, length in zip(drawn.subplots(len(lengths), 1, squeeze=False)[:, 0], lengths, strict=True):
-        _panel(axes, [r for r in cells if r["prompt_tokens"] == length])
-        name = (report["model"] or {}).get("name", "")
-        axes.set_title(f"{name}, prompt of {length:,} tokens", fontsize=9)
-
-
-def _panel(axes: Any, cells: Sequence[Mapping[str, Any]]) -> None:
-    groups = sorted({(r["cached_percent"], PLACES.index(r["where"])) for r in cells})
-    drawn: set[str] = set()
-
-    def label(text: str) -> str | None:
-        if text in drawn:
-            return None
-        drawn.add(text)
-        return text
-
-    for place, (cached, where) in enumerate(groups):
-        some = [r for r in cells if (r["cached_percent"], PLACES.index(r["where"])) == (cached, where)]
+        some = [r for r in hits if r["prompt_tokens"] == length]
+        some.sort(key=lambda r: (r["cached_percent"], PLACES.index(r["where"])))
+        bars = [Bar("recomputed", r["recompute_seconds"]["values"], "0.6") for r in some[:1]]
         for r in some:
-            switches = (r["overlap"], r["gate"])
-            colour, name = _LOOKS[switches] if r["where"] in SWITCHED else ("tab:grey", "in the pool")
-            at = place + (0.2 * (list(_LOOKS).index(switches) - 1.5) if r["where"] in SWITCHED else 0.0)
-            ttft = r["ttft_seconds"]
-            spread = [[max(ttft["median"] - ttft["min"], 0)], [max(ttft["max"] - ttft["median"], 0)]]
-            axes.bar(at, ttft["median"], 0.18, yerr=spread, color=colour, ecolor="black", capsize=2, label=label(name))
-        recomputed, ideal = some[0]["recompute_seconds"]["median"], some[0]["ideal_seconds"]
-        for value, style, name in ((recomputed, "--", "recomputing"), (ideal, "-", "ideal, max(c, t)")):
-            if value is not None:
-                axes.plot([place - 0.42, place + 0.42], [value] * 2, style, color="black", label=label(name))
-    names = [f"{cached} %\n{PLACES[where].replace('_', ' ')}" for cached, where in groups]
-    axes.set_xticks(range(len(groups)), names, fontsize=7)
-    axes.set_ylabel("seconds")
-    axes.set_ylim(bottom=0)
-    if drawn:
-        axes.legend(fontsize=7)
+            name, color = cell_of(r).label.partition(", ")[2], _COLORS[r["overlap"], r["gate"]]
+            bars.append(Bar(name, r["ttft_seconds"]["values"], color, r["ideal_seconds"]))
+        value_bars(axes, bars, "time to first token, s; line: the ideal, max(c, t)", duration)
+        axes.set_title(f"{(report['model'] or {}).get('name', '')}, prompt of {length:,} tokens", fontsize=9)

@@ -8,6 +8,7 @@ a hit's loaded pages, or of resident ones.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -22,12 +23,15 @@ import torch
 from gdscache import CacheEngine, Config, LayerwiseLoad
 from gdscache.commands.bench import io_cache
 from gdscache.commands.bench.io import RAM_THREADS
+from gdscache.commands.bench.measure import idle
 from gdscache.commands.bench.shapes import LLAMAS
 from gdscache.commands.bench.ttft_cells import CACHED, SWITCHED, Answer, Cell, Settings, cached_tokens
+from gdscache.disk.slab import slab_name
 from gdscache.errors import IOFailedError, MissingPackageError
 from gdscache.gate.costs import Costs
 from gdscache.gate.gate import Gate
-from gdscache.pages.layout import PageLayout
+from gdscache.pages.layout import PLAIN, is_plain
+from gdscache.pages.planes import PagedPlanes
 from gdscache.sizes import MIB
 from gdscache.store.handle import StoreHandle
 
@@ -70,7 +74,7 @@ class TransformersClient:
         layout = Config.from_dict({"model": self._section}).model.layout()
         pages = -(-longest // settings.page_tokens)
         self._request, self._document = list(range(pages)), list(range(pages, 2 * pages))
-        self.planes = _planes(layout, 2 * pages, self.device)
+        self.planes = PagedPlanes.allocate(layout, 2 * pages, self.device).tensors
 
     @property
     def cache(self) -> CacheEngine:
@@ -155,8 +159,8 @@ class TransformersClient:
 
     def of(self, cell: Cell) -> tuple[list[int], int]:
         """A cell's prompt, and the number of its cached tokens."""
-        cached = cached_tokens(cell.prompt, cell.cached, self.settings.page_tokens)
-        return self.prompt(cell.prompt, cached), cached
+        cached = cached_tokens(cell.prompt_tokens, cell.cached_percent, self.settings.page_tokens)
+        return self.prompt(cell.prompt_tokens, cached), cached
 
     def prime(self, length: int) -> int:
         """Compute and store the document for prompts of a length, and keep it in the planes. Returns the pages' bytes.
@@ -169,10 +173,10 @@ class TransformersClient:
         layers.write_pages(0, self._document[: cached // self.settings.page_tokens])
         self.cache.store(tokens, self._document[: cached // self.settings.page_tokens]).result(_DEADLINE_S)
         self.cache.drain(_DEADLINE_S)
-        pages = self.cache.pages(tokens)
-        for name, tier in self.cache.manager.tiers.items():
-            missing = 0 if tier.plain else sum(page.key not in tier.index for page in pages)  # plain: cannot be packed
-            if missing:
+        pages, tiers = self.cache.pages(tokens), self.cache.manager.tiers
+        for name in (name for name in tiers if not is_plain(name)):
+            twins = [tiers[one] for one in (name, name + PLAIN) if one in tiers]
+            if missing := sum(all(page.key not in twin.index for twin in twins) for page in pages):
                 raise IOFailedError(f"{missing} of {len(pages)} pages did not reach the {name} tier", "see the log")
         return len(pages) * self.cache.layout.page_bytes
 
@@ -194,9 +198,9 @@ class TransformersClient:
         if cell.where not in SWITCHED:
             return self.resident(cell)
         tokens, cached = self.of(cell)
-        self.place(tokens, cached, cell.where)
+        placed = self.place(tokens, cached, cell.where)
         self.install(overlap=cell.overlap, gate=cell.gate)
-        return self._load_and_compute(tokens, overlap=cell.overlap)
+        return dataclasses.replace(self._load_and_compute(tokens, overlap=cell.overlap), placed=placed)
 
     def miss(self, cell: Cell, *, cached: bool) -> Answer:
         """A request without a hit, in chunks that are stored meanwhile; or, not `cached`, without a cache."""
@@ -205,7 +209,7 @@ class TransformersClient:
         salt, handles, layers = f"miss {next(self._misses)}", list[StoreHandle](), self._layers((), 0)
         if cached:
             self.install(overlap=True, gate=False)
-        self.idle()
+        idle(self.device)
         begun, kept = time.perf_counter(), 0
         if cached:
             assert not self.cache.lookup(tokens, salt=salt).tokens, "a miss that hits"
@@ -242,39 +246,40 @@ class TransformersClient:
                 self.place(tokens, cached, where)
                 self._load_and_compute(tokens, overlap=overlap)
 
-    def place(self, tokens: Sequence[int], cached: int, where: str) -> None:
-        """Move the cached pages to the place of the hit."""
+    def place(self, tokens: Sequence[int], cached: int, where: str) -> dict[str, int]:
+        """Move the cached pages to the place of the hit. Returns their bytes by tier: pages that cannot be packed lie
+        plain beside the others."""
         manager, some = self.cache.manager, self.cache.pages(tokens)[: cached // self.settings.page_tokens]
-        if where == "cpu" and set(manager.peek(some)) != {"cpu"}:
+        memories = {name for name, tier in manager.tiers.items() if tier.kind == "memory"}
+        if where == "cpu" and not memories.issuperset(manager.peek(some)):
             self.install(overlap=True, gate=False)
             hit = self.cache.lookup(tokens[:cached])  # a load leaves its pages in the CPU tier
             self.cache.load(hit, self._request[: len(hit.pages)]).release_event.synchronize(_DEADLINE_S)
-        if manager.cpu is not None and where != "cpu":
+        if where != "cpu":
             with manager.lock:
-                manager.cpu.index.drop_all([page.key for page in some], {some[0].namespace})
-        if where != "cpu" and not self.direct:
-            io_cache.drop(self.slabs())
-        if set(manager.peek(some)) != {"cpu" if where == "cpu" else "ssd"}:
+                for name in memories:
+                    manager.tiers[name].index.drop_all([page.key for page in some], {some[0].namespace})
+            if not self.direct:
+                io_cache.drop(self.slab.parent.rglob(self.slab.name))
+        found = manager.peek(some)
+        if len(found) < len(some) or any((name in memories) != (where == "cpu") for name in found):
             raise IOFailedError(f"pages are not where {where} needs them", "see the log")
+        return {name: found.count(name) * self.cache.layout.bytes_in(name) for name in dict.fromkeys(found)}
 
     @property
     def direct(self) -> bool:
         return bool(self.cache.stats()["tiers"]["ssd"]["transport"]["direct"])
 
-    def slabs(self) -> list[Path]:
-        ssd = self.cache.config.ssd
-        return [] if ssd is None else sorted(ssd.path.glob("slab-*.bin"))
-
-    def idle(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+    @property
+    def slab(self) -> Path:
+        return self._directory / self._route / slab_name(0)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _load_and_compute(self, tokens: Sequence[int], *, overlap: bool, salt: str = "") -> Answer:
         """A request with its cached pages loaded. The gate learns the prefill's time."""
         cache, waits = self.cache, list[float]()
-        self.idle()
+        idle(self.device)
         begun = time.perf_counter()
         ids = self._ids(tokens)
         hit = cache.lookup(tokens, salt=salt)
@@ -312,7 +317,7 @@ class TransformersClient:
         now; `load`: its verdict comes before the first token."""
         layers = self._layers((), 0) if layers is None else layers
         if begun is None:
-            self.idle()
+            idle(self.device)
             begun = time.perf_counter()
         ids = self._ids(tokens) if ids is None else ids
         found = [_best(self._forward(ids[layers.get_seq_length() :], layers))]
@@ -406,17 +411,6 @@ def _model(settings: Settings, device: torch.device) -> PreTrainedModel:
         model = LlamaForCausalLM._from_config(config, dtype=getattr(torch, settings.dtype))  # type: ignore[no-untyped-call]
     found: PreTrainedModel = model.eval()
     return found
-
-
-def _planes(layout: PageLayout, blocks: int, device: torch.device) -> list[list[torch.Tensor]]:
-    """K and V of each layer, (blocks, page_tokens, heads, head_dim)."""
-    return [
-        [
-            torch.zeros((blocks, layout.page_tokens, *p.shape), dtype=getattr(torch, p.dtype), device=device)
-            for p in layer
-        ]
-        for layer in layout.layers
-    ]
 
 
 def _waited(load: LayerwiseLoad, waits: list[float], layer: int) -> None:

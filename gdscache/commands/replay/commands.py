@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import json
 import logging
@@ -14,18 +15,18 @@ from typing import Annotated, Any
 import typer
 
 from gdscache.commands import EXIT_INTERRUPTED
-from gdscache.commands.console import Progress, progress_bar, show, size_of
+from gdscache.commands.console import Progress, progress_bar, show, size_option
 from gdscache.commands.replay.clock import MachineModel
 from gdscache.commands.replay.setup import MODELS, base_of, config_of
 from gdscache.commands.replay.trace import read_trace
 from gdscache.commands.replay.workload import Workload, expand
 from gdscache.config import Config
 from gdscache.errors import InvalidValueError
+from gdscache.sizes import GIB
 
 SCHEMA = "gdscache.replay/6"
 _LATENCY_S = 100e-6  # of each read and write of the SSD
-_TIERS, _MACHINE, _LIMITS = "Tiers", "The machine of the simulation", "Limits"
-_DEFAULT_CPU = "64GiB"
+_TIERS, _LIMITS = "Tiers", "Limits"  # panels of the help
 
 Traces = Annotated[
     list[Path] | None,
@@ -35,37 +36,19 @@ Traces = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-ConfigFile = Annotated[
-    Path | None,
-    typer.Option("--config", rich_help_panel=_TIERS, help="Configuration file of the model and the policies."),
-]
-Model = Annotated[
-    str,
-    typer.Option(rich_help_panel=_TIERS, help=f"The model, where --config does not describe one: {', '.join(MODELS)}."),
-]
+_tiers = functools.partial(typer.Option, rich_help_panel=_TIERS)
+_machine = functools.partial(typer.Option, rich_help_panel="The machine of the simulation")
+ConfigFile = Annotated[Path | None, _tiers("--config", help="Configuration file of the model and the policies.")]
+Model = Annotated[str, _tiers(help=f"The model, where --config does not describe one: {', '.join(MODELS)}.")]
 Sets = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", metavar="KEY=VALUE", rich_help_panel=_TIERS, help="Set a key of the configuration. May be repeated."
-    ),
+    list[str] | None, _tiers("--set", metavar="KEY=VALUE", help="Set a key of the configuration. May be repeated.")
 ]
-SsdRead = Annotated[
-    float, typer.Option("--ssd-read-gbps", rich_help_panel=_MACHINE, help="Read speed of the SSD in GB/s, or inf.")
-]
-SsdWrite = Annotated[
-    float, typer.Option("--ssd-write-gbps", rich_help_panel=_MACHINE, help="Write speed of the SSD in GB/s, or inf.")
-]
-Link = Annotated[
-    float,
-    typer.Option("--link-gbps", rich_help_panel=_MACHINE, help="Speed between host and GPU in GB/s, each way, or inf."),
-]
+SsdRead = Annotated[float, _machine("--ssd-read-gbps", help="Read speed of the SSD in GB/s, or inf.")]
+SsdWrite = Annotated[float, _machine("--ssd-write-gbps", help="Write speed of the SSD in GB/s, or inf.")]
+Link = Annotated[float, _machine("--link-gbps", help="Speed between host and GPU in GB/s, each way, or inf.")]
 Prefill = Annotated[
     float | None,
-    typer.Option(
-        "--prefill-tokens-per-second",
-        rich_help_panel=_MACHINE,
-        help="Speed of the prefill of one request. Gives the time to first token.",
-    ),
+    _machine("--prefill-tokens-per-second", help="Speed of the prefill of one request. Gives the time to first token."),
 ]
 
 
@@ -74,29 +57,26 @@ def replay(
     as_json: AsJson = False,
     config: ConfigFile = None,
     cpu: Annotated[
-        str | None,
-        typer.Option(rich_help_panel=_TIERS, help=f"cpu.capacity (512GiB). {_DEFAULT_CPU} without --ssd and --config."),
+        int | None,
+        size_option("--cpu", "cpu.capacity (512GiB). 64GiB without --ssd and --config.", rich_help_panel=_TIERS),
     ] = None,
-    ssd: Annotated[str | None, typer.Option(rich_help_panel=_TIERS, help="ssd.capacity (4TiB).")] = None,
+    ssd: Annotated[int | None, size_option("--ssd", "ssd.capacity (4TiB).", rich_help_panel=_TIERS)] = None,
     model: Model = "llama-3-8b",
     sets: Sets = None,
     ssd_read: SsdRead = 6.0,
     ssd_write: SsdWrite = 3.0,
     link: Link = 50.0,
     prefill: Prefill = None,
-    serial: Annotated[
-        bool, typer.Option("--serial", rich_help_panel=_MACHINE, help="Each request ends before the next one begins.")
-    ] = False,
+    serial: Annotated[bool, _machine("--serial", help="Each request ends before the next one begins.")] = False,
 ) -> None:
     """Replay a trace of requests through the tiers and policies of an engine, in virtual time: what would it find?
 
     The hits are compared with those of infinite tiers.
     """
-    machine = _machine(ssd_read, ssd_write, link, math.inf if prefill is None else prefill)
-    if config is None and ssd is None:
-        cpu = cpu or _DEFAULT_CPU
-    sizes = {"cpu": cpu, "ssd": ssd}
-    keys = [f"{tier}.capacity={size_of(size, f'--{tier}')}" for tier, size in sizes.items() if size is not None]
+    machine = _model(ssd_read, ssd_write, link, prefill)
+    if config is None and ssd is None and cpu is None:
+        cpu = 64 * GIB
+    keys = [f"{tier}.capacity={size}" for tier, size in (("cpu", cpu), ("ssd", ssd)) if size is not None]
     asked = config_of(base_of(config, model), [*keys, *(sets or ())])
 
     def replayed(workload: Workload, times: list[float], progress: Progress) -> dict[str, Any]:
@@ -129,13 +109,16 @@ def plan_tiers(
     ssd_write: SsdWrite = 3.0,
     link: Link = 50.0,
     cpu_budget: Annotated[
-        str | None, typer.Option(rich_help_panel=_LIMITS, help="Most host memory for the CPU pool (512GiB).")
+        int | None,
+        size_option("--cpu-budget", "Most host memory for the CPU pool (512GiB).", rich_help_panel=_LIMITS),
     ] = None,
     ssd_budget: Annotated[
-        str | None, typer.Option(rich_help_panel=_LIMITS, help="Most space on the SSD (4TiB). 0: no SSD.")
+        int | None,
+        size_option("--ssd-budget", "Most space on the SSD (4TiB). 0: no SSD.", rich_help_panel=_LIMITS),
     ] = None,
     writes_a_day: Annotated[
-        str | None, typer.Option(rich_help_panel=_LIMITS, help="Most bytes written to the SSD a day (5TB).")
+        int | None,
+        size_option("--writes-a-day", "Most bytes written to the SSD a day (5TB).", rich_help_panel=_LIMITS),
     ] = None,
     ttft_target: Annotated[
         float | None,
@@ -152,15 +135,13 @@ def plan_tiers(
             "the speed of the prefill is unknown, and so is the TTFT",
             "give --prefill-tokens-per-second: tokens that the model computes in a second, for one request",
         )
-    machine = _machine(ssd_read, ssd_write, link, math.inf if prefill is None else prefill)
-    budgets = (cpu_budget, "--cpu-budget"), (ssd_budget, "--ssd-budget"), (writes_a_day, "--writes-a-day")
-    cpu, ssd, written = (None if text is None else size_of(text, option) for text, option in budgets)
+    machine = _model(ssd_read, ssd_write, link, prefill)
     base = base_of(config, model)
 
     def planned(workload: Workload, times: list[float], progress: Progress) -> dict[str, Any]:
         from gdscache.commands.replay.plan import Limits, plan
 
-        limits = Limits(cpu, ssd, written, ttft_target)
+        limits = Limits(cpu_budget, ssd_budget, writes_a_day, ttft_target)
         return plan(workload, times, base, sets or (), machine, limits, progress=progress)
 
     report = _reported(traces, config_of(base, sets or ()), machine, planned, "there is no plan")
@@ -172,8 +153,9 @@ def plan_tiers(
         show(plan_table(report), *report["warnings"])
 
 
-def _machine(ssd_read: float, ssd_write: float, link: float, prefill: float) -> MachineModel:
-    return MachineModel(ssd_read * 1e9, ssd_write * 1e9, link * 1e9, _LATENCY_S, prefill)
+def _model(ssd_read: float, ssd_write: float, link: float, prefill: float | None) -> MachineModel:
+    speeds = ssd_read * 1e9, ssd_write * 1e9, link * 1e9
+    return MachineModel(*speeds, _LATENCY_S, math.inf if prefill is None else prefill)
 
 
 def _reported(

@@ -157,23 +157,19 @@ class _Search:
     def _candidates(self, cpu: int, ssd: int, text: str) -> list[dict[str, Any]]:
         """A row for a pair of sizes; with a wear limit, one for every admission policy that may be chosen."""
         if (cpu, ssd) not in self.known:
-            done = len(self.known)
-
-            def step(at: int, of: int, _: str) -> None:
-                self.progress(1000 * done + 1000 * at // max(1, of), 1000 * self.total, text)
-
+            self.progress(len(self.known), self.total, text)
             fixed = any(text.startswith("store.admission=") for text in self.sets)
             tried = [] if fixed or not ssd or self.limits.written is None else ADMISSIONS
             more = [[f"store.admission={name}"] for name in tried] or [[]]
-            self.known[cpu, ssd] = [self._row(cpu, ssd, sets, step) for sets in more]
+            self.known[cpu, ssd] = [self._row(cpu, ssd, sets) for sets in more]
             self.rows += self.known[cpu, ssd]
         return self.known[cpu, ssd]
 
-    def _row(self, cpu: int, ssd: int, sets: Sequence[str], progress: Progress) -> dict[str, Any]:
+    def _row(self, cpu: int, ssd: int, sets: Sequence[str]) -> dict[str, Any]:
         """The result of a pair of tiers."""
         sizes = f"cpu.capacity={cpu * self.page}", f"ssd.capacity={ssd * self.page}" if ssd else "ssd=null"
         config = config_of(self.base, [*self.sets, *sets, *sizes])
-        found = report.replay(self.workload, self.times, config, self.machine, progress=progress)
+        found = report.replay(self.workload, self.times, config, self.machine)
         gc.collect()  # the tiers have reference cycles
         written, limit = found["ssd"] and found["ssd"]["written_bytes_per_day"], self.limits.written
         if ssd and written is None and limit is not None:

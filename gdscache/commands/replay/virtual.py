@@ -61,11 +61,7 @@ class VirtualExecutor:
         raise AssertionError("only ranks finish steps in their own thread")
 
     def begin(self, move: Move, after: Sequence[Event] = (), listener: Listener | None = None) -> Moving:
-        if listener is not None:
-            return _Load(self, move, listener)
-        if move.ways[0].source == PLANES:
-            return _Moving(self, move, self.down.move(len(move) * self.page_bytes))
-        return _Moving(self, move, self.disk.write(len(move) * self.extent_bytes))
+        return _Moving(self, move, listener)
 
     def count(self, ways: Iterable[Way]) -> None:
         """Count an ended move's reads and writes by tier."""
@@ -174,70 +170,51 @@ class VirtualLane:
 
 
 class _Moving:
-    """A move whose pages end together. They are late if the end is: no move hangs here."""
+    """A move whose pages end together: a gather, a write, or a load, which has a `listener` and moves by chunks."""
 
     lands: Callable[[int, float], Landed | None] | None = None
 
-    def __init__(self, executor: VirtualExecutor, move: Move, done: Done) -> None:
-        self._executor = executor
-        self._move = move
-        self._done = done
-        self._begun = executor.clock.now
-
-    def end(self) -> Steps[End]:
-        yield self._done
-        executor, move = self._executor, self._move
-        executor.count(move.ways)
-        late = executor.clock.now - self._begun > move.seconds
-        return End(late=range(len(move)) if late else ())
-
-    def extend(self, ways: Sequence[Way], *, last: bool) -> None:
-        raise AssertionError("a store is begun as a whole")
-
-    def cancel(self) -> None:
-        """The move continues."""
-
-    def on_end(self, callback: Callable[[int], None]) -> None:
-        for row in range(len(self._move)):
-            callback(row)
-
-
-class _Load:
-    """A load by chunks. The verdicts come with its last byte."""
-
-    lands: Callable[[int, float], Landed | None] | None = None
-
-    def __init__(self, executor: VirtualExecutor, move: Move, listener: Listener) -> None:
+    def __init__(self, executor: VirtualExecutor, move: Move, listener: Listener | None) -> None:
         self._executor = executor
         self._listener = listener
+        self._until = executor.clock.now + move.seconds
         self._ways: list[Way] = []
-        self._reads: list[tuple[int, Done]] = []  # pages, and the end of their read
-        self._up = executor.clock.past
+        self._reads: list[tuple[int, Done]] = []  # of a load: pages, and the end of their read
+        self._moved = executor.clock.past
         self.extend(move.ways, last=not move.open)
 
     def extend(self, ways: Sequence[Way], *, last: bool) -> None:
         executor, self._last = self._executor, last
         self._ways += ways
-        pages = sum(len(way) for way in ways if way.source in FILES)
+        pages = sum(map(len, ways))
+        if self._listener is None:
+            if ways[0].source == PLANES:
+                self._moved = executor.down.move(pages * executor.page_bytes)
+            else:
+                self._moved = executor.disk.write(pages * executor.extent_bytes)
+            return
+        on_disk = sum(len(way) for way in ways if way.source in FILES)
         chunk = max(1, CHUNK_BYTES // executor.extent_bytes)
-        some = [min(chunk, pages - at) for at in range(0, pages, chunk)]
+        some = [min(chunk, on_disk - at) for at in range(0, on_disk, chunk)]
         self._reads += [(n, executor.disk.read(n * executor.extent_bytes)) for n in some]
-        if there := sum(map(len, ways)) - pages:
-            self._up = executor.up.move(there * executor.page_bytes)
+        if there := pages - on_disk:
+            self._moved = executor.up.move(there * executor.page_bytes)
 
     def end(self) -> Steps[End]:
         assert self._last, "the end of a load of which not all is known"
-        executor, up = self._executor, self._up
+        executor, moved = self._executor, self._moved
         for pages, read in self._reads:
             yield read
-            up = executor.up.move(pages * executor.page_bytes)
-        yield up
+            moved = executor.up.move(pages * executor.page_bytes)
+        yield moved
         executor.count(self._ways)
-        self._listener.judged(np.arange(self._pages), PageStatus.LOADED)
-        return End()
+        if self._listener is not None:  # the verdicts come with the last byte, and none is late: no move hangs here
+            self._listener.judged(np.arange(self._pages), PageStatus.LOADED)
+            return End()
+        return End(late=range(self._pages) if executor.clock.now > self._until else ())
 
     def cancel(self) -> None:
-        """The load continues."""
+        """The move continues."""
 
     def on_end(self, callback: Callable[[int], None]) -> None:
         for row in range(self._pages):
