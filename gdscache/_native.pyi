@@ -25,7 +25,7 @@ GONE: int  # ... of a page that is not where its files keep it
 WRONG: int  # ... of bytes that are not what was stored
 
 def best_arm() -> str:
-    """The way of XXH3 that this processor is fastest by: "scalar", "avx2", "avx512" or "neon"."""
+    """The way of XXH3 that this processor is fastest by: "scalar", "avx2" or "neon"."""
 
 def layer_sums(extents: _UInt64, bounds: _Int64) -> _UInt64:
     """`checksum.layer_checksums` of extents at these addresses in host memory: uint64 (pages, layers).

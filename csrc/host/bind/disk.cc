@@ -217,7 +217,7 @@ nb::object move_pieces(const Text& kind, int workers, const Int64s& rows, bool w
     for (const Ended& some : ended) {
         int64_t left = some.moved;
         for (uint32_t n = runs.runs[some.tag].first + some.first, end = n + some.count; n < end; ++n) {
-            int64_t* const row = found.data + 2 * runs.requests[n];
+            int64_t* const row = found.data + size_t{2} * runs.requests[n];
             const int64_t moved = std::min(left, static_cast<int64_t>(runs.fragments[n].iov_len));
             if (row[0] == 0) row[0] = some.error;
             row[1] += moved, left -= moved;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "tests/executor_rig.h"
+#include "tests/faulty_disk.h"
 
 namespace gdscache::test {
 
@@ -220,6 +221,12 @@ inline size_t round_trips(Rig& rig, uint64_t seed, uint64_t count) {
         kinds.insert(span.kind);
     }
     return kinds.size();
+}
+
+// The fault of the bytes [from, to) of a page in our files; a fragment that touches them has it.
+inline Fault fault(const Rig& rig, int64_t slot, Failing what, int64_t value = 0, int64_t from = 0, int64_t to = 1) {
+    const auto [file, offset] = rig.where(kSsd, slot);
+    return {file, offset + from, offset + to, what, value};
 }
 
 // Reads of whole pages out of files with some content, one page a piece, with the right sums.

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <chrono>
 #include <mutex>
+#include <tuple>
 #include <unordered_map>
 
 namespace gdscache {
@@ -15,20 +16,12 @@ using Clock = std::chrono::steady_clock;
 
 class Faulty final : public FaultyDisk {
 public:
-    Faulty(std::unique_ptr<Disk> disk, std::vector<Fault> faults) : disk_(std::move(disk)) {
-        for (const Fault& fault : faults) faults_.emplace(fault.at, fault);
-    }
+    Faulty(std::unique_ptr<Disk> disk, std::vector<Fault> faults)
+        : disk_(std::move(disk)), faults_(std::move(faults)) {}
 
     void submit(std::span<const Piece> pieces) override {
         for (const Piece& piece : pieces) {
-            const auto found = faults_.find(submitted_++);
-            if (!is_sound(piece)) {
-                pass_on({piece, 0}, {});
-            } else if (found != faults_.end()) {
-                begin({piece, 0}, found->second);
-            } else if (!submit_by_place(piece)) {
-                pass_on({piece, 0}, {});
-            }
+            if (!is_sound(piece) || !submit_apart(piece)) pass_on({piece, 0}, {});
         }
     }
 
@@ -64,9 +57,9 @@ public:
 
     void wake() override { disk_->wake(); }
 
-    void fail(std::vector<PlaceFault> faults) override {
+    void fail(std::vector<Fault> faults) override {
         const std::lock_guard<std::mutex> lock(lock_);
-        places_ = std::move(faults);
+        faults_ = std::move(faults);
     }
 
     void release() override {
@@ -86,108 +79,91 @@ private:
         Piece piece;
         uint32_t first;
     };
+    // `what`: of no kind without a fault.
     struct Passed {
         Some some;
-        Fault fault;  // of no kind without a fault
+        Failing what;
+        int64_t value;
         uint32_t left;
-        std::vector<iovec> torn;  // the bytes moved instead
+        iovec torn;  // the bytes moved instead
     };
 
     // Submit the fragments of a piece one by one, if a fault meets one of them.
-    bool submit_by_place(const Piece& piece) {
-        std::vector<std::pair<Some, Fault>> apart;
+    bool submit_apart(const Piece& piece) {
+        std::vector<std::tuple<Some, Failing, int64_t>> apart;
         {
             const std::lock_guard<std::mutex> lock(lock_);
             bool met = false;
             int64_t at = piece.offset;
-            for (uint32_t n = 0; n < piece.count && !places_.empty(); n++) {
+            for (uint32_t n = 0; n < piece.count && !faults_.empty(); n++) {
                 const int64_t stop = at + static_cast<int64_t>(piece.fragments[n].iov_len);
                 Piece one = piece;
                 one.fragments += n;
                 one.count = 1;
                 one.looks = {};
                 one.offset = at;
-                Fault fault{};
-                const auto place = std::find_if(places_.begin(), places_.end(), [&](const PlaceFault& some) {
+                const auto fault = std::ranges::find_if(faults_, [&](const Fault& some) {
                     return (some.fd == -1 || some.fd == piece.fd) && some.begin < stop && at < some.end;
                 });
-                if (place != places_.end()) {
-                    const bool counts = place->what == Failing::kShortMove || place->what == Failing::kTorn ||
-                                        place->what == Failing::kFlip;
-                    fault = {0, place->what, counts ? std::max<int64_t>(0, place->begin - at) : place->value};
+                if (fault == faults_.end()) {
+                    apart.push_back({{one, n}, {}, 0});
+                } else {
+                    const bool counts = fault->what == Failing::kShortMove || fault->what == Failing::kTorn ||
+                                        fault->what == Failing::kFlip;
+                    const int64_t value = counts ? std::max<int64_t>(0, fault->begin - at) : fault->value;
+                    apart.push_back({{one, n}, fault->what, value});
                     met = true;
                 }
-                apart.push_back({{one, n}, fault});
                 at = stop;
             }
             if (!met) return false;
         }
-        for (const auto& [some, fault] : apart) begin(some, fault);
+        for (const auto& [some, what, value] : apart) {
+            if (what == Failing::kError) tell(some, static_cast<int32_t>(value), 0);
+            else if (what == Failing::kHang && !released_) hanging_.push_back(some);
+            else if (what == Failing::kTorn && value == 0) tell(some, 0, bytes(some));
+            else pass_on(some, what, value);
+        }
         return true;
     }
 
-    void begin(const Some& some, const Fault& fault) {
-        if (fault.what == Failing::kError) {
-            ready_.push_back({some.piece.tag, some.first, some.piece.count, static_cast<int32_t>(fault.value), 0});
-        } else if (fault.what == Failing::kHang && !released_) {
-            hanging_.push_back(some);
-        } else if (fault.what == Failing::kTorn && fault.value == 0) {
-            tell_all(some, INT64_MAX);
-        } else {
-            pass_on(some, fault);
-        }
-    }
-
-    void pass_on(const Some& given, const Fault& fault) {
-        const Piece& piece = given.piece;
+    // A whole piece without a fault, or a fragment.
+    void pass_on(const Some& given, Failing what, int64_t value = 0) {
         const uint64_t number = next_++;
-        Passed& passed = passed_[number] = {given, fault, piece.count, {}};
-        Piece inner = piece;
+        Passed& passed = passed_[number] = {given, what, value, given.piece.count, {}};
+        Piece inner = given.piece;
         inner.tag = number;
-        if (fault.what != Failing{}) inner.looks = {};  // the fault comes between the disk and its looks
-        if (fault.what == Failing::kTorn) {
-            size_t left = static_cast<size_t>(fault.value);
-            for (uint32_t n = 0; n < piece.count && left; n++) {
-                const size_t some = std::min(left, piece.fragments[n].iov_len);
-                passed.torn.push_back({piece.fragments[n].iov_base, some});
-                left -= some;
-            }
-            inner.fragments = passed.torn.data();
-            inner.count = passed.left = static_cast<uint32_t>(passed.torn.size());
+        if (what == Failing::kTorn) {
+            passed.torn = {inner.fragments->iov_base, static_cast<size_t>(std::min(value, bytes(given)))};
+            inner.fragments = &passed.torn;
         }
         disk_->submit({&inner, 1});
     }
 
     void answered(const Ended& answer) {
         Passed& passed = passed_.at(answer.tag);
-        const Piece& piece = passed.some.piece;
-        passed.left -= answer.count;
-        const bool over = passed.left == 0;
-        const Failing what = passed.fault.what;
-        const int64_t value = passed.fault.value;
+        const Some& some = passed.some;
         Ended told = answer;
-        told.tag = piece.tag;
-        told.first += passed.some.first;
-        if (what == Failing::kTorn) {
-            if (over) tell_all(passed.some, INT64_MAX);
-        } else if (what == Failing::kShortMove) {
-            if (over) tell_all(passed.some, value);
-        } else if (what == Failing::kLate) {
-            late_.emplace_back(Clock::now() + std::chrono::milliseconds(value), told);
-        } else {
-            if (what == Failing::kFlip && over) flip(piece, value);
-            ready_.push_back(told);
+        told.tag = some.piece.tag;
+        told.first += some.first;
+        passed.left -= answer.count;
+        switch (passed.what) {
+            case Failing::kTorn: tell(some, 0, bytes(some)); break;
+            case Failing::kShortMove: tell(some, 0, std::min(passed.value, bytes(some))); break;
+            case Failing::kLate:
+                late_.emplace_back(Clock::now() + std::chrono::milliseconds(passed.value), told);
+                break;
+            case Failing::kFlip:
+                if (passed.value < bytes(some)) real(some.piece.fragments->iov_base)[passed.value] ^= 1;
+                [[fallthrough]];
+            default: ready_.push_back(told);
         }
-        if (over) passed_.erase(answer.tag);
+        if (passed.left == 0) passed_.erase(answer.tag);
     }
 
-    // Report each fragment of a piece as if only `moved` bytes of all had been moved.
-    void tell_all(const Some& of, int64_t moved) {
-        for (uint32_t n = 0; n < of.piece.count; n++) {
-            const int64_t some = std::min(moved, static_cast<int64_t>(of.piece.fragments[n].iov_len));
-            ready_.push_back({of.piece.tag, of.first + n, 1, 0, some});
-            moved -= some;
-        }
+    static int64_t bytes(const Some& of) { return static_cast<int64_t>(of.piece.fragments->iov_len); }
+    void tell(const Some& of, int32_t error, int64_t moved) {
+        ready_.push_back({of.piece.tag, of.first, 1, error, moved});
     }
 
     // GPU memory of tests (fake_cuda.h) is the host's, at addresses with one more bit.
@@ -195,27 +171,15 @@ private:
         return reinterpret_cast<uint8_t*>(reinterpret_cast<uint64_t>(address) & ~(uint64_t{1} << 56));
     }
 
-    static void flip(const Piece& piece, int64_t at) {
-        for (uint32_t n = 0; n < piece.count; n++) {
-            const int64_t bytes = static_cast<int64_t>(piece.fragments[n].iov_len);
-            if (at < bytes) {
-                real(piece.fragments[n].iov_base)[at] ^= 1;
-                return;
-            }
-            at -= bytes;
-        }
-    }
-
     std::unique_ptr<Disk> disk_;
-    std::unordered_map<uint64_t, Fault> faults_;
     std::unordered_map<uint64_t, Passed> passed_;
-    uint64_t submitted_ = 0, next_ = 0;
+    uint64_t next_ = 0;
     std::vector<Some> hanging_;
     std::vector<std::pair<Clock::time_point, Ended>> late_;
     std::vector<Ended> ready_;
     std::atomic<bool> released_{false};
     std::mutex lock_;
-    std::vector<PlaceFault> places_;
+    std::vector<Fault> faults_;
 };
 
 }  // namespace

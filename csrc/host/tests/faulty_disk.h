@@ -17,15 +17,9 @@ enum class Failing : uint8_t {
     kHang = 6,   // does not begin before `release`
 };
 
-struct Fault {
-    uint64_t at;  // the number of the piece in the order of submission, from 0
-    Failing what;
-    int64_t value;
-};
-
 // The fault of the bytes [begin, end) of the file `fd`, or of every file with -1. It meets only fragments that touch
 // them; the first matching fault applies. `value` is an errno or milliseconds; counted bytes end at `begin`.
-struct PlaceFault {
+struct Fault {
     int32_t fd;
     int64_t begin, end;
     Failing what;
@@ -38,13 +32,13 @@ public:
         if (at_end) at_end();
     }
     // Fail these from now on, and no others by their place. Any thread.
-    virtual void fail(std::vector<PlaceFault> faults) = 0;
+    virtual void fail(std::vector<Fault> faults) = 0;
     // Release all hanging pieces, now and later. Any thread, like `wake`.
     virtual void release() = 0;
 
     std::function<void()> at_end;
 };
 
-std::unique_ptr<FaultyDisk> open_faulty_disk(std::unique_ptr<Disk> disk, std::vector<Fault> faults);
+std::unique_ptr<FaultyDisk> open_faulty_disk(std::unique_ptr<Disk> disk, std::vector<Fault> faults = {});
 
 }  // namespace gdscache

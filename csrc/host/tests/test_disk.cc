@@ -187,12 +187,13 @@ void odd(Open open) {
 void faults(Open open) {
     const std::vector<uint8_t> content = Random(4).bytes(1 << 16);
     const int file = temporary(content);
-    const auto disk = open_faulty_disk(open(4), {{0, Failing::kError, EIO},
-                                                 {1, Failing::kShortMove, 100},
-                                                 {2, Failing::kTorn, 4096},
-                                                 {3, Failing::kFlip, 5},
-                                                 {4, Failing::kLate, 5},
-                                                 {5, Failing::kHang, 0}});
+    const auto fault = [file](int64_t begin, int64_t end, Failing what, int64_t value = 0) {
+        return Fault{file, begin, end, what, value};
+    };
+    const auto disk = open_faulty_disk(
+        open(4), {fault(0, 8192, Failing::kError, EIO), fault(8192 + 100, 2 * 8192, Failing::kShortMove),
+                  fault(2 * 8192 + 4096, 3 * 8192, Failing::kTorn), fault(3 * 8192 + 5, 3 * 8192 + 6, Failing::kFlip),
+                  fault(4 * 8192, 5 * 8192, Failing::kLate, 5), fault(5 * 8192, 6 * 8192, Failing::kHang)});
     std::vector<uint8_t> memory(7 * 8192);
     iovec fragments[14];
     std::vector<Piece> pieces;
@@ -214,6 +215,9 @@ void faults(Open open) {
     CHECK(std::equal(moved, moved + 7, expected));
     CHECK(memory[3 * 8192 + 5] == (content[3 * 8192 + 5] ^ 1));
     CHECK(!std::memcmp(memory.data() + 4 * 8192, content.data() + 4 * 8192, 3 * 8192));
+    const uint8_t* const torn = memory.data() + 2 * 8192;
+    CHECK(!std::memcmp(torn, content.data() + 2 * 8192, 4096) &&
+          std::all_of(torn + 4096, torn + 8192, std::logical_not()));
     close(file);
 }
 

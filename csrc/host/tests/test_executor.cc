@@ -4,7 +4,6 @@
 #include <numeric>
 
 #include "tests/executor_caller.h"
-#include "tests/faulty_disk.h"
 
 using namespace gdscache;
 using namespace gdscache::test;
@@ -29,15 +28,13 @@ Way writes(const std::vector<int64_t>& slots) {
 
 // Each fault of a disk costs its own page; a hanging page is reported at its end, not before.
 void faults(Open open) {
-    auto disk = open_faulty_disk(open(), {{0, Failing::kError, EIO},
-                                          {1, Failing::kShortMove, 100},
-                                          {2, Failing::kFlip, 5},
-                                          {3, Failing::kHang, 0},
-                                          {4, Failing::kLate, 5},
-                                          {7, Failing::kError, ENOSPC}});
+    auto disk = open_faulty_disk(open());
     FaultyDisk* const faulty = disk.get();
     Rig rig(std::move(disk), 1);
     const Way way = reads(rig, 6);
+    faulty->fail({fault(rig, 0, Failing::kError, EIO), fault(rig, 1, Failing::kShortMove, 0, 100, 101),
+                  fault(rig, 2, Failing::kFlip, 0, 5, 6), fault(rig, 3, Failing::kHang),
+                  fault(rig, 4, Failing::kLate, 5)});
     const std::vector<Group> whole = groups_of(rig.limits, {0});
     const int64_t move = rig.begin(Priority::kLoad, after(0.5), {way}, whole);
     CHECK(rig.executor->wait(move, -1, after(60)) == 0);
@@ -55,6 +52,7 @@ void faults(Open open) {
     releaser.join();
     CHECK(rig.executor->held_slots() == 0 && rig.executor->free_slots() == kReserve);
     const Way down = writes({kStretch, 3 * kStretch});  // in one file, but no neighbours
+    faulty->fail({fault(rig, 3 * kStretch, Failing::kError, ENOSPC)});
     const Outcome written = rig.finish(rig.begin(Priority::kStore, after(60), {down}, whole));
     const std::vector<std::pair<int32_t, int32_t>> failed{{1, ENOSPC}};
     CHECK(written.errors == failed && written.late.empty());
@@ -62,9 +60,14 @@ void faults(Open open) {
 
 // A page that is read in several pieces has come when all of them have, and fails when one does.
 void cut(Open open) {
-    Rig rig(open_faulty_disk(open(), {{1, Failing::kError, EIO}, {3, Failing::kLate, 30}}), 1, 4, 100);
-    CHECK(rig.limits.extent_bytes > 2 << 20);  // three pieces
-    const int64_t move = rig.begin(Priority::kLoad, after(60), {reads(rig, 2)}, groups_of(rig.limits, {0}));
+    auto disk = open_faulty_disk(open());
+    FaultyDisk* const faulty = disk.get();
+    Rig rig(std::move(disk), 1, 4, 100);
+    const int64_t bytes = rig.limits.extent_bytes;
+    CHECK(bytes > 2 << 20);  // three pieces
+    const Way way = reads(rig, 2);
+    faulty->fail({fault(rig, 0, Failing::kError, EIO, bytes / 2, bytes / 2 + 1), fault(rig, 1, Failing::kLate, 30)});
+    const int64_t move = rig.begin(Priority::kLoad, after(60), {way}, groups_of(rig.limits, {0}));
     const Outcome outcome = rig.finish(move);
     CHECK(outcome.statuses[0] == Status::kIoError && outcome.statuses[1] == Status::kLoaded);
 }
@@ -115,10 +118,11 @@ void refusals(Open open) {
 
 // `stop` releases all waiting threads, and I/O under way ends before the executor does.
 void stops(Open open) {
-    auto disk = open_faulty_disk(open(), {{0, Failing::kHang, 0}, {2, Failing::kLate, 30}});
+    auto disk = open_faulty_disk(open());
     FaultyDisk* const faulty = disk.get();
     Rig rig(std::move(disk), 1);
     const Way way = reads(rig, 6);
+    faulty->fail({fault(rig, 0, Failing::kHang), fault(rig, 2, Failing::kLate, 30)});
     const int64_t move = rig.begin(Priority::kLoad, kForever, {way}, groups_of(rig.limits, {0, 1}));
     std::vector<std::thread> waiting;
     for (const int32_t group : {-1, 0}) {

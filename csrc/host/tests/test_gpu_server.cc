@@ -3,7 +3,6 @@
 
 #include <numeric>
 
-#include "tests/faulty_disk.h"
 #include "tests/gpu_copier.h"
 
 using namespace gdscache;
@@ -164,8 +163,11 @@ void events(const Driver& driver) {
 
 // Pages that a disk fails cost only themselves.
 void faults(const Driver& driver) {
-    GpuRig of(driver, Kernels::kSums, true,
-              open_faulty_disk(disk(), {{0, Failing::kError, EIO}, {1, Failing::kFlip, 5}, {3, Failing::kLate, 5}}), 1);
+    auto by = open_faulty_disk(disk());
+    FaultyDisk* const faulty = by.get();
+    GpuRig of(driver, Kernels::kSums, true, std::move(by), 1);
+    faulty->fail({fault(of.rig, 0, Failing::kError, EIO), fault(of.rig, 1, Failing::kFlip, 0, 5, 6),
+                  fault(of.rig, 3, Failing::kLate, 5)});
     Way way = reads(of.rig, 6);
     way.target = kForeignPlanes;
     const Outcome outcome =

@@ -22,7 +22,7 @@ std::map<const OpenExecutor*, FaultyDisk*> faulty;
 
 std::unique_ptr<Disk> between(std::unique_ptr<Disk> disk) {
     if (!faulty_disks) return disk;
-    auto made = open_faulty_disk(std::move(disk), {});
+    auto made = open_faulty_disk(std::move(disk));
     made->at_end = [disk = made.get()] {
         const std::lock_guard held(lock);
         std::erase_if(faulty, [&](const auto& one) { return one.second == disk; });
@@ -71,7 +71,7 @@ public:
         auto* const disk = dynamic_cast<FaultyDisk*>(self.executor().disks_.at(0).get());
         require(disk, "an executor without faults");
         require(faults.has(faults.shape(0), 5), "faults of other numbers");
-        std::vector<PlaceFault> made;
+        std::vector<Fault> made;
         for (const int64_t* row = faults.data(); row != faults.data() + faults.size(); row += 5) {
             require(row[3] >= 1 && row[3] <= static_cast<int64_t>(Failing::kHang) && row[4] >= 0, "no such fault");
             made.push_back({static_cast<int32_t>(row[0]), row[1], row[2], static_cast<Failing>(row[3]), row[4]});
