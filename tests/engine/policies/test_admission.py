@@ -7,7 +7,6 @@ import itertools
 import logging
 import random
 import re
-import tracemalloc
 from fractions import Fraction
 from pathlib import Path
 from typing import get_args
@@ -274,38 +273,6 @@ def test_all_lets_everything_in() -> None:
     assert admission.describe() == {
         "policy": "all", "memory_bytes": 0, "admitted": 100, "refused": {}, "endurance": None,
     }  # fmt: skip
-
-
-def test_offers_are_forgotten() -> None:
-    slots = 16
-    for others, answer in ((REMEMBERED * slots - 1, ""), (2 * REMEMBERED * slots, "second_offer")):
-        admission = gate(slots=slots, admission="second_offer")
-        admission.admit(page("it"))
-        for i in range(others):
-            admission.admit(page(i))
-        assert admission.admit(page("it")) == answer
-
-
-@pytest.mark.suite
-@pytest.mark.parametrize("policy", ADMISSIONS)
-def test_the_memory_is_bounded_and_as_described(policy: str) -> None:
-    slots = 2000
-    admission = gate(slots=slots, admission=policy, endurance=8 * EXTENT, offers=3)
-    pages = [page(i, name("parent", i)) for i in range(20_000)]
-    described = admission.describe()["memory_bytes"]
-    tracemalloc.start()
-    try:
-        before = tracemalloc.take_snapshot()
-        for p in pages:
-            admission.use((p.key,))
-            admission.admit(p, name("victim"))
-        after = tracemalloc.take_snapshot()
-    finally:
-        tracemalloc.stop()
-    grown = sum(difference.size_diff for difference in after.compare_to(before, "filename"))
-    assert grown < 1 << 20, "4,096 refused pages, and nothing a page"
-    assert admission.describe()["memory_bytes"] == described < 100 * slots
-    assert sum(admission.refused.values()) + admission.admitted == len(pages)
 
 
 # -- prefix ----------------------------------------------------------------------------------------------------------
