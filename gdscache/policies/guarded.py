@@ -136,9 +136,6 @@ class Guarded:
 
     # -- pages come, are used, and go ---------------------------------------------------------------------------------
 
-    def insert(self, key: bytes, parent: bytes = b"") -> None:
-        self.insert_all(((key, parent),))
-
     def insert_all(self, pages: Sequence[tuple[bytes, bytes]]) -> None:
         self._order.insert_all(pages)
         self._show(pages)
@@ -154,9 +151,6 @@ class Guarded:
             if too_large:
                 self._sample()
             pages = pages[shown:]
-
-    def touch(self, key: bytes) -> None:
-        self.touch_all((key,))
 
     def touch_all(self, keys: Sequence[bytes]) -> None:
         self._lags = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import hashlib
 import logging
 import math
 import os
@@ -14,7 +13,7 @@ import sqlite3
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +36,16 @@ from gdscache.errors import (
     SlotRangeError,
 )
 from tests.support import disk_parts
+from tests.support.disk_parts import raw
 from tests.support.helpers import together
+from tests.support.index_machine import name
 
 EXTENT = 1 << 20
 LAYERS = 4
-NAMESPACE = hashlib.blake2b(b"namespace", digest_size=32).digest()
+NAMESPACE = name("namespace")
 
 
 ODD = [b"k" * 32, b"k" * 31, b"k" * 33, b"", "k" * 32, "77", None, 1, 77, 3, 1.5, 77.0, -5]
-
-
-def name(*parts: object) -> bytes:
-    return hashlib.blake2b(repr(parts).encode(), digest_size=32).digest()
 
 
 def page(slot: int, generation: int = 0, recency: int | None = None, namespace: bytes = NAMESPACE) -> PageRecord:
@@ -86,12 +83,6 @@ def row(record: PageRecord) -> tuple[bytes, bytes, bytes, int, int]:
 def fill(path: Path, pages: int) -> None:
     with open_catalog(path) as catalog:
         catalog.commit([page(i) for i in range(pages)], [], {})
-
-
-@contextlib.contextmanager
-def raw(path: Path) -> Iterator[sqlite3.Connection]:
-    with contextlib.closing(sqlite3.connect(path / "catalog.sqlite")) as connection, connection:
-        yield connection
 
 
 def test_numpy_integers_are_stored_as_integers(tmp_path: Path) -> None:

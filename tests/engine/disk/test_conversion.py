@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import logging
@@ -13,7 +12,6 @@ import sqlite3
 import struct
 import tarfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +23,7 @@ from gdscache.commands.inspect import inspect
 from gdscache.disk import catalog_file, catalog_image, conversion, slab
 from gdscache.disk.catalog import Catalog, PageRecord, Recovered
 from gdscache.errors import IOFailedError, NoSpaceError
-from tests.support.disk_parts import sums_of
+from tests.support.disk_parts import raw, sums_of
 from tests.support.helpers import Host, make_config, prompt
 from tests.support.places import ROOT
 
@@ -68,12 +66,6 @@ def whole(found: Recovered, catalog: Catalog, expected: dict[bytes, tuple[int, f
     assert all(sums is not None and len(sums) == 3 for sums in sums_of(catalog, found.slots.tolist()))
     keys = dict(zip(found.slots.tolist(), (key.tobytes() for key in found.keys), strict=True))
     assert {keys[slot]: kept for slot, kept in catalog.retentions().items()} == expected
-
-
-@contextlib.contextmanager
-def raw(path: Path) -> Iterator[sqlite3.Connection]:
-    with contextlib.closing(sqlite3.connect(path / "catalog.sqlite", isolation_level=None)) as connection:
-        yield connection
 
 
 # -- kills -------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import logging
 import random
@@ -29,14 +28,12 @@ from gdscache.policies.admission import (
 from gdscache.policies.sketch import BloomFilter, FrequencySketch, RecentCounter
 from gdscache.runtime.limited_log import LimitedLog
 from tests.support.admission_models import DAY, ExactAdmission, ExactBudget, ExactFrequency, ExactRecent
+from tests.support.bare_manager import Clock
 from tests.support.helpers import MHA, Host, OpenHost, drop_from, kept, layout_of, make_config, prompt, quiet
+from tests.support.index_machine import name
 
 NAMESPACE = b"n" * 32
 EXTENT = 1 << 20
-
-
-def name(*path: object) -> bytes:
-    return hashlib.blake2b(repr(path).encode(), digest_size=32).digest()
 
 
 def page(i: object, parent: bytes = NAMESPACE) -> Page:
@@ -61,14 +58,6 @@ def gate(
     clock: Clock | None = None,
 ) -> Admission:
     return Admission(admission, slots, extent, endurance, clock=clock or Clock(), offers=offers, log=log)
-
-
-class Clock:
-    def __init__(self, now: float = 1000.0) -> None:
-        self.now = now
-
-    def __call__(self) -> float:
-        return self.now
 
 
 # -- Bloom filter ----------------------------------------------------------------------------------------------------
@@ -216,7 +205,7 @@ _steps = st.lists(
 def test_no_window_ever_has_more_than_the_budget_allows(daily: int, steps: list[tuple[int, int, bool]]) -> None:
     """Every window of the run, of a day or of any other length; what was given back does not count."""
     clock = Clock()
-    budget, exact = EnduranceBudget(daily, clock), ExactBudget(daily, Fraction(1000))
+    budget, exact = EnduranceBudget(daily, clock), ExactBudget(daily, Fraction(10**9))
     taken: list[list[int]] = []  # when, how much
     for seconds, nbytes, given_back in steps:
         clock.now += seconds
@@ -317,7 +306,7 @@ def test_the_gate_is_its_model(
         policy, offers, ExactRecent(REMEMBERED * slots, offers - 1), ExactFrequency(10 * slots), 4096
     )
     if endurance is not None:
-        model.budget = ExactBudget(endurance, Fraction(1000))
+        model.budget = ExactBudget(endurance, Fraction(10**9))
     answers: list[str] = []
 
     def admit(i: int, victim: int | None, room: bool) -> None:
