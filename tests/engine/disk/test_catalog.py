@@ -97,6 +97,18 @@ def test_numpy_integers_are_stored_as_integers(tmp_path: Path) -> None:
         assert len(catalog.rows()) == 0
 
 
+def test_a_commit_is_all_or_nothing(tmp_path: Path) -> None:
+    other = name("other namespace")
+    with open_catalog(tmp_path) as catalog:
+        catalog.commit([page(0), page(1)], [], {})
+        with pytest.raises(SlotRangeError, match="still has a page"):
+            catalog.commit([page(7, namespace=other), page(1, generation=1)], [0], {1: 50})
+        assert len(catalog.rows()) == 2
+        assert other not in catalog.namespaces()
+        catalog.commit([page(7, namespace=other)], [], {})  # the namespace's id was not remembered either
+        assert rows(catalog.recover(8)) == {0: row(page(0)), 1: row(page(1)), 7: row(page(7, namespace=other))}
+
+
 def test_a_forked_child_that_closes_it_takes_nothing_away(tmp_path: Path) -> None:
     with open_catalog(tmp_path) as catalog:
         catalog.commit([page(1)], [], {})
@@ -118,8 +130,8 @@ def test_checksums_of_many_slots_in_any_order(tmp_path: Path) -> None:
     wide = PageRecord(900, name(900), NAMESPACE, NAMESPACE, 1, 1, np.arange(61, dtype=np.uint64))
     with open_catalog(tmp_path) as catalog:
         catalog.commit([*[page(i) for i in range(0, 800, 2)], wide], [], {})
-        asked = [*random.Random(1).sample(range(800), 700), 900, 4, 4]
-        assert sums_of(catalog, asked, layers=61)[700].tolist() == list(range(61))
+        asked = [*random.Random(1).sample(range(600), 400), *range(700, 800), 900, 4, 4]  # alone, and in a row
+        assert sums_of(catalog, asked, layers=61)[500].tolist() == list(range(61))
         for slot, sums in zip(asked, sums_of(catalog, asked), strict=True):
             if slot == 900 or slot % 2:
                 assert sums is None
