@@ -83,8 +83,6 @@ class Guarded:
 
     With more than `EXACT` pages the shadow covers a sample of `SAMPLE` to twice `SAMPLE` pages; then the bound is an
     estimate from the sample, and following is the LRU order of the present pages.
-
-    Many methods: those of `EvictionPolicy`, and the terms of the bound.
     """
 
     EXACT = 100_000
