@@ -123,16 +123,6 @@ class _Retentions:
     uncounted: npt.NDArray[np.bool_]
     broken: list[int]
 
-    def positions(self, slots: Int64Array) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
-        """The position in `slots`, which are unique, of each row's slot that is present; and a mask of the present
-        rows."""
-        if not len(slots) or not len(self.slots):
-            return NO_INTEGERS, np.zeros(len(self.slots), np.bool_)
-        order = np.argsort(slots)
-        at = np.minimum(np.searchsorted(slots[order], self.slots), len(slots) - 1)
-        there = slots[order[at]] == self.slots
-        return order[at[there]], there
-
 
 def scan(connection: sqlite3.Connection, slots: int, extent_bytes: int, now: float = -math.inf) -> Recovered:
     """All whole rows of slots below `slots` that have not expired by `now`, and the causes against the others. Only
@@ -167,7 +157,9 @@ def scan(connection: sqlite3.Connection, slots: int, extent_bytes: int, now: flo
         causes.update(dict.fromkeys(columns.slots[circle].tolist(), "parent"))
         columns = columns.take(np.delete(np.arange(len(columns.slots)), circle))
         above = find(columns.keys, columns.parents)
-    retained, there = retentions.positions(columns.slots)
+    retained = there = NO_INTEGERS
+    if len(retentions.slots):
+        _, retained, there = np.intersect1d(columns.slots, retentions.slots, return_indices=True)
     used, namespaces = np.unique(columns.namespaces, return_inverse=True)
     return Recovered(
         slots=columns.slots,
@@ -183,7 +175,7 @@ def scan(connection: sqlite3.Connection, slots: int, extent_bytes: int, now: flo
         retained=retained,
         priorities=retentions.priorities[there],
         expires=retentions.expires[there],
-        uncounted=retentions.slots[there & retentions.uncounted],
+        uncounted=retentions.slots[there[retentions.uncounted[there]]],
         causes=causes,
     )
 
@@ -307,11 +299,6 @@ def _repeated(columns: _Columns) -> Int64Array:
     part = np.sort(columns.keys.view("<u8").reshape(len(columns.keys), -1)[:, 0])
     if (part[1:] != part[:-1]).all():
         return NO_INTEGERS
-    last: dict[bytes, int] = {}
-    repeated = []
-    for at in _ascending(columns.recency).tolist():
-        key = columns.keys[at].tobytes()
-        if key in last:
-            repeated.append(last[key])
-        last[key] = at
-    return np.array(repeated, np.int64)
+    order = _ascending(columns.recency)
+    last = dict(zip(columns.keys[order].tolist(), order.tolist(), strict=True))
+    return np.setdiff1d(order, [*last.values()])

@@ -37,7 +37,6 @@ _SAVED_EVERY = 60  # pages
 FRESH_S = 5.0  # a page written within this time has a living owner
 MAGIC = b"gdscstat"
 PAGE_FORMAT = 3
-_READ = (2, PAGE_FORMAT)  # the fields that format 3 added are 0 in a page of format 2
 STATES = ("running", "switched_off", "stopped")
 # An engine's counts, by group and name; `misses`, `dropped` and `refused` over all causes.
 COUNTS = (
@@ -207,7 +206,7 @@ def unpack(page: bytes) -> Status | OtherFormat | None:
     if len(page) != PAGE_BYTES or _HEAD.unpack_from(page) != (MAGIC, xxhash.xxh3_64_intdigest(page[_HEAD.size :])):
         return None
     format_, version, pid, opened, written, number, state, directories, *rest = _BODY.unpack_from(page, _HEAD.size)
-    if format_ not in _READ:
+    if format_ != PAGE_FORMAT:
         return OtherFormat(format_)
     extent, slots, pages, free, evictions, late, catalog, log, *rest = rest
     shards, count = rest[len(COUNTS) :]
@@ -249,11 +248,11 @@ def unpack(page: bytes) -> Status | OtherFormat | None:
         shards=shards,
         ranks=tuple(RankState(number, STATES[code]) for number, code, _ in told),
         latencies=latencies,
-        tiers=tuple(tiers) or (TierState("ssd", slots, pages, evictions),),
+        tiers=tuple(tiers),
         slowest=tuple(slowest),
         groups=_read_text(*_GROUPS.unpack_from(page, _GROUPS_AT)),
         queues=Queues(*_QUEUES.unpack_from(page, _QUEUES_AT)),
-        plain_extent_bytes=plain or extent,
+        plain_extent_bytes=plain,
     )
     return Status(pid, host, command, opened / 1000, written / 1000, number, catalog, log, figures, format_, causes)
 

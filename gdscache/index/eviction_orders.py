@@ -91,7 +91,7 @@ class Orders:
             else:
                 self.bring_in()
                 self._keep(page.key, retention)
-                self._change(self._of(page.key).insert, page.key, page.parent)
+                self._change(self._of(page.key).insert_all, (_named(page),))
 
     def use(self, keys: Sequence[bytes]) -> None:
         """Uses of present pages; whether a page is present is checked before the next page comes."""
@@ -147,7 +147,7 @@ class Orders:
             keys = cast("Sequence[bytes]", some)
             if self.retained:
                 for key in keys:
-                    self._of(key).touch(key)
+                    self._of(key).touch_all((key,))
             else:
                 self.policy.touch_all(keys)
 
@@ -224,7 +224,7 @@ class Orders:
             self._keep(key, retention)
         if self._of(key) is not before:
             self._change(before.remove, key)
-            self._change(self._of(key).insert, key, page.parent)
+            self._change(self._of(key).insert_all, (_named(page),))
 
     @property
     def next_expiry(self) -> float:

@@ -66,6 +66,8 @@ class PageIndex(PageTable):
         # pages that become visible ("stored"), and the keys of those that were and go ("removed"; "cleared": all).
         self.on_evict: Callable[[Collection[bytes]], object] = _nobody
         self.on_change: Callable[[str, Sequence[Any]], object] | None = None
+        # Those of the keys whose pages are in other tiers, where a prefix of this tier's pages may lie in several.
+        self.elsewhere: Callable[[Collection[bytes]], Collection[bytes]] = _none
         self._leaving: dict[int, Entry] = {}  # dropped pages that are still leased, by slot
 
     def touch(self, keys: Sequence[bytes]) -> None:
@@ -166,11 +168,13 @@ class PageIndex(PageTable):
                 key = self._parent(key)
         return keys
 
-    def continuing(self, pages: Iterable[Page]) -> int:
-        """The number of `pages` whose prefix is in the tier, or among `pages`."""
-        keys: set[bytes] = set()
+    def continuing(self, pages: Sequence[Page]) -> int:
+        """The number of `pages` whose prefix is in the tier, `elsewhere`, or among `pages`."""
+        keys, own = set[bytes](), {page.key for page in pages}
+        elsewhere = self.elsewhere([page.parent for page in pages if page.parent not in own])
         for page in pages:
-            if page.parent in keys or page.parent == page.namespace or page.parent in self:
+            parent = page.parent
+            if parent in keys or parent == page.namespace or parent in self or parent in elsewhere:
                 keys.add(page.key)
         return len(keys)
 
@@ -231,13 +235,13 @@ class PageIndex(PageTable):
         self._evict(victims)
         return len(victims)
 
-    def make_room(self, pages: Sequence[Page], spare: int, coming: int = 0, *, apart: bool = False) -> None:
+    def make_room(self, pages: Sequence[Page], spare: int, coming: int = 0) -> None:
         """Evict until `pages` and `spare` more find slots, where `coming` evicted slots are free soon.
 
-        Only pages that continue a prefix of this tier may evict others: no lookup would reach the rest. `apart`: any
-        may, since pages that they follow are in another tier. A large tier evicts a few more tails for later calls.
+        Only `continuing` pages may evict others: no lookup would reach the rest. A large tier evicts a few more tails
+        for later calls.
         """
-        short = (len(pages) if apart else self.continuing(pages)) + spare - self.free_slots - coming
+        short = self.continuing(pages) + spare - self.free_slots - coming
         if short > 0:
             self._evict(self._victims(short, pages=pages, ahead=self._ahead))
 
@@ -439,3 +443,7 @@ class PageIndex(PageTable):
 
 def _nobody(keys: Collection[bytes]) -> None:
     pass
+
+
+def _none(keys: Collection[bytes]) -> Collection[bytes]:
+    return ()

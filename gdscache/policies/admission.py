@@ -4,10 +4,9 @@ A policy (a row of `ADMISSIONS`) decides whether a page may go in. `Admission` a
 
 * *Was the parent refused?* A lookup finds consecutive pages from the first on, each in any tier, so a page is useful
   only while those before it are in some tier. The parent may be in the CPU tier alone: tails leave it first. It may
-  even be in no tier, with an engine that keeps the head itself; the SSD tier gives such a page free slots only, but
-  where pages are packed. A refused parent, though, is lost when the CPU tier evicts it, and its child on the SSD would
-  be out of reach. So a page is refused ("no_prefix") if its parent was refused since its last use. Pages offered
-  together come heads first.
+  even be in no tier, with an engine that keeps the head itself; the SSD tier gives such a page free slots only. A
+  refused parent, though, is lost when the CPU tier evicts it, and its child on the SSD would be out of reach. So a page
+  is refused ("no_prefix") if its parent was refused since its last use. Pages offered together come heads first.
 * *Is there room on the way?* The caller says so; without room the page is refused ("queue_full").
 * *Is there budget left?* See `EnduranceBudget`. Asked last, so that other refusals cost no budget.
 

@@ -19,8 +19,8 @@ WARMED = 8  # restored keys that enter the order with each page that comes or go
 class EvictionPolicy(Protocol):
     """The order in which a tier evicts its pages. Knows keys only; the index decides whether a page may go.
 
-    By default pages are taken one by one, eviction is removal, and pages that are passed over stay: they were stored
-    together, and soon go together.
+    By default eviction is removal, and pages that are passed over stay: they were stored together, and soon go
+    together.
     """
 
     __slots__ = ()
@@ -29,21 +29,13 @@ class EvictionPolicy(Protocol):
         """Another order of this kind, without pages."""
         ...
 
-    def insert(self, key: bytes, parent: bytes = b"") -> None:
-        """A new page, absent before. `parent`: the key of the page before it, present or not."""
-
     def restore(self, keys: Sequence[bytes], order: Sequence[int] | npt.NDArray[np.int64]) -> None:
         """Start over with the pages `keys[order[0]], keys[order[1]], ...`, the first to evict first."""
 
     def insert_all(self, pages: Sequence[tuple[bytes, bytes]]) -> None:
-        for key, parent in pages:
-            self.insert(key, parent)
+        """New pages, absent before: the key of each, and that of the page before it, present or not."""
 
-    def touch(self, key: bytes) -> None: ...
-
-    def touch_all(self, keys: Sequence[bytes]) -> None:
-        for key in keys:
-            self.touch(key)
+    def touch_all(self, keys: Sequence[bytes]) -> None: ...
 
     def remove(self, key: bytes) -> None: ...
 
@@ -96,11 +88,6 @@ class LRU(EvictionPolicy):
     def empty(self) -> LRU:
         return LRU()
 
-    def insert(self, key: bytes, parent: bytes = b"") -> None:
-        self._order[key] = None
-        if self._cold_to:
-            self._warm()
-
     def restore(self, keys: Sequence[bytes], order: Sequence[int] | npt.NDArray[np.int64]) -> None:
         self._order = OrderedDict()
         self._keys = keys
@@ -109,10 +96,9 @@ class LRU(EvictionPolicy):
         self._gone: set[bytes] = set()
 
     def insert_all(self, pages: Sequence[tuple[bytes, bytes]]) -> None:
-        if self._cold_to:
-            super().insert_all(pages)
-        else:
-            self._order.update(dict.fromkeys([key for key, _ in pages]))
+        self._order.update(dict.fromkeys([key for key, _ in pages]))
+        for _ in pages if self._cold_to else ():
+            self._warm()
 
     def touch_all(self, keys: Sequence[bytes]) -> None:
         if self._cold_to:
@@ -126,11 +112,6 @@ class LRU(EvictionPolicy):
         else:
             for key, _ in gone:
                 del self._order[key]
-
-    def touch(self, key: bytes) -> None:
-        if self._cold_to:
-            self._order[key] = None
-        self._order.move_to_end(key)
 
     def remove(self, key: bytes) -> None:
         if not self._cold_to:

@@ -74,8 +74,8 @@ class Guarded:
 
     The bound: with a debt L and d pages that only LRU has, following never raises L + d, since each hit that only LRU
     has takes a page from d. So L never exceeds the budget of a free order by more than d, and d is at most the tier's
-    pages: over any traffic the order has LRU's hits, less `MOST_HITS` of them, less a constant of the tier's size
-    (`bound`). docs/design/lifetime.md has the proof, and its limits.
+    pages: over any traffic the order has LRU's hits, less `MOST_HITS` of them, less a constant of the tier's size.
+    docs/design/lifetime.md has the proof, and its limits.
 
     Where pages are of several groups of layers, one page of tokens has up to a page in each, and a lost hit counts all
     that are stored anew: the windows inside its prompt too, which no hit needs. So the budgets are that many times as
@@ -83,8 +83,6 @@ class Guarded:
 
     With more than `EXACT` pages the shadow covers a sample of `SAMPLE` to twice `SAMPLE` pages; then the bound is an
     estimate from the sample, and following is the LRU order of the present pages.
-
-    Many methods: those of `EvictionPolicy`, and the terms of the bound.
     """
 
     EXACT = 100_000
@@ -136,9 +134,6 @@ class Guarded:
 
     # -- pages come, are used, and go ---------------------------------------------------------------------------------
 
-    def insert(self, key: bytes, parent: bytes = b"") -> None:
-        self.insert_all(((key, parent),))
-
     def insert_all(self, pages: Sequence[tuple[bytes, bytes]]) -> None:
         self._order.insert_all(pages)
         self._show(pages)
@@ -154,9 +149,6 @@ class Guarded:
             if too_large:
                 self._sample()
             pages = pages[shown:]
-
-    def touch(self, key: bytes) -> None:
-        self.touch_all((key,))
 
     def touch_all(self, keys: Sequence[bytes]) -> None:
         self._lags = None
@@ -213,12 +205,6 @@ class Guarded:
         return chain.from_iterable(iter(self._shadow.walk(), [])) if self._recency is None else iter(self._recency)
 
     # -- the judge ----------------------------------------------------------------------------------------------------
-
-    @property
-    def bound(self) -> float:
-        """Most hits that LRU may be ahead, by its hits so far; the pages of one store come on top."""
-        shadow = self._shadow
-        return (self._most() + shadow.room) * (1 << shadow.shift)
 
     @property
     def debt(self) -> int:

@@ -207,6 +207,11 @@ class Storer:
             "limit_bytes": self._planner.limit_bytes,
         }
 
+    def under_way(self) -> set[bytes]:
+        """Keys of the pages that are accepted and not stored yet. The manager's lock is held."""
+        keys = {job.plan.pages[i].key for job in self._jobs for i in job.plan.left}.union(self._planner.keys)
+        return keys if self._unfit is None else keys | self._unfit.under_way()
+
     def close(self, *, drain: bool) -> None:
         """Refuse new stores, finish the accepted ones and write dirty pages (without `drain`: drop both), then end the
         threads."""

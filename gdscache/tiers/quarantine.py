@@ -57,7 +57,7 @@ class Quarantine:
     ) -> None:
         self.log = LimitedLog(clock) if log is None else log
         self.failed_reads = FailedReads(clock, self._tell, self.log)
-        self.off = False
+        self._off: set[str] = set()  # tiers that are switched off since their I/O hangs; "": all
         self.stopped = ""
         # why nothing is loaded or stored while ranks do not answer; "" while they do
         self.absent: Callable[[], str] = lambda: ""
@@ -65,7 +65,6 @@ class Quarantine:
         self._ended = threading.Condition(lock)
         self._slots: dict[str, int] = {}
         self._only: dict[str, str] = {}  # by memory, the one tier that is switched off for it; "": all
-        self._off_alone: set[str] = set()
         # memories that count the slots of late requests themselves
         self._holds: dict[str, Callable[[], int]] = {}
         # late requests by memory; each holds a slot where `_holds` has no count
@@ -112,9 +111,8 @@ class Quarantine:
                 if request.op == "read":
                     self._reading[request.tier, request.slot] += 1
             submission.on_end(ended)  # called now for pages that have ended
-            full = {only: name for only, name in self._crowded(_OFF_ABOVE).items() if not self._is_off(only)}
-            for only in full:
-                self._switch(only, off=True)
+            full = {only: name for only, name in self._crowded(_OFF_ABOVE).items() if only not in self._off}
+            self._off.update(full)
             if full:
                 self._counts["switch_offs"] += len(full)
                 self._tell()
@@ -136,13 +134,18 @@ class Quarantine:
         with self._lock:
             if self.stopped:
                 return
-            self.off, self.stopped = True, why
+            self._off.add("")
+            self.stopped = why
             self._tell()
         _log.error(
             "the SSD tier has stopped: %s, so that another process may use its directory. Its pages miss (lock_lost) "
             "and nothing is written to it until the engine is closed and opened again",
             why,
         )
+
+    @property
+    def off(self) -> bool:
+        return "" in self._off
 
     @property
     def cause(self) -> str:
@@ -155,16 +158,14 @@ class Quarantine:
 
     def hangs(self, tier: str) -> bool:
         """Whether a tier of files is switched off since its I/O hangs."""
-        return self.off or tier in self._off_alone
+        return bool(self._off) and ("" in self._off or tier in self._off)
 
     def refuses(self, tier: str) -> bool:
         return self.hangs(tier) or bool(self.absent()) or self.failed_reads.off(tier)
 
     @property
     def hiding(self) -> bool:
-        return (
-            self.off or bool(self._off_alone) or self.failed_reads.any_off or bool(self.requests) or bool(self.absent())
-        )
+        return bool(self._off) or self.failed_reads.any_off or bool(self.requests) or bool(self.absent())
 
     @property
     def requests(self) -> int:
@@ -191,7 +192,7 @@ class Quarantine:
         with self._lock:
             return {
                 "switched_off": self.off,
-                "switched_off_alone": sorted(self._off_alone),
+                "switched_off_alone": sorted(self._off - {""}),
                 "stopped": self.stopped or None,
                 "late_reads": self._late["read"],
                 "late_writes": self._late["write"],
@@ -211,10 +212,8 @@ class Quarantine:
                 if not self._reading[request.tier, request.slot]:
                     del self._reading[request.tier, request.slot]
             crowded = self._crowded(_ON_BELOW)
-            on = [only for only in ("", *self._off_alone) if self._is_off(only) and only not in crowded]
-            on = [only for only in on if only or not self.stopped]
-            for only in on:
-                self._switch(only, off=False)
+            on = sorted(only for only in self._off - crowded.keys() if only or not self.stopped)
+            self._off.difference_update(on)
             if on:
                 self._tell()
             finish = not self.requests and bool(self._afterwards) and not self._finishing
@@ -249,17 +248,6 @@ class Quarantine:
         it."""
         full = [name for name, slots in self._slots.items() if self._held(name) * parts > slots]
         return {self._only[name]: name for name in reversed(full)}
-
-    def _is_off(self, only: str) -> bool:
-        return only in self._off_alone if only else self.off
-
-    def _switch(self, only: str, *, off: bool) -> None:
-        if not only:
-            self.off = off
-        elif off:
-            self._off_alone.add(only)
-        else:
-            self._off_alone.discard(only)
 
 
 def _named(only: str) -> str:

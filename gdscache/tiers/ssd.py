@@ -214,13 +214,12 @@ class SsdTier(DurableTier):
 
     def reserve(self, pages: Sequence[Page], retentions: Mapping[bytes, Retention] = NO_RETENTIONS) -> list[Entry]:
         """May commit deletions first. Only pages that continue a prefix of this tier may evict others: after a restart
-        no lookup reaches the rest. Prefixes with pages that do not fit packed lie in two tiers: there any page may.
+        no lookup reaches the rest. Where pages are packed, a prefix may lie in two tiers (`PageIndex.elsewhere`).
         Raises `IOFailedError`; `LockLostError` when another process may use the directory.
         """
         self._keep_out()
         with self.lock:
-            apart = self.plain or self.layout.packed
-            self.index.make_room(pages, self._reserve, len(self._returned), apart=apart)
+            self.index.make_room(pages, self._reserve, len(self._returned))
             commit_first = self.index.free_slots < len(pages) and bool(self._returned)
         if commit_first:
             self.commit_waiting()

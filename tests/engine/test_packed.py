@@ -355,6 +355,22 @@ def test_pages_behind_one_that_does_not_fit_evict_others(tmp_path: Path, number:
 
 
 @IN_HOST
+@pytest.mark.parametrize("kind", ["keys", "random"])
+def test_pages_behind_one_that_no_tier_has_evict_none(tmp_path: Path, kind: str) -> None:
+    """They would be out of reach, whether they fit or not."""
+    extent = ModelConfig(**MODEL, pack="on").layout().extent_bytes
+    given = config(None, "on", cpu=None, ssd=ssd(tmp_path, 7 * extent), host_buffer="16MiB")
+    with CacheEngine(given, planes(kind)) as engine:
+        tier = "ssd_plain" if kind == "random" else "ssd"
+        full = engine.stats()["tiers"][tier]["slots"]
+        assert not engine.store(TOKENS[: full * 32], list(range(2 * full))).result(WAIT).dropped
+        others = [10_000 + token for token in TOKENS]
+        told = engine.store(others, list(range(2, 2 * PAGES)), start=32).result(WAIT)
+        assert list(told.dropped.values()) == [f"{tier}_full"] * (PAGES - 1)
+        assert engine.lookup(TOKENS).tokens == full * 32
+
+
+@IN_HOST
 def test_endurance_of_few_pages_has_room_for_some_that_do_not_fit(tmp_path: Path) -> None:
     """Their part of it is the one that the configuration gives them: eight pages at least."""
     extent = ModelConfig(**MODEL, pack="off").layout().extent_bytes

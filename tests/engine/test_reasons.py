@@ -201,11 +201,12 @@ def test_a_read_that_hangs_is_late_and_a_store_on_its_way_is_storing(open_host: 
 
 def test_a_tier_that_is_switched_off_says_so(open_host: OpenHost) -> None:
     host, tokens = kept(open_host, 3, cpu=None, ssd=24)
-    host.engine.manager.quarantine.off = True
+    host.engine.manager.quarantine._off.add("")
     assert missing(host, tokens) == [Reason(0, 12, "off", "ssd", "switched_off")]
     host.engine.manager.quarantine.stop("a test says so")
     assert missing(host, tokens) == [Reason(0, 12, "off", "ssd", "lock_lost")]
-    host.engine.manager.quarantine.off, host.engine.manager.quarantine.stopped = False, ""
+    host.engine.manager.quarantine._off.clear()
+    host.engine.manager.quarantine.stopped = ""
     host.engine.manager.quarantine.absent = lambda: "rank_away"
     assert missing(host, tokens) == [Reason(0, 12, "off", "ssd", "rank_away")]
     host.engine.manager.quarantine.absent = lambda: ""

@@ -5,7 +5,6 @@ Whatever a load calls good is compared byte for byte (`pool_child.py`), and no a
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import subprocess
@@ -217,18 +216,3 @@ def test_the_example_shares_prefixes_and_its_router_knows_who_has_them(tmp_path:
         "router: of prompt B, pages by engine {'one': 16, 'two': 0}: it goes to engine one",
     ]
     assert not list(tmp_path.iterdir()), "left behind"
-
-
-def test_the_bench_measures_both(tmp_path: Path) -> None:
-    """Whether the figures are there, not what they are."""
-    needs_mooncake()
-    root, report = Path(__file__).parents[2], tmp_path / "report.json"
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    command = [*fence(), PYTHON, "-m", "gdscache", "bench", "pool", "--quick", "--json", str(report)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, check=False)
-    assert report.exists(), done.stdout + done.stderr
-    found = json.loads(report.read_text())
-    assert found["schema"] == "gdscache.bench.pool/2"
-    assert {*found["pool"]} == {"put", "get"}
-    assert {*found["dead_master"]} == {"lookup", "load"}
-    assert all(row["ratio"] > 0 for part in ("pool", "dead_master") for row in found[part].values())

@@ -14,7 +14,13 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from gdscache import PageStatus
 from gdscache.groups.base import Group
@@ -271,48 +277,29 @@ class Machine(RuleBasedStateMachine):
         self.open_again()
 
 
-class Apart(Machine):
-    model = "apart"
+FEWER = max(6, settings.default.max_examples // 3)
+PACKED = {"pack": "on", "options": {"cpu": 40, "ssd": 60, "bounce": 16}}  # half of the pages that keep tokens fit
 
 
-class Together(Machine):
-    model = "together"
-
-
-class Uneven(Machine):
-    model = "uneven"
-    per_page = 2
-
-
-class Mixed(Machine):
-    model = "mixed"
-    per_page = 2
-
-
-class State(Machine):
-    model = "state"
-
-
-class WithoutCpu(Machine):
-    model = "mixed"
-    options: ClassVar[dict[str, Any]] = {"cpu": None}
-
-
-class StatePacked(Machine):
-    """Pages of the groups that keep tokens are packed, and half of these fit; states are not."""
-
-    model = "state"
-    options: ClassVar[dict[str, Any]] = {"cpu": 40, "ssd": 60, "bounce": 16}
-    pack = "on"
-
-
-TestApart, TestTogether, TestUneven = Apart.TestCase, Together.TestCase, Uneven.TestCase
-TestMixed, TestState, TestWithoutCpu = Mixed.TestCase, State.TestCase, WithoutCpu.TestCase
-TestStatePacked = StatePacked.TestCase
-TestUneven.pytestmark = TestMixed.pytestmark = TestWithoutCpu.pytestmark = [pytest.mark.suite]
-TestStatePacked.pytestmark = [pytest.mark.suite]
-FEWER = settings(max_examples=max(6, settings.default.max_examples // 3))
-for _case in (TestApart, TestTogether, TestUneven, TestMixed, TestState, TestWithoutCpu):
-    _case.settings = FEWER
-TestStatePacked.settings = settings(FEWER, max_examples=FEWER.max_examples // 3)  # each page is unpacked by the oracle
-del _case  # or it is collected as well
+@pytest.mark.hypothesis
+@pytest.mark.parametrize(
+    ("name", "also"),
+    [
+        ("apart", {}),
+        ("together", {}),
+        ("state", {}),
+        *(
+            pytest.param(*case, marks=pytest.mark.suite)
+            for case in [
+                ("uneven", {"per_page": 2}),
+                ("mixed", {"per_page": 2}),
+                ("mixed", {"options": {"cpu": None}}),
+                ("state", PACKED),
+            ]
+        ),
+    ],
+)
+def test_random_steps(name: str, also: dict[str, Any]) -> None:
+    examples = FEWER // 3 if also is PACKED else FEWER  # each packed page is unpacked by the oracle
+    face = type("Face", (Machine,), {"model": name, **also})
+    run_state_machine_as_test(face, settings=settings(max_examples=examples))

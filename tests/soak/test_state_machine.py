@@ -573,36 +573,30 @@ class AttachedOnGpu(Attached):
     options: ClassVar[dict[str, Any]] = {**Attached.options, "device": "cuda"}
 
 
-TestOwned = Owned.TestCase
-TestOwnedWithoutCpu = OwnedWithoutCpu.TestCase
-TestAttached = Attached.TestCase
-TestAttachedWithoutCpu = AttachedWithoutCpu.TestCase
-TestAttachedWithoutSsd = AttachedWithoutSsd.TestCase
-TestOwnedWritesBack = OwnedWritesBack.TestCase
-TestAttachedWritesBack = AttachedWritesBack.TestCase
-TestAttachedSelective = AttachedSelective.TestCase
-TestOwnedPacked = OwnedPacked.TestCase
-TestAttachedPacked = AttachedPacked.TestCase
-TestAttachedPackedWithoutCpu = AttachedPackedWithoutCpu.TestCase
-TestAttachedPackedWritesBack = AttachedPackedWritesBack.TestCase
 EXAMPLES = settings.default.max_examples  # 7 in `make test`, 400 in `make soak`
 MORE = settings(max_examples=(3 if EXAMPLES > 12 else 2) * EXAMPLES)
-FEWER = settings(max_examples=max(5, settings.default.max_examples // 3))
-TestOwned.settings = TestAttached.settings = MORE
-TestOwnedWithoutCpu.settings = TestAttachedWithoutCpu.settings = TestAttachedWithoutSsd.settings = FEWER
-TestOwnedWritesBack.settings = TestAttachedWritesBack.settings = TestAttachedSelective.settings = FEWER
-TestOwnedPacked.settings = TestAttachedPacked.settings = FEWER
-TestAttachedPackedWithoutCpu.settings = TestAttachedPackedWritesBack.settings = FEWER
+FEWER = settings(max_examples=max(5, EXAMPLES // 3))
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-TestOwnedOnGpu = OwnedOnGpu.TestCase
-TestAttachedOnGpu = AttachedOnGpu.TestCase
-TestOwnedOnGpu.settings = TestAttachedOnGpu.settings = FEWER
-TestOwnedOnGpu.pytestmark = TestAttachedOnGpu.pytestmark = ON_GPU
+
+
+@pytest.mark.hypothesis
+@pytest.mark.parametrize(
+    "face",
+    [
+        *(Owned, OwnedWithoutCpu, OwnedWritesBack, OwnedPacked),
+        *(Attached, AttachedWithoutCpu, AttachedWithoutSsd, AttachedWritesBack, AttachedSelective),
+        *(AttachedPacked, AttachedPackedWithoutCpu, AttachedPackedWritesBack),
+        *(pytest.param(face, marks=ON_GPU) for face in (OwnedOnGpu, AttachedOnGpu)),
+    ],
+)
+def test_random_steps(face: type[Machine]) -> None:
+    run_state_machine_as_test(face, settings=MORE if face in (Owned, Attached) else FEWER)
+
 
 # -- every transport that is here, and I/O that fails now and then ---------------------------------------------------
 
 NIXL = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
-FEW = settings(max_examples=max(5, settings.default.max_examples // 5))
+FEW = settings(max_examples=max(5, EXAMPLES // 5))
 KVIKIO = pytest.mark.skipif(
     importlib.util.find_spec("kvikio") is None or not has_libcuda(), reason="no kvikio, or no libcuda.so.1"
 )

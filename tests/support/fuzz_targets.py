@@ -289,7 +289,7 @@ def _status(data: bytes, folder: Path) -> None:
     require(len(page) >= status_page.PAGE_BYTES, "a page that is cut")
     require(sealed or page[: status_page.PAGE_BYTES] == whole, "a page with another checksum")
     if isinstance(found, status_page.OtherFormat):
-        require(found.format not in status_page._READ, "a page of this format that is not read")
+        require(found.format != status_page.PAGE_FORMAT, "a page of this format that is not read")
         return
     told = found.figures
     states = {told.state, *(rank.state for rank in told.ranks)}

@@ -81,12 +81,13 @@ class Snapshot(EvictionPolicy):
                 self.deferred.insert(key)
                 self.deferred.defer_all([key])
 
-    def insert(self, key: bytes, parent: bytes = b"") -> None:
-        self.keys.append(key)
+    def insert_all(self, pages: Sequence[tuple[bytes, bytes]]) -> None:
+        self.keys += [key for key, _ in pages]
 
-    def touch(self, key: bytes) -> None:
-        self.remove(key)
-        self.keys.append(key)
+    def touch_all(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self.remove(key)
+            self.keys.append(key)
 
     def remove(self, key: bytes) -> None:
         self.keys.remove(key)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from gdscache import CacheEngine
-from gdscache.disk import slab
+from gdscache.disk import catalog_file, slab
 from gdscache.errors import PoolFullError
 from gdscache.load.report import LoadReport
 from gdscache.moves import PageStatus
@@ -27,8 +27,9 @@ BLOCKS = max(PAGES)  # of each thread, where the planes are ours
 
 
 def run(pipe: Connection, config: dict[str, Any], attached: bool, path: Path, seed: int, stretch: int) -> None:
-    """Work on the directory until somebody kills the process. `stretch`: `STRETCH_BYTES` of the slab."""
-    slab.STRETCH_BYTES = stretch
+    """Work on the directory until somebody kills the process. `stretch`: `STRETCH_BYTES` of the slab. The catalogue's
+    log is folded in often, so that a kill meets that, too."""
+    slab.STRETCH_BYTES, catalog_file.WAL_PAGES = stretch, 16
     log = Log(path)
     log.session()
     rng = random.Random(seed)

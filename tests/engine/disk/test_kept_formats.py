@@ -36,6 +36,11 @@ def unpacked(archive: Path, place: Path) -> str:
     return archive.name.split(".")[0]
 
 
+def files(path: Path) -> dict[str, bytes]:
+    found = {file.name: file for file in path.iterdir() if file.name != "lock"}
+    return {name: b"" if name.endswith("-wal") else file.read_bytes() for name, file in found.items()}
+
+
 def named(archive: Path) -> str:
     return f"{archive.parent.name}-{archive.name.split('.')[0]}"
 
@@ -69,7 +74,11 @@ def test_all_pages_are_found_and_more_are_stored(archive: Path, open_host: OpenH
 
 @pytest.mark.parametrize("archive", [archive for archive in KEPT if "striped" not in archive.name], ids=named)
 def test_it_is_inspected_and_verified(archive: Path, tmp_path: Path) -> None:
+    """And left as it is."""
     unpacked(archive, tmp_path)
-    assert inspect(tmp_path / "a")["pages"] == sum(PAGES.values())
+    before = files(tmp_path / "a")
+    said = inspect(tmp_path / "a")
+    assert (said["format_version"], said["pages"]) == (int(archive.parent.name), sum(PAGES.values()))
     report = verify(tmp_path / "a")
     assert (report["pages"], report["good_pages"]) == (sum(PAGES.values()), sum(PAGES.values()))
+    assert files(tmp_path / "a") == before

@@ -167,19 +167,8 @@ def test_a_page_that_is_not_whole_or_not_ours_is_none(host: Host, tmp_path: Path
     states = len(status_page.STATES)
     for at, value in ((56, states), (1224, states), (248, 257), (252, 17)):  # of another version, and whole
         assert status_page.unpack(sealed(page, at, value)) is None
-    assert status_page.unpack(sealed(page, 16, 4)) == status_page.OtherFormat(4)
-
-
-def test_a_page_of_format_2_is_read(host: Host, tmp_path: Path) -> None:
-    """It has zeros where format 3 has tiers, slow loads and the model's groups."""
-    page = bytearray(page_of(tmp_path / "cache"))
-    for first, stop in ((256, 384), (1544, 1600), (3520, 4096)):
-        page[first:stop] = bytes(stop - first)
-    found = status_page.unpack(sealed(bytes(page), 16, 2))
-    assert isinstance(found, status_page.Status)
-    assert (found.format, found.figures.slots, found.figures.groups) == (2, 12, "")
-    assert (found.figures.tiers, found.figures.slowest) == ((status_page.TierState("ssd", 12, 0, 0),), ())
-    assert found.figures.extent_of("gpu") == host.layout.extent_bytes
+    for other in (2, 4):
+        assert status_page.unpack(sealed(page, 16, other)) == status_page.OtherFormat(other)
 
 
 def sealed(page: bytes, at: int, value: int) -> bytes:

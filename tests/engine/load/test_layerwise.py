@@ -487,7 +487,7 @@ def test_groups_that_were_not_begun_when_the_tier_was_switched_off_are_not_read(
         met(rule, PAGES)
         host.engine.manager.quarantine.stop("gone")
     assert host.finish(load, blocks, keys).pages == (PageStatus.LOCK_LOST,) * PAGES
-    host.engine.manager.quarantine.off = False
+    host.engine.manager.quarantine._off.clear()
     assert len(PLAN.moved[Op.READ]) == 2 * PAGES
     assert host.load(tokens).tokens == 4 * PAGES
 

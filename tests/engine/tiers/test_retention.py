@@ -298,7 +298,7 @@ def test_check_sees_wrong_retentions() -> None:
     assert index.check()
     index, key = fresh()
     index._orders._of_priority[2].remove(key)
-    index._orders._of_priority[1].insert(key)
+    index._orders._of_priority[1].insert_all([(key, b"")])
     assert index.check()
     index, key = fresh()
     index._orders.retained[name("nobody")] = Retention(1)
@@ -665,20 +665,6 @@ def test_priorities_and_ends_survive_a_restart(open_host: OpenHost) -> None:
     later = set_clock(engine)
     later.now = clock.now + 5000
     assert [tokens_of(engine, t) for t in (on, high)] == [0, 8]
-
-
-def test_a_longer_life_survives_a_restart_too(open_host: OpenHost) -> None:
-    host = open_host(cpu=None)
-    tokens, other = prompt(1, 2), prompt(2, 2)
-    host.keep(tokens, ttl=100, priority=-1)
-    host.keep(other, ttl=100)
-    host.keep(tokens, priority=1)
-    host.keep(other)
-    host.engine.close()
-    engine = open_host(cpu=None).engine
-    assert resident(engine, "ssd") == {p.key: Retention(1) for p in engine.pages(tokens)} | {
-        p.key: DEFAULT for p in engine.pages(other)
-    }
 
 
 def test_a_commit_that_fails_loses_no_wish(open_host: OpenHost) -> None:

@@ -55,14 +55,6 @@ def test_slots_lie_one_after_another_and_nowhere_else(tmp_path: Path) -> None:
             slab.locate(slot)[1]
 
 
-def test_growing_keeps_the_old_slots_and_voids_the_new(tmp_path: Path) -> None:
-    data = fill(Slab.open(tmp_path, EXTENT, 4))
-    grown = Slab.open(tmp_path, EXTENT, 6)
-    assert grown.valid_slots == 4
-    assert grown.path.read_bytes() == data + bytes(2 * EXTENT)
-    assert grown.path.stat().st_blocks * 512 >= 6 * EXTENT
-
-
 @pytest.mark.parametrize(("size", "valid"), [(0, 0), (1, 0), (EXTENT - 1, 0), (EXTENT, 1), (3 * EXTENT - 1, 2)])
 def test_a_truncated_slab_is_valid_as_far_as_whole_slots_go(tmp_path: Path, size: int, valid: int) -> None:
     data = fill(Slab.open(tmp_path, EXTENT, 4))

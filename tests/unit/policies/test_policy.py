@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import random
 from collections.abc import Callable
@@ -29,11 +28,8 @@ from gdscache.policies.guarded import Guarded
 from gdscache.policies.lifetime import Lifetime
 from gdscache.policies.reuse import ReuseMonitor
 from tests.support.helpers import make_config
+from tests.support.index_machine import name
 from tests.support.policy_models import MODELS, Model, SlowLifetime
-
-
-def name(*path: object) -> bytes:
-    return hashlib.blake2b(repr(path).encode(), digest_size=32).digest()
 
 
 class PolicyMachine(RuleBasedStateMachine):
@@ -158,11 +154,11 @@ def test_a_policy_is_its_model_in_a_long_run(policy: type[EvictionPolicy], seed:
                 model.remove(victim)
                 present.remove(victim)
             parent = draw.choice([b"", *sorted(present)[:3]])
-            order.insert(key, parent)
+            order.insert_all([(key, parent)])
             model.insert(key, parent)
             present.add(key)
         for _ in range(draw.choice([0, 1, 1, 2, 18 if draw.random() < 0.1 else 0])):
-            order.touch(key)
+            order.touch_all([key])
             model.touch(key)
     assert list(order) == model.order()
 
@@ -180,9 +176,9 @@ def test_an_unknown_name_is_refused() -> None:
 def test_looking_at_the_order_changes_nothing(policy: type[EvictionPolicy]) -> None:
     order = policy()
     for i in range(50):
-        order.insert(name(i))
+        order.insert_all([(name(i), b"")])
         for j in range(0, i, 7):
-            order.touch(name(j))
+            order.touch_all([name(j)])
     first = list(order)
     assert len(set(first)) == 50
     assert list(order) == first
@@ -194,9 +190,9 @@ def test_nothing_grows_with_the_pages_that_are_gone(policy: type[EvictionPolicy]
     for i in range(2000):
         if i >= 20:
             order.remove(next(iter(order)))
-        order.insert(name(i))
+        order.insert_all([(name(i), b"")])
         for key in list(itertools.islice(order, 0, 20, 3)):
-            order.touch(key)
+            order.touch_all([key])
     if isinstance(order, Lifetime):
         assert order.rows == 20
         assert order.levels <= 20
