@@ -83,7 +83,7 @@ class Worker:
 
 
 def over_tensors(
-    path: Path, cpu: int = 24, transport: str = "posix", gate: str = "advisory"
+    path: Path, cpu: int = 24, transport: str = "posix", gate: str = "advisory", pack: str = "off"
 ) -> tuple[dict[str, torch.Tensor], CacheEngine]:
     """vLLM's tensors, and an engine over them, whose prefetches move a page at a time, two at once."""
     shape = (LAYERS, BLOCKS, 2, TOKENS, 64)
@@ -92,7 +92,7 @@ def over_tensors(
     planes = planes_of(caches, BLOCKS, TOKENS, "LBHNC")
     config = Config.from_dict(
         {
-            "model": {"name": "tiny", **planes.model()},
+            "model": {"name": "tiny", "pack": pack, **planes.model()},
             "cpu": {"capacity": cpu * 4096},
             "ssd": {"path": str(path), "capacity": 64 * 4096, "transport": transport, "gds": "off", "threads": 2},
             "host_buffer": 16 * 4096,
@@ -431,6 +431,27 @@ def test_roles_share_an_engine_and_the_last_closes_it(tmp_path: Path) -> None:
         sessions.join("a")
     again = sessions.open("a", lambda: VllmSession(over_tensors(tmp_path)[1], 60))  # the directory is free again
     sessions.leave("a", again)
+
+
+def test_both_cpu_tiers_of_packed_pages_are_in_memory(tmp_path: Path) -> None:
+    """vLLM counts the tokens of a hit by where they were: a page that does not fit packed lies in a tier of its own."""
+    caches, engine = over_tensors(tmp_path, cpu=1024, pack="on")
+    for cache in caches.values():
+        cache[1].view(torch.int16).random_(-(1 << 15), 1 << 15)
+    with engine:
+        session = VllmSession(engine, 60)
+        assert not engine.store(hashes(1), list(range(PAGES))).result(WAIT).dropped
+        fetch = session.fetch(hashes(1), PAGES)
+        sources = fetch.sources(0, PAGES)
+        assert (sources, all(map(session.on_host, sources))) == ({"cpu": PAGES - 1, "cpu_plain": 1}, True)
+        fetch.release()
+        engine.drain(WAIT)
+        for tier in sources:
+            drop_from(engine, tier)
+        fetch = session.fetch(hashes(1), PAGES)
+        sources = fetch.sources(0, PAGES)
+        assert (sources, any(map(session.on_host, sources))) == ({"ssd": PAGES - 1, "ssd_plain": 1}, False)
+        fetch.release()
 
 
 @pytest.mark.parametrize(("token", "stops"), [(1e-3, True), (1e3, False)])
