@@ -94,8 +94,8 @@ engines-smoke: native
 			tests/engines/test_vllm_smoke.py tests/engines/test_vllm_contract.py $(PYTEST_ARGS); \
 	else echo "== no vLLM at $(ENGINES): its connector is not tried against the real engine (make engines)"; fi
 	@if [ -x $(SGLANG) ]; then \
-		GDSCACHE_SGLANG_PYTHON=$(abspath $(SGLANG)) $(PYTEST) -n 0 -m engines tests/engines/test_sglang.py \
-			-k "come_back or host_pools or written_for" $(PYTEST_ARGS); \
+		GDSCACHE_SGLANG_PYTHON=$(abspath $(SGLANG)) $(PYTEST) -n 0 -m engines tests/engines/test_sglang.py tests/engines/test_sglang_linker_ranks.py \
+			-k "come_back and not linker_ranks or host_pools or written_for or one_rank and (heads or latents)" $(PYTEST_ARGS); \
 	else echo "== no SGLang at $(SGLANG): nothing is tried against its own classes (make engines)"; fi
 
 # vLLM pins its own torch and transformers. torchvision and its like come as CUDA builds, which do not load beside it.

@@ -38,20 +38,17 @@ class FieldTable:
     """One engine's table. `kinds`: `Class.field` → `held`, `hashed`, `refused`, `parts` or `harmless`."""
 
     kinds: Mapping[str, str]
-    reasons: Mapping[str, str]  # of harmless fields
 
     @classmethod
     def read(cls, file: Traversable) -> FieldTable:
         """Raises `ConfigError` for a field that stands twice, or an unknown key."""
-        kinds, reasons = dict[str, str](), dict[str, str]()
-        for kind, fields, why in _lines(tomllib.loads(file.read_text(encoding="utf-8"))):
+        kinds = dict[str, str]()
+        for kind, fields in _lines(tomllib.loads(file.read_text(encoding="utf-8"))):
             for name in (f"{owner}.{field}" for owner, some in fields.items() for field in some):
                 if name in kinds:
                     raise ConfigError(f"{name} is {kinds[name]}, and {kind}", f"leave one of them in {file.name}")
                 kinds[name] = kind
-                if kind == "harmless":
-                    reasons[name] = why
-        return cls(kinds, reasons)
+        return cls(kinds)
 
     def named(self, kind: str) -> list[str]:
         return sorted(name for name, its in self.kinds.items() if its == kind)
@@ -125,11 +122,11 @@ def _fields(one: object) -> list[tuple[str, Any]]:
     return [(name, getattr(one, name, None)) for name in [*names, *others] if not name.startswith("_")]
 
 
-def _lines(table: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, list[str]], str]]:
+def _lines(table: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, list[str]]]]:
     for kind, fields in table.items():
         if kind == "harmless":
-            yield from ((kind, group["fields"], group["why"]) for group in fields)
+            yield from ((kind, group["fields"]) for group in fields)
         elif kind in _KINDS:
-            yield kind, fields, ""
+            yield kind, fields
         else:
             raise ConfigError(f"a table of fields has {kind!r}", f"it may have {', '.join((*_KINDS, 'harmless'))}")

@@ -64,27 +64,10 @@ class HybridRig(sglang_rig.Linked):
             unified_cache_external_linker_config=linker,
         )
         self.args._mamba_cache_chunk_size = STATE_TOKENS
-        self.rows: Any = ReqToTokenPool(ROWS, TOKENS, "cpu", False)
-        if "MAMBA" in COMPONENTS[kind]:
-            self.rows = _rows_with_states()
+        self.params = params(COMPONENTS[kind], TOKENS, max(1, 2 // ranks), 32, WINDOW, group)
+        self.rows, self.slots = self.params.req_to_token_pool, self.params.token_to_kv_pool_allocator
         self.windowed = "SWA" in COMPONENTS[kind]
-        if self.windowed:
-            self.pool: Any = _windowed_pool(max(1, 2 // ranks))
-            self.slots: Any = SWATokenToKVPoolAllocator(TOKENS, TOKENS, PAGE, torch.bfloat16, "cpu", self.pool, False)
-        else:
-            self.pool = _linear_pool(self.rows.mamba_pool, max(1, 2 // ranks))
-            self.slots = PagedTokenToKVPoolAllocator(TOKENS, PAGE, torch.bfloat16, "cpu", self.pool, False)
-        self.params = CacheInitParams(
-            disable=False,
-            req_to_token_pool=self.rows,
-            token_to_kv_pool_allocator=self.slots,
-            page_size=PAGE,
-            sliding_window_size=WINDOW if self.windowed else None,
-            enable_mamba_extra_buffer="MAMBA" in COMPONENTS[kind],
-            tree_components=tuple(ComponentType[name] for name in COMPONENTS[kind]),
-            tree_core_backend="python",
-            tp_cache_group=group,
-        )
+        self.pool: Any = self.slots.get_kvcache()
         self.tree = UnifiedRadixCache(self.params)
         self.linker: Any = create_unified_cache_linker(
             self.args, self.params, backend="dynamic", config=linker, components=set(self.tree.components)
@@ -280,43 +263,40 @@ def sections(folder: Path, **changes: Any) -> dict[str, Any]:
     return sglang_rig.sections(folder, **{**room, "store": {"window_every": CHUNK}, **changes})
 
 
-def _windowed_pool(heads: int) -> Any:
-    return SWAKVPool(
-        size=TOKENS,
-        size_swa=TOKENS,
+def params(components: Sequence[str], tokens: int, heads: int, dim: int, window: int, group: Any) -> CacheInitParams:
+    """What a tree over the pools of a hybrid model is made of. `heads`: of keys, on this rank. `dim`: of each head."""
+    rows: Any = _rows_with_states(tokens, dim) if "MAMBA" in components else ReqToTokenPool(ROWS, tokens, "cpu", False)
+    size: dict[str, Any] = {"size": tokens, "page_size": PAGE, "dtype": torch.bfloat16, "device": "cpu"}
+    size |= {"head_num": heads, "head_dim": dim, "full_attention_layer_ids": LAYERS["kv"]}
+    if windowed := "SWA" in components:
+        pool: Any = SWAKVPool(**size, size_swa=tokens, swa_attention_layer_ids=LAYERS["swa"])
+        slots: Any = SWATokenToKVPoolAllocator(tokens, tokens, PAGE, torch.bfloat16, "cpu", pool, False)
+    else:
+        pool = HybridLinearKVPool(**size, mamba_pool=rows.mamba_pool)
+        slots = PagedTokenToKVPoolAllocator(tokens, PAGE, torch.bfloat16, "cpu", pool, False)
+    return CacheInitParams(
+        disable=False,
+        req_to_token_pool=rows,
+        token_to_kv_pool_allocator=slots,
         page_size=PAGE,
-        dtype=torch.bfloat16,
-        head_num=heads,
-        head_dim=32,
-        swa_attention_layer_ids=LAYERS["swa"],
-        full_attention_layer_ids=LAYERS["kv"],
-        device="cpu",
+        sliding_window_size=window if windowed else None,
+        enable_mamba_extra_buffer="MAMBA" in components,
+        tree_components=tuple(ComponentType[name] for name in components),
+        tree_core_backend="python",
+        tp_cache_group=group,
     )
 
 
-def _linear_pool(states: Any, heads: int) -> Any:
-    return HybridLinearKVPool(
-        size=TOKENS,
-        dtype=torch.bfloat16,
-        page_size=PAGE,
-        head_num=heads,
-        head_dim=32,
-        full_attention_layer_ids=LAYERS["kv"],
-        device="cpu",
-        mamba_pool=states,
-    )
-
-
-def _rows_with_states() -> Any:
+def _rows_with_states(tokens: int, dim: int) -> Any:
     shape = Mamba2StateShape.create(
-        tp_world_size=1, intermediate_size=64, n_groups=1, num_heads=2, head_dim=32, state_size=16, conv_kernel=4
+        tp_world_size=1, intermediate_size=2 * dim, n_groups=1, num_heads=2, head_dim=dim, state_size=16, conv_kernel=4
     )
     dtype = Mamba2StateDType(conv=torch.bfloat16, temporal=torch.float32)
     return HybridReqToTokenPool(
         size=ROWS,
         mamba_size=STATES,
         mamba_spec_state_size=ROWS,
-        max_context_len=TOKENS,
+        max_context_len=tokens,
         device="cpu",
         enable_memory_saver=False,
         cache_params=Mamba2CacheParams(shape=shape, layers=LAYERS["mamba"], dtype=dtype),

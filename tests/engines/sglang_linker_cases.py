@@ -1,10 +1,12 @@
-"""Our linker below SGLang's own radix tree, one case by its name:  sglang_linker_cases.py CASE FOLDER"""
+"""Our linker below SGLang's own radix tree, one case by its name:  sglang_linker_cases.py CASE FOLDER
+
+Cases that are the same on one rank and on several are in `sglang_linker_ranks_cases.py`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,53 +16,13 @@ import msgspec
 from sglang.srt.disaggregation.kv_events import AllBlocksCleared, BlockRemoved, KVEventBatch
 from sglang.srt.managers.schedule_policy import SchedulePolicy
 from sglang.srt.managers.tp_worker import TpModelWorker
-from sglang.srt.mem_cache.hicache_storage import PoolTransfer
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from gdscache.integrations.sglang.setup import WEIGHT_METHODS
 from gdscache.storage.base import Op
 from tests.engines import sglang_rig as rig
-from tests.engines.sglang_case import FAULTY, case, change_weights, restart, run_case
+from tests.engines.sglang_case import FAULTY, case, change_weights, run_case
 from tests.support.faults import Fault
 from tests.support.faulty import PLAN
-
-
-@case
-def mha_pages_come_back(folder: Path) -> None:
-    _come_back(folder, "mha")
-
-
-@case
-def mla_pages_come_back(folder: Path) -> None:
-    _come_back(folder, "mla")
-
-
-@case
-def packed_pages_come_back(folder: Path) -> None:
-    for kind in ("mha", "mla"):
-        place = folder / kind
-        place.mkdir()
-        _come_back(place, kind, options={"config": rig.sections(place, model={"pack": "on"})})
-
-
-def _come_back(folder: Path, kind: str, **changes: Any) -> None:
-    """From the CPU tier after a flush, from the SSD after a restart, and whatever branches off."""
-    found = rig.Rig(folder, kind, **changes)
-    long, branch = rig.prompt(1, 62), rig.prompt(2, 50, rig.prompt(1, 30))
-    assert found.serve(long) == (0, 0)
-    assert found.serve(long) == (60, 0), "the tree has it"
-    assert found.serve(branch) == (28, 0)
-    found.settle()
-    found.flush()
-    assert found.serve(long) == (0, 60)
-    assert found.serve(branch) == (28, 20)
-    found.settle()
-    assert found.linker.engine.stats()["tiers"]["ssd"]["pages"] == 15 + 5
-    found.close()
-    again = rig.Rig(folder, kind, **changes)
-    assert again.serve(branch) == (0, 48)
-    assert again.serve(long) == (28, 32)
-    again.close()
 
 
 @case
@@ -164,29 +126,6 @@ def prompts_that_are_one_graph(folder: Path) -> None:
     assert found.serve(long) == (0, 60)
     assert found.serve(branch) == (28, 0)
     assert found.linker.counts["failed_loads"] == 0
-    found.close()
-
-
-@case
-def random_traffic(folder: Path) -> None:
-    """Prompts with common beginnings, flushes and restarts, in a pool and tiers that are too small: no wrong byte."""
-    source = random.Random(5)
-    found = rig.Rig(folder, cpu={"capacity": "192KiB"}, ssd={"capacity": "384KiB"})
-    loaded = 0
-    for _ in range(250):
-        head = rig.prompt(source.randrange(4), source.randrange(4, 100))
-        tokens = rig.prompt(source.randrange(3, 9), len(head) + source.randrange(1, 60), head)
-        loaded += found.serve(tokens)[1]
-        if source.random() < 0.1:
-            found.flush()
-        if source.random() < 0.04:
-            found.close()
-            found = rig.Rig(folder, cpu={"capacity": "192KiB"}, ssd={"capacity": "384KiB"})
-    assert loaded > 500, loaded
-    assert found.linker.counts["failed_loads"] == 0
-    found.settle()
-    assert found.linker.engine.check().ok
-    assert sum(file.stat().st_size for file in (folder / "ssd").glob("*.slab*")) <= 384 << 10
     found.close()
 
 
@@ -315,37 +254,6 @@ def salts_apart(folder: Path) -> None:
 
 
 @case
-def new_weights_find_nothing(folder: Path) -> None:
-    """Whatever way weights are written: no page of before is loaded, from any tier, after a restart neither."""
-    found = rig.Rig(folder)
-    tokens = rig.prompt(1, 61)
-
-    def plain(at: int) -> float:
-        return float(at % 100)
-
-    found.serve(tokens, plain)
-    found.settle()
-    for number, name in enumerate(WEIGHT_METHODS):
-        change_weights(name)
-        assert not found.linker.offload(_whole(found, tokens)), "the tree has pages of the old weights"
-        found.flush()  # as SGLang does behind an update
-        fresh = functools.partial(_constant, float(200 + number))
-        assert found.serve(tokens, fresh) == (0, 0), name
-        found.settle()
-        found.flush()
-        assert found.serve(tokens, fresh) == (0, 60), "those of the new weights are kept"
-        found.settle()
-    found.close()
-    late = rig.Rig(folder)
-    assert late.serve(tokens, fresh) == (0, 0), "in the same process: neither those of the files nor those of another"
-    late.close()
-    restart()
-    again = rig.Rig(folder)
-    assert again.serve(tokens, plain) == (0, 60), "the weights of the files"
-    again.close()
-
-
-@case
 def weights_in_an_update_that_is_begun_apart(folder: Path) -> None:
     """SGLang flushes within such an update, and not behind its end: what comes then is kept."""
     found = rig.Rig(folder)
@@ -364,16 +272,12 @@ def weights_in_an_update_that_is_begun_apart(folder: Path) -> None:
     found.flush()
     found.serve(rig.prompt(2, rig.PAGE - 1))  # nothing of it is looked up, and it may grow
     change_weights()
-    assert not found.linker.offload(_whole(found, tokens)), "SGLang may have pages of the old weights"
+    assert not found.linker.offload(rig.transfers_of(["ab" * 32])), "SGLang may have pages of the old weights"
     found.close()
 
 
 def _constant(value: float, at: int) -> float:
     return value
-
-
-def _whole(found: rig.Rig, tokens: list[int]) -> list[PoolTransfer]:
-    return rig.transfers_of(["ab" * 32])
 
 
 @case

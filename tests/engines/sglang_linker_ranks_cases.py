@@ -1,4 +1,4 @@
-"""Our linker below SGLang's own radix trees on several ranks, one case by its name:
+"""Our linker below SGLang's own radix trees on one rank or several, one case by its name:
 sglang_linker_ranks_cases.py CASE FOLDER RANK RANKS"""
 
 from __future__ import annotations
@@ -68,8 +68,9 @@ def _come_back(ranks: Ranks, kind: str, shards: int, *, unfit: bool = False, **m
         stats = found.linker.engine.stats()
         assert sum(tier["pages"] for name, tier in stats["tiers"].items() if "ssd" in name) == 15 + 5
         assert bool(stats["stores"].get("unfit")) is unfit
-        assert [one["state"] for one in stats["ranks"]] == ["running"] * ranks.ranks
-        assert {one["shard"] for one in stats["ranks"]} == {*range(shards)}
+        if ranks.ranks > 1:
+            assert [one["state"] for one in stats["ranks"]] == ["running"] * ranks.ranks
+            assert {one["shard"] for one in stats["ranks"]} == {*range(shards)}
     found.close()
     again = ranks.rig(kind, shards, **more)
     again.unfit = unfit
@@ -262,6 +263,7 @@ def _die(ranks: Ranks, rank: int) -> None:
 
 @case
 def new_weights_find_nothing(ranks: Ranks) -> None:
+    """Whatever way weights are written: no page of before is loaded, from any tier, after a restart neither."""
     found, tokens = ranks.rig(), rig.prompt(1, 61)
     found.serve(tokens)
     found.settle()
@@ -279,6 +281,9 @@ def new_weights_find_nothing(ranks: Ranks) -> None:
         assert found.serve(tokens, fresh) == (0, 60), "those of the new weights are kept"
         found.settle()
     found.close()
+    late = ranks.rig()
+    assert late.serve(tokens, fresh) == (0, 0), "in the same process: neither those of the files nor those of another"
+    late.close()
     restart()
     again = ranks.rig()
     assert again.serve(tokens) == (0, 60), "the weights of the files"

@@ -8,21 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateDType, Mamba2StateShape
-from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
-from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
-from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
-from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, HybridReqToTokenPool, ReqToTokenPool
-from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from tests.engines import sglang_hicache_rig as hicache
+from tests.engines import sglang_hybrid_rig as hybrids
 from tests.engines import sglang_rig as rig
 
 WINDOW, WINDOW_PAGES = 8, 2
-LAYERS = {"kv": [1, 4], "swa": [0, 2, 3], "mamba": [0, 3]}  # of the model's five, those of each pool
 COMPONENTS = {"swa": ComponentType.SWA, "mamba": ComponentType.MAMBA}
 KINDS = {"swa": ["swa"], "mamba": ["mamba"], "all": ["swa", "mamba"]}  # the pools beside that of all tokens
 
@@ -41,30 +35,13 @@ class PoolsRig(hicache.HiCacheRig):
         timeout: float = 0.3,
         **changes: Any,
     ) -> None:
-        windowed, stated = "swa" in KINDS[kind], "mamba" in KINDS[kind]
-        model = {"sliding_window": WINDOW} if windowed else None
+        model = {"sliding_window": WINDOW} if "swa" in KINDS[kind] else None
         self.packed = "model" in changes
         args = self.join(folder, policy, rank, ranks, timeout, model, changes)
         args._mamba_cache_chunk_size = rig.PAGE
         self.rank = rank
-        rows: Any = _rows_with_states() if stated else ReqToTokenPool(8, rig.TOKENS, "cpu", False)
-        if windowed:
-            pool: Any = _windowed_pool()
-            slots: Any = SWATokenToKVPoolAllocator(rig.TOKENS, rig.TOKENS, rig.PAGE, torch.bfloat16, "cpu", pool, False)
-        else:
-            pool = _linear_pool(rows.mamba_pool)
-            slots = PagedTokenToKVPoolAllocator(rig.TOKENS, rig.PAGE, torch.bfloat16, "cpu", pool, False)
-        params = CacheInitParams(
-            disable=False,
-            req_to_token_pool=rows,
-            token_to_kv_pool_allocator=slots,
-            page_size=rig.PAGE,
-            sliding_window_size=WINDOW if windowed else None,
-            enable_mamba_extra_buffer=stated,
-            tree_components=(ComponentType.FULL, *(COMPONENTS[name] for name in KINDS[kind])),
-            tree_core_backend="python",
-            tp_cache_group=torch.distributed.group.WORLD,
-        )
+        components = ["FULL", *(name.upper() for name in KINDS[kind])]
+        params = hybrids.params(components, rig.TOKENS, 2, 64, WINDOW, torch.distributed.group.WORLD)
         self.tree = UnifiedRadixCache(params)
         self.tree.init_hicache(args, params)
         controller = self.tree.cache_controller
@@ -181,48 +158,3 @@ class PoolsRig(hicache.HiCacheRig):
 
 def _places(slots: torch.Tensor | None, each: int) -> list[int]:
     return [] if slots is None else slots[::each].tolist()
-
-
-def _windowed_pool() -> Any:
-    return SWAKVPool(
-        size=rig.TOKENS,
-        size_swa=rig.TOKENS,
-        page_size=rig.PAGE,
-        dtype=torch.bfloat16,
-        head_num=2,
-        head_dim=64,
-        swa_attention_layer_ids=LAYERS["swa"],
-        full_attention_layer_ids=LAYERS["kv"],
-        device="cpu",
-    )
-
-
-def _rows_with_states() -> Any:
-    shape = Mamba2StateShape.create(
-        tp_world_size=1, intermediate_size=128, n_groups=1, num_heads=2, head_dim=64, state_size=16, conv_kernel=4
-    )
-    dtype = Mamba2StateDType(conv=torch.bfloat16, temporal=torch.float32)
-    return HybridReqToTokenPool(
-        size=8,
-        mamba_size=40,
-        mamba_spec_state_size=8,
-        max_context_len=rig.TOKENS,
-        device="cpu",
-        enable_memory_saver=False,
-        cache_params=Mamba2CacheParams(shape=shape, layers=LAYERS["mamba"], dtype=dtype),
-        mamba_layer_ids=LAYERS["mamba"],
-        enable_mamba_extra_buffer=True,
-    )
-
-
-def _linear_pool(states: Any) -> Any:
-    return HybridLinearKVPool(
-        size=rig.TOKENS,
-        dtype=torch.bfloat16,
-        page_size=rig.PAGE,
-        head_num=2,
-        head_dim=64,
-        full_attention_layer_ids=LAYERS["kv"],
-        device="cpu",
-        mamba_pool=states,
-    )

@@ -1,4 +1,4 @@
-"""Our linker under SGLang's own radix trees on several ranks: a process each, on a CPU, over gloo.
+"""Our linker under SGLang's own radix trees on one rank or several: a process each, on a CPU, over gloo.
 
 Each case runs on every rank (`sglang_linker_ranks_cases.py`), and what they have called of torch.distributed is
 compared: none has entered a collective alone.
@@ -21,6 +21,9 @@ LIMIT_S = 300.0
 RANKS = cases_of(HERE / "sglang_linker_ranks_cases.py")
 HYBRIDS = cases_of(HERE / "sglang_hybrid_cases.py")
 DIES = {"a_dead_leader": 0, "a_dead_rank": 1}  # the rank that does
+ONE = [
+    "heads_come_back", "latents_come_back", "packed_pages_come_back", "random_traffic", "new_weights_find_nothing",
+]  # fmt: skip
 FOUR = ["heads_that_two_ranks_have_come_back", "latents_come_back", "hybrids_come_back"]  # on four ranks, too
 
 
@@ -53,7 +56,7 @@ def test_two_ranks(case: str, tmp_path: Path) -> None:
     run(case, tmp_path)
 
 
-@pytest.mark.parametrize("case", sorted(HYBRIDS))
+@pytest.mark.parametrize("case", sorted([*ONE, *HYBRIDS]))
 def test_one_rank(case: str, tmp_path: Path) -> None:
     run(case, tmp_path, 1)
 

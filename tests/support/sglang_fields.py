@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import torch
@@ -26,6 +27,11 @@ class ServerArgs(SimpleNamespace):
 
 class ModelConfig(SimpleNamespace):
     """By the name of SGLang's."""
+
+
+def kind_of(name: str, **facts: Any) -> Any:
+    """An object as one of SGLang's class of that name is read."""
+    return type(name, (SimpleNamespace,), {})(**facts)
 
 
 def of_class(owner: str, *kinds: str) -> list[str]:

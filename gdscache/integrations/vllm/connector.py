@@ -246,7 +246,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return {}
         tokens: Counter[CacheHitSource] = Counter()
         for tier, pages in self._table.hit_sources(request).items():
-            source = CacheHitSource.HOST if tier == "cpu" else CacheHitSource.DISK
+            source = CacheHitSource.HOST if self._joined.on_host(tier) else CacheHitSource.DISK
             tokens[source] += pages * self._table.page_tokens
         return dict(tokens)
 

@@ -68,6 +68,10 @@ class VllmSession(PinningCache):
         if self._stores is not None:
             self._stores.begin_anew(self.salt)
 
+    def on_host(self, tier: str) -> bool:
+        """Whether a tier's pages lie in this machine's memory. A pool whose pages are not packed has fewer tiers."""
+        return any(engine.tiers.get(tier) == "memory" for engine in self.engines)
+
     def observe_prefill(self, tokens: int, cached: int, seconds: float) -> None:
         """Report a prefill's time to every pool's gate: see `CacheEngine.observe_prefill`."""
         for engine in self.engines:

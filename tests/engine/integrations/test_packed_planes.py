@@ -22,6 +22,7 @@ from gdscache.integrations.vllm.cache_groups import key_elements
 from gdscache.integrations.vllm.planes import planes_of
 from gdscache.pages.keys import PageHashes
 from tests.support.helpers import WAIT
+from tests.support.sglang_fields import kind_of
 
 BLOCKS, TOKENS, HEADS, DIM, LAYERS = 8, 16, 2, 64, 3
 FAR = 2.0**40  # apart, values need exponents that are in no window together
@@ -103,7 +104,7 @@ def test_each_layer_of_sglangs_host_pool_is_a_part(kind: str, layout: str, tmp_p
     memory = drawn(2, *shape) if "MHA" in kind else drawn(*shape)
     memory.select(axis + ("MHA" in kind), 1).mul_(FAR)
     facts = {"kv_buffer": memory, "layout": layout, "size": BLOCKS * TOKENS, "page_size": TOKENS, "dtype": memory.dtype}
-    planes = host_planes(type(kind, (SimpleNamespace,), {})(**facts))
+    planes = host_planes(kind_of(kind, **facts))
     round_trip(planes.model(), planes.tensors, memory, tmp_path)
 
 
@@ -116,11 +117,6 @@ def test_sglangs_device_pools_say_their_type(kind: str, tmp_path: Path) -> None:
         pools = {"k_buffer": list(memory[:, 0]), "v_buffer": list(memory[:, 1]), "kv_cache_layout": "nhd"}
     planes = device_planes(type(kind, (SimpleNamespace,), {})(**pools, dtype=memory.dtype), TOKENS)
     round_trip(planes.model(), planes.tensors, memory, tmp_path)
-
-
-def kind_of(kind: str, **facts: Any) -> Any:
-    """An object of a class that is named as SGLang's."""
-    return type(kind, (SimpleNamespace,), {})(**facts)
 
 
 def device_pool(layers: int, dtype: torch.dtype = torch.bfloat16) -> Any:

@@ -275,6 +275,10 @@ class Linked:
         until(lambda: self.offloads.completed() == len(self.offloads), "it is read")
         self.engine.drain(WAIT)
 
+    def store(self, keys: list[str], blocks: list[int], mark: int) -> None:
+        self.offload(keys, blocks, mark)
+        self.drain()
+
     def begin(self, keys: list[str], blocks: list[int]) -> int:
         assert self.table.lookup("r", keys) == len(keys)
         assert self.table.load("r", keys, lambda: lambda: blocks)
@@ -338,8 +342,7 @@ def test_an_offload_is_over_when_its_pages_are_read(linked: Linked) -> None:
 
 def test_loads_begin_with_their_forward_pass(linked: Linked) -> None:
     """What SGLang copies to the GPU before that, its inputs among it, does not wait behind them."""
-    linked.offload(KEYS[:2], [0, 1], 10)
-    linked.drain()
+    linked.store(KEYS[:2], [0, 1], 10)
     for page in (8, 9):
         fill(linked.tensors, page, 200)
     index = linked.begin(KEYS[:2], [8, 9])
@@ -357,8 +360,7 @@ def test_a_forward_pass_that_waits_for_the_last_layer_alone_waits_for_all(
     linked: Linked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang's runner does, in front of a pass that is one CUDA graph."""
-    linked.offload(KEYS[:2], [0, 1], 10)
-    linked.drain()
+    linked.store(KEYS[:2], [0, 1], 10)
     index = linked.begin(KEYS[:2], [8, 9])
     linked.loads.set_consumer(index)
     assert linked.loads.consumer_index == index
@@ -379,8 +381,7 @@ def test_a_forward_pass_that_waits_for_the_last_layer_alone_waits_for_all(
 
 
 def test_a_forward_pass_that_waits_for_no_layer_had_no_pages(linked: Linked) -> None:
-    linked.offload(KEYS[:2], [0, 1], 10)
-    linked.drain()
+    linked.store(KEYS[:2], [0, 1], 10)
     index = linked.begin(KEYS[:2], [8, 9])
     linked.loads.set_consumer(index)
     assert not linked.loads.finish(index)
@@ -389,8 +390,7 @@ def test_a_forward_pass_that_waits_for_no_layer_had_no_pages(linked: Linked) -> 
 
 
 def test_pages_that_go_before_their_load_begins_are_told(linked: Linked) -> None:
-    linked.offload(KEYS[:4], [0, 1, 2, 3], 10)
-    linked.drain()
+    linked.store(KEYS[:4], [0, 1, 2, 3], 10)
     linked.table.lookup("r", KEYS[:4])
     assert linked.table.load("r", KEYS[:4], lambda: lambda: [10, 11, 12, 13])
     queued = linked.table.take()
@@ -403,42 +403,33 @@ def test_pages_that_go_before_their_load_begins_are_told(linked: Linked) -> None
     assert linked.counts["failed_loads"] == 1
 
 
-def test_a_load_that_breaks_off_is_told(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
-    linked.offload(KEYS[:4], [0, 1, 2, 3], 10)
-    linked.drain()
-    index = linked.begin(KEYS[:4], [10, 11, 12, 13])
-    linked.forward(index)
-    batch = linked.loads._batches[index]
-    assert batch.load is not None
-
-    def breaks(seconds: float | None = None) -> Any:
-        raise GdsCacheError("CUDA says no")
-
-    monkeypatch.setattr(batch.load, "results", breaks)
-    assert not linked.loads.finish(index)
-
-
-def test_statuses_are_counted_page_by_page(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
-    linked.offload(KEYS[:2], [0, 1], 10)
-    linked.drain()
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_load_that_breaks_off_or_lacks_a_page_is_told(
+    linked: Linked, monkeypatch: pytest.MonkeyPatch, breaks: bool
+) -> None:
+    linked.store(KEYS[:2], [0, 1], 10)
     index = linked.begin(KEYS[:2], [10, 11])
     linked.forward(index)
     load = linked.loads._batches[index].load
     (report,) = load.results()
     bad = type(report)(report.tokens // 2, (PageStatus.LOADED, PageStatus.ABORTED), {}, 0.0)
-    monkeypatch.setattr(load, "results", lambda: [bad])
+
+    def results() -> Any:
+        if breaks:
+            raise GdsCacheError("CUDA says no")
+        return [bad]
+
+    monkeypatch.setattr(load, "results", results)
     assert not linked.loads.finish(index)
 
 
 def test_another_salt_is_other_weights(linked: Linked) -> None:
-    linked.offload(KEYS[:2], [0, 1], 10)
-    linked.drain()
+    linked.store(KEYS[:2], [0, 1], 10)
     assert linked.table.lookup("a", KEYS[:2]) == 2
     linked.table.reset()
     linked.cache.salt = "weights:x"
     assert linked.table.lookup("a", KEYS[:2]) == 0
-    linked.offload(KEYS[:2], [4, 5], 77)
-    linked.drain()
+    linked.store(KEYS[:2], [4, 5], 77)
     linked.table.reset()
     index = linked.begin(KEYS[:2], [8, 9])
     linked.forward(index)

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from gdscache import CacheEngine, HybridEngine, PageHashes, errors
+from gdscache import HybridEngine, errors
 from gdscache.integrations.sglang.groups import grouped_planes
-from gdscache.integrations.sglang.planes import PoolPlanes, device_planes, host_planes
+from gdscache.integrations.sglang.planes import device_planes, host_planes
 from gdscache.integrations.sglang.setup import LinkerOptions, configuration, storage_config_of
-from tests.support.fake_pool import POOLS, FakePool, pool_entry
+from tests.support.fake_pool import pool_entry
+from tests.support.sglang_fields import kind_of
 
 PAGE, PAGES, LAYERS = 4, 5, 3
 
@@ -24,38 +25,6 @@ def server(**changes: Any) -> Any:
         "enable_lora": None, "disaggregation_mode": "null",
     }  # fmt: skip
     return SimpleNamespace(**{**given, **changes})
-
-
-class MHATokenToKVPool(SimpleNamespace):
-    """By the name of SGLang's."""
-
-
-class MLATokenToKVPool(SimpleNamespace):
-    """By the name of SGLang's."""
-
-
-class MHATokenToKVPoolFP4(SimpleNamespace):
-    """By the name of SGLang's."""
-
-
-class DSATokenToKVPool(SimpleNamespace):
-    """By the name of SGLang's."""
-
-
-class SWAKVPool(SimpleNamespace):
-    """By the name of SGLang's."""
-
-
-class HybridLinearKVPool(SimpleNamespace):
-    """By the name of SGLang's."""
-
-
-class MHATokenToKVPoolHost(SimpleNamespace):
-    """By the name of SGLang's."""
-
-
-class MLATokenToKVPoolHost(SimpleNamespace):
-    """By the name of SGLang's."""
 
 
 def zeros(*shape: int) -> torch.Tensor:
@@ -70,7 +39,7 @@ def mha(**changes: Any) -> Any:
         "kv_cache_layout": "nhd",
         "dtype": torch.bfloat16,
     }
-    return MHATokenToKVPool(**{**given, **changes})
+    return kind_of("MHATokenToKVPool", **{**given, **changes})
 
 
 def host(kind: str, layout: str, **changes: Any) -> Any:
@@ -82,9 +51,8 @@ def host(kind: str, layout: str, **changes: Any) -> Any:
         "layer_first": (LAYERS, size, 2, 8),
     }
     shape = shapes[layout] if kind == "mla" else (2, *shapes[layout])
-    make = MLATokenToKVPoolHost if kind == "mla" else MHATokenToKVPoolHost
     given = {"kv_buffer": zeros(*shape), "layout": layout, "size": size, "page_size": PAGE, "dtype": torch.bfloat16}
-    return make(**{**given, **changes})
+    return kind_of(f"{kind.upper()}TokenToKVPoolHost", **{**given, **changes})
 
 
 # -- options ---------------------------------------------------------------------------------------------------------
@@ -139,19 +107,11 @@ def opened(sections: dict[str, Any], *, cpu: bool, **changes: Any) -> Any:
 def test_tiers_that_each_of_them_needs() -> None:
     assert opened(SECTIONS, cpu=True).model.weights == "dummy"
     assert opened(ONLY_SSD, cpu=False).cpu is None
+    shared = opened({**SECTIONS, "ssd": None, "tiers": [pool_entry("127.0.0.1:1")]}, cpu=True)
+    assert (shared.ssd, len(shared.tiers)) == (None, 1)
     for sections, cpu in ((ONLY_SSD, True), (SECTIONS, False), ({}, False)):
         with pytest.raises(errors.ConfigError, match=r"section `(cpu|ssd)`"):
             opened(sections, cpu=cpu)
-
-
-def test_a_shared_pool_needs_the_configuration_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(POOLS, "127.0.0.1:1", FakePool())
-    monkeypatch.setattr("gdscache.mooncake.client.MooncakeLink.reachable", lambda link: True)
-    config = opened({**SECTIONS, "ssd": None, "tiers": [pool_entry("127.0.0.1:1")]}, cpu=True)
-    with CacheEngine.from_config(config, planes=device_planes(mha(), PAGE).tensors) as engine:
-        report = engine.store(PageHashes([b"a" * 32, b"b" * 32]), [0, 1]).result(60)
-        assert report.tiers == (("cpu", "mooncake"),) * 2
-    assert len(POOLS["127.0.0.1:1"].objects) == 2
 
 
 # -- planes ----------------------------------------------------------------------------------------------------------
@@ -167,7 +127,7 @@ def test_device_pools_are_planes_without_a_copy() -> None:
         {"name": "k", "shape": [32], "layers": [0, 1, 2], "values": "bfloat16"},
         {"name": "v", "shape": [32], "layers": [0, 1, 2], "values": "bfloat16"},
     ]
-    latent = MLATokenToKVPool(kv_buffer=[zeros(PAGES * PAGE, 1, 9)] * LAYERS, dtype=torch.bfloat16)
+    latent = kind_of("MLATokenToKVPool", kv_buffer=[zeros(PAGES * PAGE, 1, 9)] * LAYERS, dtype=torch.bfloat16)
     (plane,) = device_planes(latent, PAGE).model()["planes"]  # type: ignore[misc]
     assert plane == {"name": "latent", "shape": [18], "layers": [0, 1, 2], "values": "bfloat16"}
 
@@ -196,7 +156,7 @@ def test_host_pools_are_planes_without_a_copy(kind: str, layout: str) -> None:
         mha(post_capture_active=True),
         mha(k_buffer=[zeros(18, 2, 8)] * LAYERS),
         mha(k_buffer=[zeros(2, 20, 8).transpose(0, 1)] * LAYERS),
-        MHATokenToKVPoolFP4(),
+        kind_of("MHATokenToKVPoolFP4"),
     ],
     ids=["hnd", "scales", "late memory", "part of a page", "strided", "fp4"],
 )
@@ -220,10 +180,6 @@ def test_host_pools_that_are_none(pool: Any) -> None:
         host_planes(pool)
 
 
-def test_planes_say_what_they_are() -> None:
-    assert isinstance(device_planes(mha(), PAGE), PoolPlanes)
-
-
 # -- hybrid models -----------------------------------------------------------------------------------------------------
 
 
@@ -238,10 +194,14 @@ def states(layers: dict[int, int], **changes: Any) -> Any:
     return SimpleNamespace(**{**given, "short_conv_pool": off, "ngram_pool": off, **changes})
 
 
+def linear() -> Any:
+    return kind_of("HybridLinearKVPool", full_kv_pool=mha(), full_attention_layer_id_mapping={1: 0, 3: 1, 4: 2})
+
+
 def windowed() -> Any:
     small = mha(k_buffer=[zeros(3 * PAGE, 2, 8)] * 2, v_buffer=[zeros(3 * PAGE, 2, 8)] * 2)
     where = {0: (0, True), 1: (0, False), 2: (1, True), 3: (1, False), 5: (2, False)}
-    return SWAKVPool(full_kv_pool=mha(), swa_kv_pool=small, layers_mapping=where)
+    return kind_of("SWAKVPool", full_kv_pool=mha(), swa_kv_pool=small, layers_mapping=where)
 
 
 def test_layers_of_all_pools_are_in_the_order_of_the_model() -> None:
@@ -257,7 +217,7 @@ def test_layers_of_all_pools_are_in_the_order_of_the_model() -> None:
 
 
 def test_a_state_is_a_page_of_one_row_without_padding() -> None:
-    pool = HybridLinearKVPool(full_kv_pool=mha(), full_attention_layer_id_mapping={1: 0, 3: 1, 4: 2})
+    pool = linear()
     planes = grouped_planes(pool, states({0: 0, 3: 1}), None, PAGE)
     assert planes.layers == {0: [0], 1: [1], 3: [2, 3], 4: [4]}, "layer 3 has keys and a state"
     assert planes.groups[1] == {"name": "mamba", "layers": [0, 3], "page_tokens": PAGE, "state": True}
@@ -268,18 +228,14 @@ def test_a_state_is_a_page_of_one_row_without_padding() -> None:
     with HybridEngine(config, planes.tensors) as engine:
         sizes = {names: part.layout.page_bytes for names, part in engine.by_groups.items()}
         assert sizes == {"kv": LAYERS * 2 * PAGE * 32, "mamba": 2 * 66}
-
-
-def test_a_state_without_a_tensor_that_recurs() -> None:
-    pool = HybridLinearKVPool(full_kv_pool=mha(), full_attention_layer_id_mapping={1: 0, 3: 1, 4: 2})
-    given = states({0: 0})
-    given.mamba_pool.mamba_cache.temporal = zeros(1, 6, 0)
-    assert [*grouped_planes(pool, given, None, PAGE).rows[0]] == ["conv", "conv1"]
+    without = states({0: 0})
+    without.mamba_pool.mamba_cache.temporal = zeros(1, 6, 0)
+    assert [*grouped_planes(pool, without, None, PAGE).rows[0]] == ["conv", "conv1"], "none that recurs"
 
 
 @pytest.mark.parametrize("name", ["short_conv_pool", "ngram_pool"])
 def test_states_that_are_not_all_in_their_slot(name: str) -> None:
-    pool = HybridLinearKVPool(full_kv_pool=mha(), full_attention_layer_id_mapping={1: 0, 3: 1, 4: 2})
+    pool = linear()
     with pytest.raises(errors.CacheLayoutUnsupportedError, match=name):
         grouped_planes(pool, states({0: 0}, **{name: SimpleNamespace(enabled=True)}), None, PAGE)
 
@@ -287,7 +243,7 @@ def test_states_that_are_not_all_in_their_slot(name: str) -> None:
 def test_strided_states_and_other_pools_are_refused() -> None:
     given = states({0: 0, 2: 1})
     given.mamba_pool.mamba_cache.temporal = zeros(6, 2, 2, 8).transpose(0, 1)
-    pool = HybridLinearKVPool(full_kv_pool=mha(), full_attention_layer_id_mapping={1: 0, 3: 1, 4: 2})
+    pool = linear()
     with pytest.raises(errors.CacheLayoutUnsupportedError, match="strides"):
         grouped_planes(pool, given, None, PAGE)
     with pytest.raises(errors.CacheLayoutUnsupportedError, match="SWAKVPool and HybridLinearKVPool"):
@@ -300,8 +256,12 @@ def test_strided_states_and_other_pools_are_refused() -> None:
 
 def test_an_indexer_s_keys_are_untried() -> None:
     latent, keys = zeros(PAGES * PAGE, 1, 9), torch.zeros((PAGES + 1, PAGE * 6), dtype=torch.uint8)
-    pool = DSATokenToKVPool(
-        kv_buffer=[latent] * LAYERS, index_k_with_scale_buffer=[keys] * LAYERS, dtype=torch.bfloat16, index_kpool=1
+    pool = kind_of(
+        "DSATokenToKVPool",
+        kv_buffer=[latent] * LAYERS,
+        index_k_with_scale_buffer=[keys] * LAYERS,
+        dtype=torch.bfloat16,
+        index_kpool=1,
     )
     with pytest.raises(errors.CacheLayoutUnsupportedError) as raised:
         device_planes(pool, PAGE)

@@ -50,9 +50,9 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture
-def model(kind: str, device: str) -> PreTrainedModel:
-    return build(kind, device)
+@pytest.fixture(params=["llama", "deepseek"])  # K and V, and latents
+def model(request: pytest.FixtureRequest, device: str) -> PreTrainedModel:
+    return build(request.param, device)
 
 
 def assert_same(got: dict[str, Any], reference: tuple[torch.Tensor, torch.Tensor]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +30,6 @@ from gdscache.integrations.transformers import PrefixCache, model_section
 from tests.support.tiny_transformers import PAGE, PROMPT, SMALL, build, cached, generate, options, serve, tokens  # isort: skip
 
 PADS = 11
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return build("llama")
-
-
-@pytest.fixture
-def engine(model: PreTrainedModel, tmp_path: Path) -> Iterator[CacheEngine]:
-    with CacheEngine.from_config(options(model, tmp_path)) as engine:
-        yield engine
-        engine.drain(20)
-        assert engine.stats()["tiers"]["gpu"]["private_slots"] == 0
-        assert engine.check().problems == ()
 
 
 def padded() -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,7 +74,7 @@ def test_the_mask_that_generate_makes_of_pads_counts(model: PreTrainedModel, eng
     nothing_is_cached(engine)
 
 
-@pytest.mark.parametrize("hidden", [0, 1, PAGE - 1, PAGE, PROMPT // 2, PROMPT - 2, PROMPT - 1])
+@pytest.mark.parametrize("hidden", [0, PAGE, PROMPT - 1])
 def test_a_mask_that_hides_any_one_token_is_refused(model: PreTrainedModel, engine: CacheEngine, hidden: int) -> None:
     ids, mask = tokens(), torch.ones((1, PROMPT), dtype=torch.long)
     mask[0, hidden] = 0

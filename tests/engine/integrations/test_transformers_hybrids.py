@@ -352,7 +352,7 @@ def test_where_prompts_part_the_third_one_begins(model: PreTrainedModel, tmp_pat
             assert answer(engine, model, parting(at, 2), salt=salt).found == (0 if no_junction else at // PAGE * PAGE)
 
 
-@pytest.mark.parametrize("kind", [*MAIN[:3], "qwen3_next"])
+@pytest.mark.parametrize("kind", [MAIN[0], MAIN[2], "qwen3_next"])
 def test_windows_and_states_are_kept_at_intervals(model: PreTrainedModel, tmp_path: Path) -> None:
     for every, found in ((0, 0), (4 * PAGE, 4 * PAGE)):
         with opened(model, tmp_path / str(every), store={"window_every": every}) as engine:
@@ -362,7 +362,7 @@ def test_windows_and_states_are_kept_at_intervals(model: PreTrainedModel, tmp_pa
             assert answer(engine, model, far).found == (2 * found or WHOLE)
 
 
-@pytest.mark.parametrize(("kind", "length"), pairs([*WINDOWS[:2], *WITH_STATES], [5, PROMPT]))
+@pytest.mark.parametrize(("kind", "length"), pairs(["gemma3", "qwen3_next", "falcon_h1"], [5, PROMPT]))
 def test_conversations_grow_side_by_side(model: PreTrainedModel, tmp_path: Path, length: int) -> None:
     said = {n: torch.empty((1, 0), dtype=torch.long) for n in range(2)}
     for turn in range(3):
@@ -574,29 +574,20 @@ def test_threads_share_the_blocks(gemma: PreTrainedModel, tmp_path: Path) -> Non
 # -- what is refused, and what a program does around it ----------------------------------------------------------------
 
 
-def test_what_the_ids_do_not_tell_is_refused(gemma: PreTrainedModel, tmp_path: Path) -> None:
-    ids, mask = tokens(), torch.ones((1, PROMPT), dtype=torch.long)
-    mask[0, 3] = 0
+def test_calls_are_watched_and_a_closed_cache_is_not_committed(gemma: PreTrainedModel, tmp_path: Path) -> None:
+    """`test_transformers_forwards.py` has all that is looked at."""
+    ids = tokens()
     with opened(gemma, tmp_path) as engine:
-        prefixes = PrefixCache(engine, gemma)
-        with pytest.raises(UnsupportedRequestError):
-            prefixes.open(ids, attention_mask=mask)
-        for more in ({"attention_mask": mask}, {"position_ids": torch.arange(1, PROMPT + 1)[None]}):
-            with prefixes.open(ids) as cache:
-                with pytest.raises(UnsupportedRequestError):
-                    gemma(ids, past_key_values=cache, **more)
-                with pytest.raises(SequenceStateError):
-                    cache.commit(ids)
-        with prefixes.open(ids) as cache, pytest.raises(UnsupportedRequestError, match="another module"):
-            gemma.model(ids, past_key_values=cache)
-        with prefixes.open(ids) as cache, pytest.raises(UnsupportedRequestError, match="rows"):
-            gemma.generate(ids, past_key_values=cache, max_new_tokens=2, num_beams=2)
-        with prefixes.open(ids) as cache:
+        with PrefixCache(engine, gemma).open(ids) as cache:
+            with pytest.raises(UnsupportedRequestError, match="positions"):
+                gemma(ids, past_key_values=cache, position_ids=torch.arange(1, PROMPT + 1)[None])
             gemma(tokens(seed=3), past_key_values=cache)
             with pytest.raises(SequenceStateError, match="not the tokens that the model computed"):
                 cache.commit(ids)
-        with pytest.raises(SequenceStateError):
-            cache.commit(tokens(seed=3))
+        with PrefixCache(engine, gemma).open(ids) as cache:
+            gemma(ids, past_key_values=cache)
+        with pytest.raises(SequenceStateError, match="was closed"):
+            cache.commit(ids)
         assert cached(engine, gemma, ids[0]) == 0
 
 
@@ -633,19 +624,6 @@ def test_behind_a_call_that_failed_nothing_is_computed_or_published(
         cache.reset()
         same(generate(qwen, tokens(), cache), qwen, tokens())
         assert cached(engine, qwen, tokens()[0]) == 0
-
-
-def test_another_model_finds_nothing_and_the_same_one_does(tmp_path: Path) -> None:
-    model = build("gemma3")
-    with opened(model, tmp_path) as engine:
-        answer(engine, model, tokens())
-        weight = model.model.layers[1].self_attn.k_proj.weight
-        with torch.no_grad():
-            weight.mul_(2)
-        assert answer(engine, model, tokens()).found == 0
-        with torch.no_grad():
-            weight.div_(2)
-        assert answer(engine, model, tokens()).found == WHOLE
 
 
 def test_an_engine_that_keeps_other_tokens_is_refused(gemma: PreTrainedModel, tmp_path: Path) -> None:
@@ -741,11 +719,8 @@ def test_behind_a_cut_the_same_prompt_is_committed_or_the_cut_is_refused(
         assert answer(engine, gemma, tokens()).found == WHOLE
 
 
-@pytest.mark.parametrize("how", ["prompt lookup", "assistant"])
-def test_assisted_generation_ends_alike_cold_and_warm(gemma: PreTrainedModel, tmp_path: Path, how: str) -> None:
-    more: dict[str, Any] = {"prompt_lookup_num_tokens": 3} if how == "prompt lookup" else {}
-    if how == "assistant":
-        more["assistant_model"] = build("gemma3", seed=8)
+def test_assisted_generation_ends_alike_cold_and_warm(gemma: PreTrainedModel, tmp_path: Path) -> None:
+    more: dict[str, Any] = {"prompt_lookup_num_tokens": 3}
     expected, _ = generate(gemma, tokens(), None, LONG)
     with opened(gemma, tmp_path) as engine:
         for _ in range(3):

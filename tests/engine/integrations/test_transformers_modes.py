@@ -22,20 +22,6 @@ from tests.support.tiny_transformers import NEW, build, cached, generate, option
 Mode = Callable[[], AbstractContextManager[Any]]
 
 
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return build("llama")
-
-
-@pytest.fixture
-def engine(model: PreTrainedModel, tmp_path: Path) -> Iterator[CacheEngine]:
-    with CacheEngine.from_config(options(model, tmp_path)) as engine:
-        yield engine
-        engine.drain(20)
-        assert engine.stats()["tiers"]["gpu"]["private_slots"] == 0
-        assert engine.check().problems == ()
-
-
 # -- modes -------------------------------------------------------------------------------------------------------------
 
 

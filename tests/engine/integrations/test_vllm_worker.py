@@ -83,7 +83,7 @@ class Worker:
 
 
 def over_tensors(
-    path: Path, cpu: int = 24, transport: str = "posix", gate: str = "advisory"
+    path: Path, cpu: int = 24, transport: str = "posix", gate: str = "advisory", pack: str = "off"
 ) -> tuple[dict[str, torch.Tensor], CacheEngine]:
     """vLLM's tensors, and an engine over them, whose prefetches move a page at a time, two at once."""
     shape = (LAYERS, BLOCKS, 2, TOKENS, 64)
@@ -92,7 +92,7 @@ def over_tensors(
     planes = planes_of(caches, BLOCKS, TOKENS, "LBHNC")
     config = Config.from_dict(
         {
-            "model": {"name": "tiny", **planes.model()},
+            "model": {"name": "tiny", "pack": pack, **planes.model()},
             "cpu": {"capacity": cpu * 4096},
             "ssd": {"path": str(path), "capacity": 64 * 4096, "transport": transport, "gds": "off", "threads": 2},
             "host_buffer": 16 * 4096,
@@ -279,23 +279,6 @@ def test_single_pages_are_handed_over_together() -> None:
     assert len(handles) == 5
 
 
-@pytest.mark.parametrize("overlapping", [False, True])
-def test_what_was_checked_and_is_bad_after_all(overlapping: bool) -> None:
-    """vLLM takes the step back, or, where it cannot, ends: nobody goes on from such a step."""
-    load = stub_load(PageStatus.LOADED, PageStatus.CANCELLED)
-    engine: Any = SimpleNamespace(load_many=lambda batch: load, timeline=OFF)
-    fetch: Any = stub_fetch()
-    loads = Loads(LAYERS, Counter(), overlapping=overlapping)
-    loads.begin(begin_loads([engine], [LoadOrder("r", fetch, 0, (8, 9))], Counter()))
-    loads.wait_all()
-    if overlapping:
-        with pytest.raises(VerifiedLoadError, match="1 blocks of 1 requests"):
-            loads.end_step()
-    else:
-        loads.end_step()
-        assert loads.take_bad() == {9}
-
-
 def begun(engine: Any, *, overlapping: bool) -> tuple[Loads, Stores]:
     loads = Loads(LAYERS, Counter(), overlapping=overlapping)
     return loads, Stores([engine], [StreamOfSteps(CPU)], Counter(), loads.prove)
@@ -391,7 +374,7 @@ def test_a_block_of_a_step_that_is_not_proven_is_written_to() -> None:
             handles[0].read(None)
             writes.join(WAIT)
         else:
-            with pytest.raises(VerifiedLoadError):
+            with pytest.raises(VerifiedLoadError, match="1 blocks of 1 requests"):
                 stores.wait_until_read({10})
         stores.close()
     assert len(handles) == 1
@@ -431,6 +414,27 @@ def test_roles_share_an_engine_and_the_last_closes_it(tmp_path: Path) -> None:
         sessions.join("a")
     again = sessions.open("a", lambda: VllmSession(over_tensors(tmp_path)[1], 60))  # the directory is free again
     sessions.leave("a", again)
+
+
+def test_both_cpu_tiers_of_packed_pages_are_in_memory(tmp_path: Path) -> None:
+    """vLLM counts the tokens of a hit by where they were: a page that does not fit packed lies in a tier of its own."""
+    caches, engine = over_tensors(tmp_path, cpu=1024, pack="on")
+    for cache in caches.values():
+        cache[1].view(torch.int16).random_(-(1 << 15), 1 << 15)
+    with engine:
+        session = VllmSession(engine, 60)
+        assert not engine.store(hashes(1), list(range(PAGES))).result(WAIT).dropped
+        fetch = session.fetch(hashes(1), PAGES)
+        sources = fetch.sources(0, PAGES)
+        assert (sources, all(map(session.on_host, sources))) == ({"cpu": PAGES - 1, "cpu_plain": 1}, True)
+        fetch.release()
+        engine.drain(WAIT)
+        for tier in sources:
+            drop_from(engine, tier)
+        fetch = session.fetch(hashes(1), PAGES)
+        sources = fetch.sources(0, PAGES)
+        assert (sources, any(map(session.on_host, sources))) == ({"ssd": PAGES - 1, "ssd_plain": 1}, False)
+        fetch.release()
 
 
 @pytest.mark.parametrize(("token", "stops"), [(1e-3, True), (1e3, False)])

@@ -64,7 +64,7 @@ KEYS = keys_of(PROMPTS[0])
 
 def test_what_is_there_is_promised_and_loaded() -> None:
     world = Table(KEYS[:4], wait=0.0)
-    assert world.table.lookup("a", KEYS) == 0
+    assert (world.table.lookup("a", KEYS), world.table.counts["late"]) == (0, 0)
     world.cache.fetches[0].there = 4
     assert world.table.lookup("a", KEYS) == 4
     assert len(world.cache.fetches) == 1, "a lookup that repeats begins nothing"
@@ -97,8 +97,11 @@ def test_a_lookup_waits_no_longer_than_that_and_promises_what_has_come() -> None
     assert len(world.table) == 0
 
 
-def test_all_lookups_for_a_batch_wait_so_long_together() -> None:
+@pytest.mark.parametrize("beyond", [False, True])
+def test_all_lookups_for_a_batch_wait_so_long_together(beyond: bool) -> None:
+    """Also for a tier beyond this machine."""
     world = Table()
+    world.cache.asks = beyond
     for tokens in PROMPTS:
         store(world.cache, keys_of(tokens))
         assert world.table.lookup(repr(tokens), keys_of(tokens)) == 0
@@ -133,12 +136,6 @@ def test_what_the_time_that_is_left_does_not_bring_is_not_waited_for() -> None:
     before = world.cache.now
     assert world.table.lookup("b", KEYS) == 0
     assert world.cache.now == before
-
-
-def test_without_a_wait_only_what_is_there_is_promised() -> None:
-    world = Table(KEYS, wait=0.0)
-    assert world.table.lookup("a", KEYS) == 0
-    assert world.table.counts["late"] == 0
 
 
 def test_a_tail_of_what_was_looked_up_needs_no_new_fetch() -> None:
@@ -210,17 +207,6 @@ def test_pages_whose_pins_have_ended_are_not_loaded() -> None:
     world.cache.now += PIN
     assert not world.table.load("a", KEYS, lambda: lambda: [])
     assert world.cache.fetches[0].released == 1
-
-
-def test_all_lookups_for_a_batch_wait_so_long_together_for_a_tier_beyond() -> None:
-    world = Table(KEYS)
-    world.cache.asks = True
-    for rid in ("a", "b", "c"):
-        world.table.lookup(rid, KEYS)
-    assert world.cache.now == pytest.approx(WAIT, abs=0.01)
-    world.table.take()  # a batch begins
-    world.table.lookup("d", KEYS)
-    assert world.cache.now == pytest.approx(2 * WAIT, abs=0.01)
 
 
 def test_who_is_not_looked_up_any_more_is_let_go() -> None:
