@@ -350,8 +350,13 @@ class Storer:
     def _copy(self, job: _Job, parcels: Sequence[Parcel], *, last: bool) -> _Round:
         try:
             moving = None
-            if fresh := [parcel for parcel in parcels if not parcel.copied]:
-                moving = self._executor.begin(self._move(job, fresh), (job.after,))
+            ways = [
+                Way(PLANES, parcel.space, take_rows(job.blocks, parcel.places), np.array(parcel.slots, dtype=np.int64))
+                for parcel in parcels
+                if not parcel.copied
+            ]
+            if ways:
+                moving = self._executor.begin(Move(Priority.STORE, tuple(ways), self._deadline), (job.after,))
                 if last and moving.lands is not None and self._unfit is None:  # else pages may be read once more
                     job.receipt.reading(functools.partial(moving.lands, 0))
         except BaseException:
@@ -390,13 +395,6 @@ class Storer:
             kept.append(self._forwarder.without(parcel, rows) if rows else parcel)
             job.unfit += parcel.places_of(rows)
         return [parcel for parcel in kept if len(parcel)]
-
-    def _move(self, job: _Job, fresh: Sequence[Parcel]) -> Move:
-        ways = [
-            Way(PLANES, parcel.space, take_rows(job.blocks, parcel.places), np.array(parcel.slots, dtype=np.int64))
-            for parcel in fresh
-        ]
-        return Move(Priority.STORE, tuple(ways), self._deadline)
 
     def _abandon(self, parcels: Sequence[Parcel]) -> None:
         with self._manager.lock:
