@@ -244,7 +244,7 @@ def test_ci_runs_lint_the_tests_and_the_suites_and_fails_where_one_of_its_parts_
         assert (done.returncode, done.stderr) == (status, "")
         assert done.stdout.rstrip().endswith(last)
         if fails == "nothing":
-            assert done.stdout.splitlines() == [*before, "makes test", "makes suites", end]
+            assert done.stdout.splitlines() == [*before, "makes test", "makes suites WORKERS=4", end]
 
 
 # --- GPU libraries -----------------------------------------------------------------------------------------------
