@@ -189,8 +189,7 @@ class LayerwiseLoad:
         return self._over.is_set()
 
     def signal(self, layers: range, event: Event) -> None:
-        """Called by the run: the copies of these layers are queued, and done when `event` is. None: they are done, or
-        will never be."""
+        """Called by the run: the copies of these layers are queued, and done when `event` is."""
         if self._timeline is not OFF and not self._layers.watched:  # else the executor has traced it
             for layer in layers:
                 if not self._layers.queued(layer):

@@ -11,17 +11,17 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from gdscache.arrays import Int64Array, integers
 from gdscache.load.plan import LoadPlan, TierRun
 from gdscache.load.planner import LoadPlanner
-from gdscache.load.report import LoadReport
+from gdscache.load.report import LoadPart, LoadReport
 from gdscache.moves import PLANES, Executor, Move, Moving, PageStatus, Priority, Spent, Steps, Way, failure
 from gdscache.native import take_rows
-from gdscache.pages.layout import PLAIN, GroupSizes, copy_groups, read_groups
+from gdscache.pages.layout import PLAIN, GroupSizes, PageLayout, copy_groups, read_groups
 from gdscache.runtime.threads import in_turn
 from gdscache.tiers.base import DurableTier, Tier, checked_sums
 from gdscache.tiers.quarantine import Late
@@ -29,7 +29,6 @@ from gdscache.tiers.quarantine import Late
 if TYPE_CHECKING:
     from gdscache.config import LoadConfig
     from gdscache.cuda.streams import Event
-    from gdscache.load.handle import LayerwiseLoad
     from gdscache.pages.checksum import Checksums
 
 GROUP_SIZES = GroupSizes()  # groups of layers that are read together
@@ -44,6 +43,25 @@ class Stage(enum.Enum):
     SHARED = enum.auto()  # all pages but those of plain tiers, or the ones that other loads bring: another move follows
     WHOLE = enum.auto()  # all pages
     ENDED = enum.auto()
+
+
+class LoadObserver(Protocol):
+    """What a run is to load, and what hears how it proceeds; the caller's handle is one. A replay has another, since
+    it needs no torch."""
+
+    number: int
+    parts: Sequence[LoadPart]
+    layout: PageLayout
+    deadline: float
+    checked: bool
+
+    def carried_by(self, moving: Moving, *, last: bool) -> None: ...
+
+    def signal(self, layers: range, event: Event) -> None:
+        """The copies of these layers are queued, and done when `event` is. None: they are done, or will never be."""
+        ...
+
+    def released(self) -> None: ...
 
 
 class LoadRun:
@@ -61,7 +79,7 @@ class LoadRun:
         planner: LoadPlanner,
         executor: Executor,
         config: LoadConfig,
-        load: LayerwiseLoad,
+        load: LoadObserver,
         plan: LoadPlan,
         tables: Sequence[Int64Array] | None,
         after: Sequence[Event] = (),

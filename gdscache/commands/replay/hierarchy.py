@@ -6,6 +6,7 @@ The engine's own code decides (`TierManager`, `StorePlanner`, `Storer`, `TierWri
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -19,12 +20,13 @@ from gdscache.commands.replay.virtual import VirtualCondition, VirtualExecutor, 
 from gdscache.config import Config
 from gdscache.config.pools import plain_parts, pool_parts
 from gdscache.limits import LIMITS, EngineLimits
-from gdscache.load.handle import LayerwiseLoad
 from gdscache.load.plan import LoadPlan
 from gdscache.load.planner import LoadPlanner
 from gdscache.load.report import LoadPart
 from gdscache.load.run import LoadRun
+from gdscache.moves import Moving
 from gdscache.pages.keys import Page
+from gdscache.pages.layout import PageLayout
 from gdscache.policies.admission import Admission
 from gdscache.store.earned_offers import EarnedOffers
 from gdscache.store.outlets import Outlet
@@ -61,6 +63,26 @@ class Ledger:
 
     def read(self, event: Event) -> None:
         """No engine waits for its blocks."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Handle:
+    """A load without a waiting engine."""
+
+    parts: Sequence[LoadPart]
+    layout: PageLayout
+    deadline: float
+    number: int = 0
+    checked: bool = False
+
+    def carried_by(self, moving: Moving, *, last: bool) -> None:
+        """Not cancelled here."""
+
+    def signal(self, layers: range, event: Event) -> None:
+        """No layer is awaited."""
+
+    def released(self) -> None:
+        """No engine has the blocks."""
 
 
 def open_pools(config: Config, machine: MachineModel, clock: Clock) -> list[Hierarchy]:
@@ -129,7 +151,7 @@ class Hierarchy:
             self._waiting.append(turn)
             yield turn
         blocks = np.empty((len(plan), 0), dtype=np.int64)
-        handle = LayerwiseLoad([LoadPart(len(plan))], self.layout, self.config.deadline, layered=False)
+        handle = _Handle([LoadPart(len(plan))], self.layout, self.config.deadline)
         run = LoadRun(self.loads, self.executor, self.config.load, handle, plan, [blocks])
         yield from cast(Process, run.steps())
         if self._waiting:
