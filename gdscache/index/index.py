@@ -171,7 +171,9 @@ class PageIndex(PageTable):
     def continuing(self, pages: Sequence[Page]) -> int:
         """The number of `pages` whose prefix is in the tier, `elsewhere`, or among `pages`."""
         keys, own = set[bytes](), {page.key for page in pages}
-        elsewhere = self.elsewhere([page.parent for page in pages if page.parent not in own])
+        first = {page.parent for page in pages if page.parent != page.namespace} - own
+        lacking = [parent for parent in first if parent not in self]
+        elsewhere = self.elsewhere(lacking) if lacking else ()
         for page in pages:
             parent = page.parent
             if parent in keys or parent == page.namespace or parent in self or parent in elsewhere:
@@ -241,7 +243,8 @@ class PageIndex(PageTable):
         Only `continuing` pages may evict others: no lookup would reach the rest. A large tier evicts a few more tails
         for later calls.
         """
-        short = self.continuing(pages) + spare - self.free_slots - coming
+        room = self.free_slots + coming - spare
+        short = self.continuing(pages) - room if len(pages) > room else 0
         if short > 0:
             self._evict(self._victims(short, pages=pages, ahead=self._ahead))
 
