@@ -308,8 +308,10 @@ class LoadPlanner:
                     plan.pages.append(pages[i])
                     plan.sources += entries
                     plan.slots.append(entries[0].slot)
-                    begun = plan.runs.pop().rows.start if plan.runs and plan.runs[-1].tier is tier else len(plan) - 1
-                    plan.runs.append(TierRun(tier, range(begun, len(plan))))
+                    if plan.runs and plan.runs[-1].tier is tier:
+                        plan.runs[-1] = TierRun(tier, range(plan.runs[-1].rows.start, len(plan)))
+                    else:
+                        plan.runs.append(TierRun(tier, range(len(plan) - 1, len(plan))))
                     break
             else:
                 return found, "missing"
