@@ -55,3 +55,32 @@ def test_its_fields_are_those_that_the_table_knows() -> None:
     found = json.loads(told.stdout[told.stdout.rindex(b"\n{") :])
     assert (found["unknown"], found["restarted"], found["unseen"]) == ([], [], [])
     assert len(found["lines"]) > 40
+
+
+SCALES = """
+import types
+import torch
+from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
+from vllm.v1.kv_cache_interface import KVQuantMode
+from gdscache.integrations.vllm.planes import write_first_scales
+
+cache = torch.zeros(4, 2, 16, 2 * (64 + 4), dtype=torch.int8)  # blocks, heads, tokens, a key and a value with scales
+impl = TritonAttentionImpl.__new__(TritonAttentionImpl)
+impl.kv_cache_dtype, impl._kv_quant_mode = "int8_per_token_head", KVQuantMode.INT8_PER_TOKEN_HEAD
+write_first_scales([types.SimpleNamespace(impl=impl, kv_cache=cache)])
+loaded = torch.randint(-128, 127, cache.shape, dtype=torch.int8)
+cache.copy_(loaded)
+impl._pth_key_value_caches(cache)  # of each forward pass, before it writes or reads the cache
+print("kept" if torch.equal(cache, loaded) else "lost", "by scales of", tuple(impl._k_scale_cache.shape))
+"""
+
+
+def test_its_first_forward_pass_keeps_the_scales_of_loaded_blocks() -> None:
+    """By the class that writes ones over them in that pass otherwise; a GPU would run the pass."""
+    if not parts.PYTHON.exists():
+        pytest.skip(parts.MISSING)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+    told = subprocess.run(
+        [str(parts.PYTHON), "-c", SCALES], stdout=subprocess.PIPE, check=True, timeout=parts.LIMIT_S, env=environment
+    )
+    assert told.stdout.decode().endswith("kept by scales of (4, 16, 2)\n")

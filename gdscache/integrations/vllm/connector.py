@@ -52,7 +52,7 @@ from gdscache.integrations.vllm.events import VllmEvents
 from gdscache.integrations.vllm.facts import model_of, weights_of
 from gdscache.integrations.vllm.groups import GroupTable, KeptStates
 from gdscache.integrations.vllm.metrics import ENGINE, GdsCacheProm, GdsCacheStats
-from gdscache.integrations.vllm.planes import planes_of
+from gdscache.integrations.vllm.planes import planes_of, write_first_scales
 from gdscache.integrations.vllm.prefills import prefill_of
 from gdscache.integrations.vllm.ranks import Lead, Observed, RankBatch, RankWorker, addresses_of
 from gdscache.integrations.vllm.requests import LoadOrder, RequestTable, StoreOrder
@@ -341,6 +341,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         config, cache = self._vllm_config, self._kv_cache_config
+        write_first_scales(config.compilation_config.static_forward_context[name] for name in kv_caches)
         layout, states = str(cache.kv_cache_layout), state_layers(cache)
         planes = planes_of(kv_caches, cache.num_blocks, block_tokens(cache), layout, states, key_elements(cache))
         self._layers = planes.layers

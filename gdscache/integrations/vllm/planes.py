@@ -9,11 +9,12 @@ the state's bytes alone.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 
-from gdscache.errors import CacheLayoutUnsupportedError
+from gdscache.errors import CacheLayoutUnsupportedError, CacheTypeUnsupportedError
 from gdscache.integrations.settings import Rows, planes_section
 
 
@@ -88,6 +89,26 @@ def planes_of(
     views = [run.view(number) for run, number in zip(runs, rows, strict=True)]
     rows_of = [Rows.of(int(view.shape[2]), run.cache.dtype, run.parts) for run, view in zip(runs, views, strict=True)]
     return VllmPlanes(views, layers, list(described.values()), rows_of)
+
+
+def write_first_scales(layers: Iterable[Any]) -> None:
+    """Have vLLM's attention layers that keep scales per token and head make their views of them, before any block is
+    loaded: a layer writes ones over the scales of all blocks then, and would do so in its first forward pass.
+
+    Raises `CacheTypeUnsupportedError` if a layer makes them in no way that is known.
+    """
+    for layer in layers:
+        impl = getattr(layer, "impl", None)  # layers with states have none
+        if "per_token_head" not in (kept_as := str(getattr(impl, "kv_cache_dtype", ""))):
+            continue
+        make = getattr(impl, "_ensure_scale_caches", None)
+        if make is None:
+            raise CacheTypeUnsupportedError(
+                f"kv_cache_dtype is {kept_as}: {type(impl).__name__} may write over the scales of loaded blocks in its "
+                "first forward pass",
+                "use fp8",
+            )
+        make(layer.kv_cache)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,7 @@ from gdscache.config import Config
 from gdscache.errors import (
     CacheGroupsUnsupportedError,
     CacheLayoutUnsupportedError,
+    CacheTypeUnsupportedError,
     ConfigError,
     GdsCacheError,
     InvalidValueError,
@@ -23,7 +24,7 @@ from gdscache.errors import (
 from gdscache.integrations import weights
 from gdscache.integrations.vllm import facts as vllm_facts
 from gdscache.integrations.vllm.facts import model_of, weights_of
-from gdscache.integrations.vllm.planes import VllmPlanes, planes_of
+from gdscache.integrations.vllm.planes import VllmPlanes, planes_of, write_first_scales
 from gdscache.integrations.vllm.setup import Options, refuse_setup, separate, shard_of, variables_of
 from tests.support.fake_pool import POOLS, FakePool, pool_entry
 from tests.support.vllm_setup import FullAttentionSpec, MambaSpec, MLAAttentionSpec, group, setup, uniform
@@ -65,6 +66,17 @@ def test_what_is_refused(change: dict[str, Any], error: str, hint: str) -> None:
         refuse_setup(vllm, cache, {})
     assert hint in raised.value.hint
     assert issubclass(type(raised.value), errors.IntegrationError)
+
+
+def test_scales_per_token_and_head_are_written_before_any_block_is_loaded() -> None:
+    made: list[object] = []
+    quantised = SimpleNamespace(kv_cache_dtype="fp8_per_token_head", _ensure_scale_caches=made.append)
+    plain = SimpleNamespace(kv_cache_dtype="auto", _ensure_scale_caches=made.append)  # a layer that is left out of it
+    write_first_scales([SimpleNamespace(), *(SimpleNamespace(impl=one, kv_cache=one) for one in (quantised, plain))])
+    assert made == [quantised]
+    unknown = SimpleNamespace(impl=SimpleNamespace(kv_cache_dtype="int4_per_token_head"), kv_cache=None)
+    with pytest.raises(CacheTypeUnsupportedError, match="scales of loaded blocks"):
+        write_first_scales([unknown])
 
 
 def test_an_indexer_beside_latents_is_served_where_that_is_asked_for() -> None:
