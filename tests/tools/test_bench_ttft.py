@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from gdscache.commands.bench import ttft, ttft_report
-from gdscache.commands.bench.ttft import BENCH
+from gdscache.commands.bench import figures, ttft
+from gdscache.commands.bench.ttft import BENCH, judge
 from gdscache.commands.bench.ttft_cells import (
     CACHED,
     NOWHERE,
@@ -28,7 +28,6 @@ from gdscache.commands.bench.ttft_cells import (
     transfer_seconds,
     worst,
 )
-from gdscache.commands.bench.ttft_report import judge
 from gdscache.commands.bench.ttft_transformers import TransformersClient, _Layers
 from gdscache.commands.console import duration
 from gdscache.errors import InvalidValueError, IOFailedError
@@ -36,7 +35,9 @@ from tests.support.terminal import on_terminal
 
 pytestmark = pytest.mark.suite
 
-SMALL = dataclasses.replace(Settings.of("quick", "cpu", everything=True), prompts=(96,), page_tokens=8, repeat=1)
+SMALL = dataclasses.replace(
+    Settings.of(quick=True, device="cpu", everything=True), prompts=(96,), page_tokens=8, repeat=1
+)
 KEYS = [
     "schema", "machine", "settings", "complete", "interrupted", "left", "done", "cannot", "failed",
     "model", "cells",
@@ -72,7 +73,7 @@ def test_every_cell_has_a_figure_or_a_cause(quick: tuple[Path, dict[str, Any], s
     path, report, printed = quick
     assert list(report) == KEYS
     assert (report["schema"], report["complete"], report["left"]) == ("gdscache.bench.ttft/8", True, [])
-    wanted = [cell.label for cell in cells(Settings.of("quick", "cpu"))]
+    wanted = [cell.label for cell in cells(Settings.of(quick=True, device="cpu"))]
     listed = [row["what"] for name in ("cannot", "failed") for row in report[name]]
     assert sorted([*(cell_of(row).label for row in report["cells"]), *listed]) == sorted(wanted)
     assert report["failed"] == []
@@ -117,7 +118,7 @@ def test_the_figures_are_what_they_say(quick: tuple[Path, dict[str, Any], str]) 
 
 def test_the_bottom_line_is_what_a_user_has_of_it(quick: tuple[Path, dict[str, Any], str]) -> None:
     _, report, printed = quick
-    [said] = ttft_report.bottom(report)
+    [said] = ttft.bottom(report)
     assert " ".join(printed.split()).endswith(said)
     some = [row for row in report["cells"] if row["overlap"] and not row["gate"]]
     rows = {row["where"]: row for row in some if row["cached_percent"] == 90}
@@ -125,15 +126,15 @@ def test_the_bottom_line_is_what_a_user_has_of_it(quick: tuple[Path, dict[str, A
         assert f"{duration(rows[where]['ttft_seconds']['median'])} {words}" in said
     assert f"{duration(rows['cpu']['recompute_seconds']['median'])} where all of it is computed" in said
     assert "A prompt that hits nothing takes" in said
-    assert ttft_report.bottom({**report, "cells": []}) == []
+    assert ttft.bottom({**report, "cells": []}) == []
 
 
 def test_details_are_shown_on_request_alone(quick: tuple[Path, dict[str, Any], str]) -> None:
     _, report, _ = quick
-    shown = [line for table in ttft_report.tables(report) for line in table.lines(80)]
+    shown = [line for table in BENCH.tables(report) for line in table.lines(80)]
     assert len(shown) < 40
     assert not any("gate" in line for line in shown)
-    assert any("gate" in line for table in ttft_report.details(report) for line in table.lines(80))
+    assert any("gate" in line for table in ttft.details(report) for line in table.lines(80))
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
@@ -349,17 +350,17 @@ def test_without_transformers_it_names_the_extra(gdscache, monkeypatch: pytest.M
 
 def test_what_is_measured_unasked() -> None:
     for device in ("cuda:0", "cpu"):
-        default, everything = Settings.of("default", device), Settings.of("default", device, everything=True)
+        default, everything = (Settings.of(device=device, everything=all_) for all_ in (False, True))
         wanted = chosen(default)
         assert {cell.prompt_tokens for cell in wanted} == set(sorted(default.prompts)[:2])
         assert {cell.where for cell in wanted} == {NOWHERE, "gpu", "cpu", "ssd_via_cpu"}
         assert all(cell.overlap and not cell.gate for cell in wanted)
         assert len(wanted) == 2 * (1 + 3 * 3)
         assert chosen(everything) == cells(everything)
-    assert {cell.prompt_tokens for cell in chosen(Settings.of("quick", "cpu"))} == {256}
-    assert Settings.of("default", "cuda:0").preset == "8b"
-    assert Settings.of("default", "cuda:0").prompts == (32768, 8192, 131072)
-    whole = cells(Settings.of("default", "cuda:0"))
+    assert {cell.prompt_tokens for cell in chosen(Settings.of(quick=True, device="cpu"))} == {256}
+    assert Settings.of(device="cuda:0").preset == "8b"
+    assert Settings.of(device="cuda:0").prompts == (32768, 8192, 131072)
+    whole = cells(Settings.of(device="cuda:0"))
     assert len(whole) == len(set(whole)) == 3 * (1 + 3 * (1 + 3 * 2 * 2))
     assert [cell_of(cell._asdict()) for cell in whole] == whole
     groups = [cell.group for cell in whole]
@@ -428,15 +429,15 @@ def test_tokens_are_compared() -> None:
     assert worst([wide], [wide], [wide], 0.0, gated=False) == "same"
 
 
-def test_a_plot_of_what_there_is(tmp_path: Path, quick: tuple[Path, dict[str, Any], str]) -> None:
+def test_a_part_of_a_report_is_drawn(quick: tuple[Path, dict[str, Any], str]) -> None:
     import matplotlib.figure
 
     _, report, _ = quick
-    for name, some in (("none", []), ("one", report["cells"][2:3])):
+    hit = next(row for row in report["cells"] if row["where"] == "cpu" and cell_of(row).usual)
+    for some, count in ([], 0), ([hit], 1), (report["cells"], 2):
         figure = matplotlib.figure.Figure()
-        ttft_report.plot({**report, "cells": some, "model": None}, figure)
-        figure.savefig(tmp_path / f"{name}.png")
-        assert (tmp_path / f"{name}.png").stat().st_size > 1000
+        figures.draw(ttft.panels({**report, "cells": some}), figure)
+        assert len(figure.axes) == count
 
 
 def test_settings_that_measure_nothing() -> None:
@@ -454,7 +455,7 @@ def test_settings_that_measure_nothing() -> None:
 def test_a_quick_run_on_a_gpu(tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    settings = dataclasses.replace(Settings.of("quick", "cuda:0"), repeat=1)
+    settings = dataclasses.replace(Settings.of(quick=True, device="cuda:0"), repeat=1)
     found = BENCH.run(settings, tmp_path)
     assert (found["failed"], found["left"]) == ([], [])
     assert all("ssd direct" in row["what"] for row in found["cannot"])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gdscache.commands.bench.figures import RATE, spread
 from gdscache.commands.bench.report import JSON_NAME
-from gdscache.commands.bench.rows import RATE, spread
+from gdscache.commands.console import Table, figure
 from gdscache.errors import InvalidValueError
 
 QUIET = ("same", "unsure")  # words for no known change
@@ -62,6 +63,19 @@ def compare(first: Path, second: Path) -> tuple[list[Change], list[str], list[st
         raise InvalidValueError(f"{first} and {second} have no figure in common", "name two reports of one bench")
     both.sort(key=lambda change: (change.word in QUIET, -abs(change.ratio - 1)))
     return both, [name for name in a if name not in b], [name for name in b if name not in a]
+
+
+def shown(both: Sequence[Change], gone: Sequence[str], new: Sequence[str], *, everything: bool) -> tuple[Table, str]:
+    """A table of the changes, with `everything` of all figures, and their numbers in a sentence."""
+    table = Table("", "figure", "A", "B", "B / A", "")
+    for one in both:
+        if everything or one.word not in QUIET:
+            spread = [f"{figure(f.middle)} ({figure(f.low)} to {figure(f.high)})" for f in (one.before, one.after)]
+            table.add_row(one.name, *spread, figure(one.ratio), one.word)
+    words = [one.word for one in both]
+    counts = [f"{words.count(word)} {word}" for word in ("better", "worse", "other", *QUIET) if word in words]
+    alone = f"{len(gone)} are in A alone, {len(new)} in B alone"
+    return table, f"{len(both)} figures are in both reports: {', '.join(counts)}. {alone}."
 
 
 def _figures(path: Path) -> dict[str, Figure]:
