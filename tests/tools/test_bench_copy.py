@@ -207,7 +207,9 @@ def test_a_run_is_timed_from_before_the_call_to_the_last_byte(gpu: Stand) -> Non
 
 @pytest.mark.parametrize("direction", ["load", "store", "both"])
 @pytest.mark.parametrize("part", ["one", "all"])
-def test_ours_and_the_plain_copy_move_as_many_bytes(gpu: Stand, pool: BenchPlanes, part: str, direction: str) -> None:
+def test_ours_and_the_plain_copy_move_as_many_bytes_and_those_that_bring_none_are_no_figure(
+    gpu: Stand, pool: BenchPlanes, part: str, direction: str
+) -> None:
     cell = cell_of(part, direction)
     copies = copies_of(pool, cell)
     ours, plain = timed(gpu, copies.ours()), timed(gpu, copies.plain())
@@ -218,6 +220,9 @@ def test_ours_and_the_plain_copy_move_as_many_bytes(gpu: Stand, pool: BenchPlane
     moved = {d: sum(len(s) * len(layers) for way, layers, s, _ in gpu.queued if way == d) for d in cell.directions}
     assert set(moved.values()) == {copies.nbytes // (pool.layout.page_bytes // 8)}
     assert timed(gpu, copies.plain(repeat=3)).seconds == pytest.approx(3 * plain.seconds, rel=0.1)
+    copies.check()
+    with pytest.raises(IOFailedError, match="other bytes"):
+        copies_of(pool, cell, broken=True).check()
 
 
 def test_calls_take_the_next_layers_and_shuffled_pages_that_loads_and_stores_do_not_share(
@@ -235,20 +240,9 @@ def test_calls_take_the_next_layers_and_shuffled_pages_that_loads_and_stores_do_
 
 
 def test_plain_copies_keep_to_halves_of_their_own(pool: BenchPlanes) -> None:
-    nbytes = 2 * MIB
     for memory in (pool.host, pool.device):
-        ends = [memory(d, nbytes) for d in ("load", "store")]
-        assert [len(end) for end in ends] == [nbytes, nbytes]
-        addresses = sorted(end.data_ptr() for end in ends)
-        assert addresses[1] >= addresses[0] + nbytes
-
-
-@pytest.mark.parametrize("direction", ["load", "store", "both"])
-@pytest.mark.parametrize("part", ["one", "all"])
-def test_copies_that_bring_no_bytes_are_no_figure(gpu: Stand, pool: BenchPlanes, part: str, direction: str) -> None:
-    copies_of(pool, cell_of(part, direction)).check()
-    with pytest.raises(IOFailedError, match="other bytes"):
-        copies_of(pool, cell_of(part, direction), broken=True).check()
+        low, high = sorted(memory(direction, 2 * MIB).data_ptr() for direction in ("load", "store"))
+        assert high >= low + 2 * MIB
 
 
 def test_packed_pages_move_the_bytes_of_the_planes(gpu: Stand) -> None:
@@ -281,18 +275,13 @@ def test_one_wrong_byte_is_found(gpu: Stand, pool: BenchPlanes) -> None:
         Copies(pool, OffByOne(gpu, pool.planes), cell_of("all", "load")).check()
 
 
-def test_a_total_that_holds_no_page_is_refused(gpu: Stand) -> None:
-    with pytest.raises(CapacityError, match="8MiB"):
-        BenchPlanes(gpu, GQA.layout(256), 4 * MIB)
-    with pytest.raises(CapacityError, match="1024MiB"):
-        BenchPlanes(gpu, GQA.layout(16), 1025 * MIB)
-
-
-def test_a_pool_gives_its_memory_back_when_it_cannot_be_filled(gpu: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
-        raise MemoryError("no planes")
-
-    monkeypatch.setattr(PagedPlanes, "allocate", refuse)
+def test_a_pool_that_cannot_be_is_refused_and_gives_its_memory_back(
+    gpu: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for tokens, mib, words in ((256, 4, "8MiB"), (16, 1025, "1024MiB")):
+        with pytest.raises(CapacityError, match=words):
+            BenchPlanes(gpu, GQA.layout(tokens), mib * MIB)
+    monkeypatch.setattr(PagedPlanes, "allocate", Mock(side_effect=MemoryError("no planes")))
     with pytest.raises(MemoryError, match="no planes"):
         BenchPlanes(gpu, GQA.layout(16), 2 * MIB)
     assert gpu.released == 1
@@ -420,31 +409,25 @@ def run(gpu: Gpu, settings: copy.Settings = SMALL, **more: Any) -> dict[str, Any
         return copy.BENCH.run(settings, **more)
 
 
-ONE_PAIR = dataclasses.replace(SMALL, pairs=1)
-
-
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     gpu, kept, texts = Stand(), [], []
     found = run(
         gpu,
-        progress=lambda done, total, text: texts.append((done, total, text)),
+        progress=lambda done, total, text: texts.append((done, text)),
         keep=lambda part: kept.append((part["complete"], len(part["copies"]))),
     )
     pools, cells = 9, len(copy_cells.cells())
-    assert gpu.released == pools
-    assert {count for _, count in kept} == set(range(1, cells + 1)), "the report is kept after each cell"
-    assert [complete for complete, _ in kept].count(True) == 2
-    assert gpu.opened == pools
-    assert [done for done, _, _ in texts] == list(range(cells))
-    assert len({text for _, _, text in texts}) == cells
+    assert (gpu.opened, gpu.released) == (pools, pools)
+    assert kept == [*((number == cells, number) for number in range(1, cells + 1)), (True, cells)]
+    assert [done for done, _ in texts] == list(range(cells))
+    assert len({text for _, text in texts}) == cells
     return found
 
 
 @pytest.fixture(scope="module")
 def report(found: dict[str, Any]) -> dict[str, Any]:
-    head = {"schema": "gdscache.bench.copy/5", "machine": {"gpus": ["A GPU"]}, "settings": {"profile": "default"}}
-    return {**head, **found}
+    return {"schema": "gdscache.bench.copy/5", "settings": {"profile": "default"}, **found}
 
 
 def check_row(row: dict[str, Any], ratio: float) -> None:
@@ -455,20 +438,17 @@ def check_row(row: dict[str, Any], ratio: float) -> None:
 
 
 def test_every_cell_has_its_rows_without_and_with_checksums(found: dict[str, Any]) -> None:
-    cells = copy_cells.cells()
-    keys = ("geometry", "page_tokens", "direction", "layers")
-    assert [[row[key] for key in keys] for row in found["copies"]] == [
-        [c.geometry.name, c.page_tokens, c.direction, c.layers] for c in cells
-    ]
+    cells, keys = copy_cells.cells(), ("geometry", "page_tokens", "direction", "layers", "parts")
     for row, cell in zip(found["copies"], cells, strict=True):
-        bounds = cell.layout.layer_bounds[cell.layers - 1][1]
+        bounds, said = cell.layout.layer_bounds[cell.layers - 1][1], cell.describe()
+        assert {key: row[key] for key in said} == said
         check_row(row, RATE / PLAIN * cell.span_bytes / bounds)  # packed pages have fewer bytes in their extents
         assert row["target"] == cell.target
         assert row["met"] == (row["ratio"] >= cell.target)
         assert (row["pairs"], row["sums"], row["against"]) == (2, False, "cudaMemcpyAsync")
         assert set(row["routes"]) == set(cell.directions)
     for row, plain in zip(found["checksums"], found["copies"], strict=True):
-        assert [row[key] for key in (*keys, "parts")] == [plain[key] for key in (*keys, "parts")]
+        assert [row[key] for key in keys] == [plain[key] for key in keys]
         check_row(row, 0.99)
         assert (row["sums"], row["against"], row["target"]) == (True, "without checksums", 0.98)
 
@@ -501,13 +481,14 @@ def few(monkeypatch: pytest.MonkeyPatch) -> list[Cell]:
 
 
 def test_after_ctrl_c_a_run_goes_on_where_it_was_ended(few: list[Cell]) -> None:
-    first = run(Interrupted(), ONE_PAIR)
+    one_pair = dataclasses.replace(SMALL, pairs=1)
+    first = run(Interrupted(), one_pair)
     assert (first["complete"], first["interrupted"]) == (False, True)
     assert {row["geometry"] for row in first["copies"]} == {"gqa"}
     titles = [table.title for table in copy.BENCH.tables(first) if table.lines()]
     assert titles[-1] == "Beside a model's work"
     gpu = Stand()
-    again = run(gpu, ONE_PAIR, done=json.loads(json.dumps(first)))
+    again = run(gpu, one_pair, done=json.loads(json.dumps(first)))
     assert again["complete"]
     assert again["copies"][: len(first["copies"])] == first["copies"]
     assert sorted(map(copy.what, again["copies"])) == sorted(map(copy.label, few))
@@ -521,7 +502,7 @@ def test_wrong_bytes_fail_their_cells_and_no_other(few: list[Cell]) -> None:
             super().open_copies(planes)
             return StandCopies(self, planes, broken=self.opened == 2)
 
-    bad = run(Wrong(), ONE_PAIR)
+    bad = run(Wrong(), dataclasses.replace(SMALL, pairs=1))
     assert {row["what"] for row in bad["failed"]} == {copy.label(cell) for cell in few if cell.geometry == MLA}
     assert all("gave other bytes" in row["cause"] for row in bad["failed"])
     assert len(bad["copies"]) == len(few) - len(bad["failed"])

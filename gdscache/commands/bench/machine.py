@@ -104,8 +104,6 @@ def drop_cached(paths: Iterable[Path]) -> None:
 def resident_bytes(path: Path) -> int | None:
     """Bytes of a file in the page cache, by mincore; None if the system does not report them."""
     size = path.stat().st_size
-    if not size:
-        return 0
     with path.open("rb") as file, contextlib.closing(mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ)) as region:
         seen = np.frombuffer(region, np.uint8)
         flags = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
