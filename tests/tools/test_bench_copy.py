@@ -472,41 +472,26 @@ class Interrupted(Stand):
         return super().open_copies(planes)
 
 
-@pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch) -> list[Cell]:
-    """Pages of 64 tokens alone: four pools."""
-    some = [cell for cell in copy_cells.cells() if cell.page_tokens == 64]
-    monkeypatch.setattr(copy, "cells", lambda: some)
-    return some
-
-
-def test_after_ctrl_c_a_run_goes_on_where_it_was_ended(few: list[Cell]) -> None:
-    one_pair = dataclasses.replace(SMALL, pairs=1)
-    first = run(Interrupted(), one_pair)
-    assert (first["complete"], first["interrupted"]) == (False, True)
-    assert {row["geometry"] for row in first["copies"]} == {"gqa"}
-    titles = [table.title for table in copy.BENCH.tables(first) if table.lines()]
-    assert titles[-1] == "Beside a model's work"
-    gpu = Stand()
-    again = run(gpu, one_pair, done=json.loads(json.dumps(first)))
-    assert again["complete"]
-    assert again["copies"][: len(first["copies"])] == first["copies"]
-    assert sorted(map(copy.what, again["copies"])) == sorted(map(copy.label, few))
-    assert len(again["checksums"]) == len(few)
-    assert gpu.opened == 3, "the pool that was measured is not opened again"
-
-
-def test_wrong_bytes_fail_their_cells_and_no_other(few: list[Cell]) -> None:
+def test_wrong_bytes_fail_their_cells_which_are_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     class Wrong(Stand):
         def open_copies(self, planes: PagedPlanes) -> Any:
             super().open_copies(planes)
             return StandCopies(self, planes, broken=self.opened == 2)
 
+    few = [cell for cell in copy_cells.cells() if cell.page_tokens == 64]  # four pools
+    monkeypatch.setattr(copy, "cells", lambda: few)
     bad = run(Wrong(), dataclasses.replace(SMALL, pairs=1))
     assert {row["what"] for row in bad["failed"]} == {copy.label(cell) for cell in few if cell.geometry == MLA}
     assert all("gave other bytes" in row["cause"] for row in bad["failed"])
     assert len(bad["copies"]) == len(few) - len(bad["failed"])
     assert bad["left"] == []
+    gpu = Stand()
+    again = run(gpu, dataclasses.replace(SMALL, pairs=1), done=json.loads(json.dumps(bad)))
+    assert again["complete"]
+    assert again["copies"][: len(bad["copies"])] == bad["copies"]
+    for key in ("copies", "checksums"):
+        assert sorted(map(copy.what, again[key])) == sorted(map(copy.label, few))
+    assert gpu.opened == 1, "pools that were measured are not opened again"
 
 
 # -- tables, plot, command ---------------------------------------------------------------------------------------------

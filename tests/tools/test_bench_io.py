@@ -16,7 +16,7 @@ import torch
 
 from gdscache import errors
 from gdscache.commands import console
-from gdscache.commands.bench import bare, figures, io, io_engine, machine
+from gdscache.commands.bench import bare, io, io_engine, machine
 from gdscache.commands.bench.io import BENCH, Settings
 from gdscache.commands.bench.io_engine import ColdEngine, Place
 from gdscache.config import SsdConfig
@@ -271,16 +271,6 @@ def test_a_disk_without_room_is_refused(tmp_path: Path) -> None:
     with pytest.raises(errors.CapacityError, match="are needed"):
         BENCH.run(dataclasses.replace(TINY, total=1 << 60), tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-def test_part_of_a_report_can_be_drawn(report: dict[str, Any], tmp_path: Path) -> None:
-    import matplotlib.figure
-
-    for rows in ([], report["comparisons"][:1]):
-        figure, part = matplotlib.figure.Figure(), {**report, "comparisons": rows}
-        figures.draw(io.panels(part), figure)
-        figure.savefig(tmp_path / "part.svg")
-        assert all(len(line) <= 80 for table in BENCH.tables(part) for line in table.lines(80))
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -127,10 +128,6 @@ def test_the_bottom_line_is_what_a_user_has_of_it(quick: tuple[Path, dict[str, A
     assert f"{duration(rows['cpu']['recompute_seconds']['median'])} where all of it is computed" in said
     assert "A prompt that hits nothing takes" in said
     assert ttft.bottom({**report, "cells": []}) == []
-
-
-def test_details_are_shown_on_request_alone(quick: tuple[Path, dict[str, Any], str]) -> None:
-    _, report, _ = quick
     shown = [line for table in BENCH.tables(report) for line in table.lines(80)]
     assert len(shown) < 40
     assert not any("gate" in line for line in shown)
@@ -156,64 +153,42 @@ def a_cell(where: str = "cpu", cached: int = 50, *, overlap: bool = True, gate: 
     return Cell(96, cached, where, overlap, gate)
 
 
-def test_it_goes_on_where_it_was_ended(
+def test_other_tokens_and_errors_are_failures_and_measured_again(
     tmp_path: Path, some: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = [a_cell(NOWHERE, 0), a_cell(), a_cell(overlap=False), a_cell("ssd_via_cpu", 90), a_cell("gpu", 99)]
-    some(*wanted)
-    measured: list[Cell] = []
-    plain, kept = TransformersClient.hit, []
-
-    def hit(self: TransformersClient, cell: Cell) -> Answer:
-        measured.append(cell)
-        if cell.cached_percent == 90 and not kept:
-            raise KeyboardInterrupt
-        return plain(self, cell)
-
-    monkeypatch.setattr(TransformersClient, "hit", hit)
-    found = BENCH.run(SMALL, tmp_path)
-    assert (found["interrupted"], found["complete"], len(found["left"])) == (True, False, 2)
-    assert {cell_of(row) for row in found["cells"]} == set(wanted[:3])
-    assert not any(tmp_path.iterdir())
-    kept += [json.loads(json.dumps(found))]
-    measured.clear()
-    again = BENCH.run(SMALL, tmp_path, done=kept[0])
-    assert set(measured) == set(wanted[3:])
-    assert again["cells"][:3] == kept[0]["cells"]
-    assert {cell_of(row) for row in again["cells"]} == set(wanted)
-    assert (again["interrupted"], again["complete"], again["left"]) == (False, True, [])
-
-
-def test_other_tokens_and_errors_are_failures(
-    tmp_path: Path, some: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wrong, elsewhere = a_cell("cpu"), a_cell("cpu", overlap=False)
+    """After Ctrl-C in the last cell."""
+    wrong, elsewhere, far = a_cell("cpu"), a_cell("cpu", overlap=False), a_cell("ssd_via_cpu", 90)
     good, broken = a_cell("ssd_via_cpu"), a_cell("ssd_via_cpu", overlap=False)
-    some(wrong, elsewhere, good, broken)
-    plain = TransformersClient.hit
+    some(wrong, elsewhere, good, broken, far)
+    plain, measured = TransformersClient.hit, set[Cell]()
+    bad: dict[Cell, Callable[[Answer], Answer]] = {
+        wrong: lambda answer: dataclasses.replace(answer, tokens=tuple(token + 1 for token in answer.tokens)),
+        elsewhere: lambda answer: dataclasses.replace(answer, sources={"ssd": 48}),
+        broken: Mock(side_effect=IOFailedError("the disk is on fire", "leave")),
+        far: Mock(side_effect=KeyboardInterrupt),
+    }
 
     def hit(self: TransformersClient, cell: Cell) -> Answer:
-        if cell == broken:
-            raise IOFailedError("the disk is on fire", "leave")
-        found = plain(self, cell)
-        if cell == wrong:
-            return dataclasses.replace(found, tokens=tuple(token + 1 for token in found.tokens))
-        return dataclasses.replace(found, sources={"ssd": 48}) if cell == elsewhere else found
+        measured.add(cell)
+        return bad.get(cell, lambda answer: answer)(plain(self, cell))
 
     monkeypatch.setattr(TransformersClient, "hit", hit)
     found = BENCH.run(SMALL, tmp_path)
-    causes = {row["what"]: row["cause"] for row in found["failed"]}
-    assert causes == {
+    assert {row["what"]: row["cause"] for row in found["failed"]} == {
         wrong.label: "it gave other tokens than without a cache",
         broken.label: "the disk is on fire",
         elsewhere.label: "tokens came from {'ssd': 48}",
     }
-    assert found["complete"]
+    assert (found["interrupted"], found["complete"], found["left"]) == (True, False, [far.label])
     assert {cell_of(row) for row in found["cells"]} == {wrong, good, elsewhere}
-    monkeypatch.setattr(TransformersClient, "hit", plain)
-    mended = BENCH.run(SMALL, tmp_path, done=found)
-    assert (mended["failed"], len(mended["cells"])) == ([], 4)
-    assert [row["tokens"] for row in mended["cells"]] == ["same"] * 4
+    assert not any(tmp_path.iterdir())
+    again = set(bad)
+    bad.clear()
+    measured.clear()
+    mended = BENCH.run(SMALL, tmp_path, done=json.loads(json.dumps(found)))
+    assert measured == again
+    assert (mended["failed"], mended["left"], mended["complete"]) == ([], [], True)
+    assert [row["tokens"] for row in mended["cells"]] == ["same"] * 5
 
 
 @pytest.mark.parametrize("step", ["prime", "plain"])
@@ -395,7 +370,8 @@ def made_up(cell: Cell, ttft_seconds: float, c: float = 1.0, t: float = 0.5, pla
 
 def judged(row: dict[str, Any], *, ram: bool = True) -> bool | None:
     """Whether the row's target is met; None without one."""
-    return judge(row, ram=ram).get("met")
+    assert "met" not in judge(row, torch.device("cpu"), ram=ram)
+    return judge(row, torch.device("cuda"), ram=ram).get("met")
 
 
 def test_the_verdict_on_hits_and_misses() -> None:

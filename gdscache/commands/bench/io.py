@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import shutil
+import itertools
 import tempfile
 from collections.abc import Callable
 from contextlib import closing
@@ -19,7 +19,7 @@ from gdscache.commands.bench.figures import Line, Ratios, Series, compared, inte
 from gdscache.commands.bench.io_engine import ColdEngine, Place
 from gdscache.commands.console import figure
 from gdscache.config import SsdConfig
-from gdscache.errors import CapacityError, InvalidValueError, IOFailedError, TransportUnavailableError
+from gdscache.errors import InvalidValueError, IOFailedError, TransportUnavailableError
 from gdscache.sizes import GIB, MIB, about, format_size
 from gdscache.storage.base import GDS, Op
 from gdscache.storage.probe import gds_operations
@@ -75,15 +75,11 @@ def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
     """Measure all cases, the most important first. Files go into a temporary directory, which is deleted. Raises
     `CapacityError` if the disk has too little room."""
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    needed, free = 3 * settings.total + GIB, shutil.disk_usage(directory).free
-    if free < needed:
-        raise CapacityError(f"{directory} has {about(free)} free, {about(needed)} are needed", "lower --total")
+    kit.require_room(directory, 3 * settings.total + GIB, "lower --total")
     some: dict[str, Callable[[Place], list[Row]]] = {}
-    for transport in ("", *settings.transports):
-        for size in TARGETS:
-            name = f"stores and loads, {transport}{', ' if transport else ''}{format_size(size)} pages"
-            given: dict[str, Any] = {"page_bytes": size, "transport": transport, "require_gds": settings.require_gds}
-            some[name] = functools.partial(stores_and_loads, **given)
+    for transport, size in itertools.product(("", *settings.transports), TARGETS):
+        given: dict[str, Any] = {"page_bytes": size, "transport": transport, "require_gds": settings.require_gds}
+        some[_label("stores and loads", transport, size)] = functools.partial(stores_and_loads, **given)
     if settings.everything:
         some[PACKED_LOADS] = packed_loads
     run.plan([*some])
@@ -114,7 +110,6 @@ def stores_and_loads(place: Place, page_bytes: int, transport: str = "", *, requ
     `transport`: as `ssd.transport`, with pages straight to the GPU where it may use GPUDirect Storage; empty for `auto`
     without it. `require_gds`: raise an error unless the driver's counters prove it.
     """
-    pages = f"{format_size(page_bytes)} pages"
     store_target, load_target = TARGETS[page_bytes] if place.device.type == "cpu" else (None, GPU_TARGET)
     ssd = {"transport": transport, "gds": "off"} if transport else {}
     if transport in GDS:
@@ -127,7 +122,7 @@ def stores_and_loads(place: Place, page_bytes: int, transport: str = "", *, requ
             ("cold load", Op.READ, engine.load, load_target),
             ("store", Op.WRITE, engine.store, store_target),
         ):
-            label = f"{what}, {transport}, {pages}" if transport else f"{what}, {pages}"
+            label = _label(what, transport, page_bytes)
             ways = {way.label: functools.partial(bare.run, op, way) for way in bare.scout(op, place.progress)}
             rates = interleave({"ours": ours, **ways}, place.repeat, place.progress, label)
             best = max(ways, key=lambda name: rates[name]["median"])
@@ -137,6 +132,10 @@ def stores_and_loads(place: Place, page_bytes: int, transport: str = "", *, requ
     if require_gds and transport in GDS and gds_operations() == counted:
         raise IOFailedError("--require-gds: nvidia-fs counted no I/O", "see gdscache doctor and docs/gds.md")
     return found
+
+
+def _label(what: str, transport: str, page_bytes: int) -> str:
+    return ", ".join([what, *([transport] if transport else []), f"{format_size(page_bytes)} pages"])
 
 
 def packed_loads(place: Place, page_bytes: int = PACKED_PAGE) -> list[Row]:
@@ -189,8 +188,8 @@ def panels(report: kit.Report) -> list[Ratios]:
 def bottom(report: kit.Report) -> list[str]:
     """A user's figures: speeds of loads and stores beside the disk's own."""
     found = []
-    for what, words in (("cold load, ", "loads"), ("store, ", "stores")):
-        labels = [f"{what}{format_size(size)} pages" for size in TARGETS]
+    for what, words in (("cold load", "loads"), ("store", "stores")):
+        labels = [_label(what, "", size) for size in TARGETS]
         some = [row for row in report["comparisons"] if row["what"] in labels]
         if some:
             r = max(some, key=lambda row: row["figure"]["median"])

@@ -25,6 +25,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,7 +39,13 @@ from gdscache.commands import EXIT_FAILED, EXIT_INTERRUPTED
 from gdscache.commands.bench import machine
 from gdscache.commands.bench.figures import Ratios, Row, Values, draw
 from gdscache.commands.console import Progress, Table, progress_bar, show, silent
-from gdscache.errors import GdsCacheError, InvalidValueError, MissingPackageError, TransportUnavailableError
+from gdscache.errors import (
+    CapacityError,
+    GdsCacheError,
+    InvalidValueError,
+    MissingPackageError,
+    TransportUnavailableError,
+)
 from gdscache.runtime.files import write_whole
 from gdscache.sizes import about
 
@@ -289,6 +296,12 @@ def cause_of(error: BaseException) -> str:
     """An error in one line."""
     message = error.message if isinstance(error, GdsCacheError) else str(error)
     return " ".join(message.split()) or type(error).__name__
+
+
+def require_room(directory: Path, needed: int, hint: str) -> None:
+    """Raises `CapacityError` if a directory's disk has fewer free bytes."""
+    if (free := shutil.disk_usage(directory).free) < needed:
+        raise CapacityError(f"{directory} has {about(free)} free, {about(needed)} are needed", hint)
 
 
 def check_writable(path: Path | None, option: str) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import itertools
 import os
-import shutil
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,15 +42,12 @@ from gdscache.commands.bench.ttft_cells import (
 )
 from gdscache.commands.console import Table, duration, figure, percent, verdict
 from gdscache.cuda.host_memory import HostBuffer
-from gdscache.errors import CapacityError
-from gdscache.sizes import about
 from gdscache.storage.base import Op
 
 if TYPE_CHECKING:
     from gdscache.commands.bench.ttft_transformers import TransformersClient
 
 RAM_DISK = Path("/dev/shm")
-NEAR_TIE = 0.05  # in 16 bits, closer logits may swap places between batches
 LONG = 32 << 10  # tokens: from this length on hits are compared with the ideal
 LEAST_CACHED = 50  # percent
 IDEAL_TARGETS = {"cpu": 0.90, "ssd_via_cpu": 0.85}  # max(c, t) / measured
@@ -67,31 +63,25 @@ def place(directory: Path | None) -> Path:
 
 
 def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
-    """Measure the chosen cells. Files go into a temporary directory, which is deleted. Raises `InvalidValueError` and
-    `CapacityError`."""
+    """Measure the chosen cells. Files go into a temporary directory, which is deleted. Raises `InvalidValueError`,
+    `MissingPackageError` and `CapacityError`."""
+    from gdscache.commands.bench.ttft_transformers import TransformersClient  # needs the extra hf
+
     cells = chosen(settings)
     run.plan([cell.label for cell in cells])
     todo = [cell for cell in cells if run.wants(cell.label)]
-    if todo:
-        with frozen_heap(), _client(settings, directory, max(cell.prompt_tokens for cell in todo)) as client:
-            run.found["model"] = client.describe()
-            for route, some in itertools.groupby(todo, lambda cell: cell.route):
-                _route(run, client, route, list(some))
-
-
-@contextlib.contextmanager
-def _client(settings: Settings, directory: Path, longest: int) -> Iterator[TransformersClient]:
-    from gdscache.commands.bench.ttft_transformers import TransformersClient  # other engines have other clients
-
+    if not todo:
+        return
+    longest = max(cell.prompt_tokens for cell in todo)
     with (
-        tempfile.TemporaryDirectory(prefix="gdscache-bench-", dir=directory) as name,
-        contextlib.closing(TransformersClient(settings, longest, Path(name))) as client,
+        frozen_heap(),
+        tempfile.TemporaryDirectory(prefix="gdscache-bench-", dir=directory) as made,
+        contextlib.closing(TransformersClient(settings, longest, Path(made))) as client,
     ):
-        ssd, free = client.config("via_cpu").ssd, shutil.disk_usage(directory).free
-        needed = 0 if ssd is None else ssd.capacity
-        if free < needed:
-            raise CapacityError(f"{directory} has {about(free)} free, {about(needed)} are needed", "name another --dir")
-        yield client
+        kit.require_room(directory, client.ssd_bytes, "name another --dir")
+        run.found["model"] = client.describe()
+        for route, some in itertools.groupby(todo, lambda cell: cell.route):
+            _route(run, client, route, list(some))
 
 
 def _route(run: kit.Run, client: TransformersClient, route: str, cells: Sequence[Cell]) -> None:
@@ -177,9 +167,9 @@ def _miss(run: kit.Run, client: TransformersClient, cells: Sequence[Cell], _: Ce
         "ttft_seconds": with_,
         "recompute_seconds": without,
         "added": with_["median"] / without["median"] - 1,
-        "tokens": compare(ours, plain, near_tie(settings)),
+        "tokens": compare(ours, plain, settings.near_tie),
     }
-    run.add(cell.label, {"cells": [_judged(client, row)]})
+    run.add(cell.label, {"cells": [judge(row, client.device, ram=client.in_memory)]})
 
 
 def _hits(run: kit.Run, client: TransformersClient, cells: Sequence[Cell], ceilings: Ceilings) -> None:
@@ -205,7 +195,7 @@ def _hits(run: kit.Run, client: TransformersClient, cells: Sequence[Cell], ceili
         if cell in broken:
             run.fail(cell.label, broken[cell])
         else:
-            row = _judged(client, _row(client, cell, answers, counted, ceilings.loops))
+            row = judge(_row(client, cell, answers, counted, ceilings.loops), client.device, ram=client.in_memory)
             run.add(cell.label, {"cells": [row]}, wrong=_wrong(cell, row, answers[cell]))
 
 
@@ -221,7 +211,7 @@ def _row(
     placed = answers[cell][-1].placed
     transfer = transfer_seconds(cell.where, placed, {name: found["median"] for name, found in rates.items()})
     ideal = None if transfer is None else max(resident["median"], transfer)
-    tie, waits = near_tie(client.settings), [wait for answer in answers[cell][1:] for wait in answer.waits]
+    tie, waits = client.settings.near_tie, [wait for answer in answers[cell][1:] for wait in answer.waits]
     return {
         **cell._asdict(),
         "cached_tokens": cached,
@@ -241,14 +231,11 @@ def _row(
     }
 
 
-def _judged(client: TransformersClient, row: dict[str, Any]) -> dict[str, Any]:
-    """The row, with its target where the model is worth caching: on a GPU."""
-    return judge(row, ram=client.in_memory) if client.device.type == "cuda" else row
-
-
-def judge(row: dict[str, Any], *, ram: bool) -> dict[str, Any]:
-    """The row, with `target` and `met` if it is of a long hit, or of a prompt that hit nothing. `ram`: the SSD tier
-    lies on a RAM disk."""
+def judge(row: dict[str, Any], device: torch.device, *, ram: bool) -> dict[str, Any]:
+    """The row, with `target` and `met` if it is of a long hit, or of a prompt that hit nothing, on a GPU. `ram`: the
+    SSD tier lies on a RAM disk."""
+    if device.type != "cuda":  # such a model is not worth caching
+        return row
     if row["where"] == NOWHERE:
         return row | target(row["added"], MISS_TARGET, at_least=False)
     limit = IDEAL_TARGETS.get(row["where"]) if ram or row["where"] != "ssd_via_cpu" else None
@@ -268,11 +255,6 @@ def _wrong(cell: Cell, row: Mapping[str, Any], answers: Sequence[Answer]) -> str
     if not cell.gate and any(set(answer.sources) != expected for answer in answers):
         return f"tokens came from {row['sources']}"
     return ""
-
-
-def near_tie(settings: Settings) -> float:
-    """Closer logits may swap places."""
-    return NEAR_TIE if settings.dtype in ("bfloat16", "float16") else 0.0
 
 
 # -- tables and the plot -----------------------------------------------------------------------------------------------

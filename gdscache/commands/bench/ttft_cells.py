@@ -17,6 +17,7 @@ CACHED = (90, 99, 0, 50)  # percent of a prompt, down to a page; in the order of
 PLACES = ("gpu", "cpu", "ssd_via_cpu", "ssd_direct")
 NOWHERE = "none"
 SWITCHED = ("cpu", "ssd_via_cpu", "ssd_direct")  # places with a load
+NEAR_TIE = 0.05  # in 16 bits, closer logits may swap places between batches
 _OTHER_PRODUCTS = 4  # factor on near ties for equal sums computed in another order
 _BY_WORTH = ("same", "near tie", "other")
 
@@ -50,6 +51,11 @@ class Settings(kit.Settings):
         dtype = "bfloat16" if device.startswith("cuda") else "float32"
         small = {"prompts": (256,), "page_tokens": 16, "repeat": 2, "ceiling_bytes": 8 << 20}
         return {"preset": "tiny", "dtype": dtype, **(small if quick else {"prompts": (2048, 512, 8192)})}
+
+    @property
+    def near_tie(self) -> float:
+        """Closer logits may swap places."""
+        return NEAR_TIE if self.dtype in ("bfloat16", "float16") else 0.0
 
     def check(self) -> None:
         """Raises `InvalidValueError` for settings without a measurement."""

@@ -60,7 +60,7 @@ class TransformersClient:
     def __init__(self, settings: Settings, longest: int, directory: Path) -> None:
         """`longest`: tokens of the longest prompt."""
         self.settings, self.device = settings, torch.device(settings.device)
-        self._directory, self._longest = directory, longest
+        self._directory = directory
         self._cache: CacheEngine | None = None
         self._gates: dict[tuple[bool, bool], Gate] = {}
         self._misses = itertools.count()
@@ -72,7 +72,8 @@ class TransformersClient:
         self._section["pack"] = "on" if settings.pack else "off"
         self._vocab = self.model.config.vocab_size
         self.layout = Config.from_dict({"model": self._section}).model.layout()
-        pages = -(-longest // settings.page_tokens)
+        whole, pages = longest // settings.page_tokens, -(-longest // settings.page_tokens)
+        self._room = (2 * whole + whole // 8 + 16) * self.layout.extent_bytes
         self._request, self._document = list(range(pages)), list(range(pages, 2 * pages))
         self.planes = PagedPlanes.allocate(self.layout, 2 * pages, self.device).tensors
 
@@ -86,6 +87,11 @@ class TransformersClient:
         """Whether the SSD tier lies on a RAM disk."""
         return machine.in_memory(self._directory)
 
+    @property
+    def ssd_bytes(self) -> int:
+        """The SSD tier's capacity: room for two of the longest prompts, and a quarter more."""
+        return self._room + self._room // 4
+
     def describe(self) -> dict[str, Any]:
         """The model, as plain data."""
         return {"engine": "transformers", "name": self.settings.preset, **LLAMAS[self.settings.preset]}
@@ -94,10 +100,8 @@ class TransformersClient:
 
     def config(self, route: str) -> Config:
         """A cache with room for two of the longest prompts on each tier; without a CPU tier on the direct route."""
-        extent = self.layout.extent_bytes
-        pages = self._longest // self.settings.page_tokens
-        room, ring = (2 * pages + pages // 8 + 16) * extent, max(256 * MIB, 8 * extent)
-        ssd = {"path": str(self._directory / route), "capacity": room + room // 4, "route": route}
+        room, ring = self._room, max(256 * MIB, 8 * self.layout.extent_bytes)
+        ssd = {"path": str(self._directory / route), "capacity": self.ssd_bytes, "route": route}
         if self.in_memory:
             ssd["threads"] = RAM_THREADS
         if route == "via_cpu":
