@@ -522,8 +522,8 @@ def test_people_get_whole_pages_of_64_tokens_and_what_it_comes_to(report: dict[s
     assert not any(word in line for line in shown for word in ("1 token", "checksums"))
     [said] = copy.bottom(report)
     usual = {row["direction"]: row for row in report["copies"] if (row["geometry"], row["page_tokens"]) == ("gqa", 64)}
-    for direction, words in (("load", "Loads to the GPU"), ("store", "stores from it")):
-        assert f"{words} move {console.figure(usual[direction]['gb_per_second']['median'])} GB/s" in said
+    for direction, words in (("load", "loads to the GPU"), ("store", "stores from it")):
+        assert f"{console.figure(usual[direction]['gb_per_second']['median'])} GB/s of {words}" in said
     assert "A model's work takes" in said
     assert copy.bottom({**report, "copies": [], "beside": []}) == []
 

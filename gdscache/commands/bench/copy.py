@@ -15,7 +15,7 @@ from gdscache.commands.bench import kit
 from gdscache.commands.bench.copy_cells import Cell, cells
 from gdscache.commands.bench.copy_gpu import Beside, Gpu, Way, attention, matrix_product, timed
 from gdscache.commands.bench.copy_planes import BenchPlanes, Copies
-from gdscache.commands.bench.figures import RATE, Line, Ratios, frozen_heap, paired_rates, turns
+from gdscache.commands.bench.figures import RATE, Line, Ratios, frozen_heap, in_words, paired_rates, turns
 from gdscache.commands.console import Table, figure
 from gdscache.sizes import GIB, MIB
 
@@ -134,7 +134,7 @@ def what(row: Row) -> str:
 
 def panels(report: kit.Report) -> list[Ratios]:
     """Copies of all layers of pages, alone and beside a model's work; also of a partial report."""
-    whole = [row for row in report["copies"] if "all" in row["parts"] and row["page_tokens"] == USUAL_TOKENS]
+    whole = [row for row in report["copies"] if _is_whole(row)]
     parts = (("copy", "copy beside {}"), ("work", "{} beside it"))  # two lines a row
     beside = [_line(words.format(row["beside"]), row, row[part]) for row in report["beside"] for part, words in parts]
     return [Ratios(f"Copies against {MEMCPY}", _lines(whole)), Ratios("Beside a model's work", beside)]
@@ -148,18 +148,23 @@ def details(report: kit.Report) -> list[Table]:
 
 def bottom(report: kit.Report) -> list[str]:
     """A user's figures: speeds of loads and stores beside a plain copy's, and their cost to a model."""
-    found, said = [], {"load": "Loads to the GPU", "store": "stores from it"}
-    for row in report["copies"]:
-        usual = row["geometry"] == "gqa" and "all" in row["parts"] and row["page_tokens"] == USUAL_TOKENS
-        if usual and row["direction"] in said:
-            rate, best = (figure(row[key]["median"]) for key in ("gb_per_second", "against_gb_per_second"))
-            moved = f"{said[row['direction']]} move {rate} GB/s, {figure(row['ratio'])} of"
-            found.append(f"{moved} the {best} GB/s of a plain copy")
-    text = [f"{', '.join(found)}."] if found else []
+    names = {"load": "loads to the GPU", "store": "stores from it"}
+    usual = [row for row in report["copies"] if row["geometry"] == "gqa" and _is_whole(row)]
+    found = [
+        in_words(names[row["direction"]], _line("", row, row)[1], "of a plain copy")
+        for row in usual
+        if row["direction"] in names
+    ]
+    text = [f"The GPU's link gives {', and '.join(found)}."] if found else []
     work = [row["work"]["ratio"] for row in report["beside"]]
     if work:
         text.append(f"A model's work takes {figure(max(work))} times as long beside a load as beside a plain copy.")
     return [" ".join(text)] if text else []
+
+
+def _is_whole(row: Row) -> bool:
+    """Whether all layers of usual pages move at once."""
+    return "all" in row["parts"] and row["page_tokens"] == USUAL_TOKENS
 
 
 def _lines(rows: Sequence[Row]) -> list[Line]:

@@ -159,6 +159,12 @@ def spread(row: Row) -> tuple[float, float]:
     return low, high
 
 
+def in_words(what: str, row: Row, reference: str) -> str:
+    """A row's rate beside its reference, as a part of a sentence."""
+    ours, best = (figure(row[key]["median"]) for key in ("figure", "against_figure"))
+    return f"{ours} GB/s of {what}, {figure(row['ratio'])} of the {best} GB/s {reference}"
+
+
 def _by_round(ours: Sequence[float], other: Sequence[float]) -> list[float]:
     return [a / b for a, b in zip(ours, other, strict=True)]
 

@@ -15,9 +15,8 @@ import torch
 
 from gdscache.commands.bench import kit, machine
 from gdscache.commands.bench.bare import BareLoop
-from gdscache.commands.bench.figures import Line, Ratios, Series, compared, interleave
+from gdscache.commands.bench.figures import Line, Ratios, Series, compared, in_words, interleave
 from gdscache.commands.bench.io_engine import ColdEngine, Place
-from gdscache.commands.console import figure
 from gdscache.config import SsdConfig
 from gdscache.errors import InvalidValueError, IOFailedError, TransportUnavailableError
 from gdscache.sizes import GIB, MIB, about, format_size
@@ -190,11 +189,9 @@ def bottom(report: kit.Report) -> list[str]:
     found = []
     for what, words in (("cold load", "loads"), ("store", "stores")):
         labels = [_label(what, "", size) for size in TARGETS]
-        some = [row for row in report["comparisons"] if row["what"] in labels]
-        if some:
-            r = max(some, key=lambda row: row["figure"]["median"])
-            rate, least = figure(r["figure"]["median"]), figure(r["against_figure"]["median"])
-            found.append(f"{rate} GB/s of {words}, {figure(r['ratio'])} of the {least} GB/s that it can")
+        if some := [row for row in report["comparisons"] if row["what"] in labels]:
+            best = max(some, key=lambda row: row["figure"]["median"])
+            found.append(in_words(words, best, "that it can"))
     found = [f"Your disk gives this cache {', and '.join(found)}."] if found else []
     missed = sum(not row.get("met", True) for row in report["comparisons"])
     if missed:

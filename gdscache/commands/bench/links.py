@@ -23,9 +23,8 @@ import torch
 
 from gdscache import CacheEngine, Config, PageStatus, Rank
 from gdscache.commands.bench import kit
-from gdscache.commands.bench.figures import Ratios, compared, rate, series, turns
+from gdscache.commands.bench.figures import Ratios, compared, in_words, rate, series, turns
 from gdscache.commands.bench.shapes import LLAMAS
-from gdscache.commands.console import figure
 from gdscache.errors import InvalidValueError, IOFailedError
 from gdscache.pages.layout import PageLayout
 from gdscache.pages.planes import PagedPlanes
@@ -209,15 +208,11 @@ def panels(report: kit.Report) -> list[Ratios]:
 
 def bottom(report: kit.Report) -> list[str]:
     """The rate of all links together, beside that of copies."""
-    found = []
-    for row in (row for row in report["links"] if row["what"].startswith("load of")):
-        rate, best = (figure(row[key]["median"]) for key in ("figure", "against_figure"))
-        found.append(f"{rate} GB/s of {row['case']}, {figure(row['ratio'])} of the {best} GB/s of copies")
-    if not found:
-        return []
+    loads = [row for row in report["links"] if row["what"].startswith("load of")]
+    found = [in_words(row["case"], row, "of copies") for row in loads]
     ranks = report["settings"]["ranks"]
     links = f"{ranks} GPUs load at once" if ranks > 1 else "One GPU loads"
-    return [f"{links} {', and '.join(found)}."]
+    return [f"{links} {', and '.join(found)}."] if found else []
 
 
 BENCH = kit.Bench("links", "gdscache.bench.links/1", {"links": []}, Settings, measure, panels, bottom)
