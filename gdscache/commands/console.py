@@ -57,11 +57,6 @@ class Table:
         self.rows.append(tuple(map(printable, cells)))
         self._colors.append(color)
 
-    def numeric(self) -> list[bool]:
-        """For each column, whether its cells are numbers."""
-        count = max(map(len, [self.columns, *self.rows]))
-        return [_is_numbers([row[n] for row in self.rows if n < len(row)]) for n in range(count)]
-
     def lines(self, width: int | None = None) -> list[str]:
         """The table as lines of at most `width` characters. None: full width, without colors. A table without rows has
         no lines."""

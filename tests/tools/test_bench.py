@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import pytest
 import typer
 
-from gdscache.commands.bench import bare, kit, machine, measure, rows
+from gdscache.commands.bench import bare, figures, kit, machine
 from gdscache.errors import (
     CapacityError,
     InvalidValueError,
@@ -65,7 +65,7 @@ def test_a_run_that_does_not_begin_leaves_the_file_alone(tmp_path: Path) -> None
     file = tmp_path / "r.json"
     file.write_text("an old report")
     with pytest.raises(CapacityError):
-        dataclasses.replace(toy({}), measure=refused).command(kit.Settings(), tmp_path, file)
+        dataclasses.replace(toy({}), measure=refused).command(directory=tmp_path, json_file=file)
     assert file.read_text() == "an old report"
 
 
@@ -76,17 +76,17 @@ def test_after_ctrl_c_a_run_goes_on_where_it_was_ended(tmp_path: Path) -> None:
         {"a": lambda: 1.0, "b": broken, "c": lambda: seen.append(len(read(file)["r"])) or 3.0, "d": interrupted}
     )
     with pytest.raises(typer.Exit) as ended:
-        bench.command(kit.Settings(), tmp_path, file)
+        bench.command(directory=tmp_path, json_file=file)
     assert ended.value.exit_code == 130
     assert seen == [1]
     first = read(file)
     assert (first["interrupted"], first["complete"], first["left"]) == (True, False, ["d"])
     again = toy({"a": never, "b": lambda: 2.0, "c": never, "d": lambda: 4.0})
-    again.command(kit.Settings(), tmp_path, None, None, file)
+    again.command(directory=tmp_path, resume=file)
     found = read(file)
     assert [row["value"] for row in found["r"]] == [1.0, 3.0, 2.0, 4.0]
     assert (found["complete"], found["interrupted"], found["failed"], found["left"]) == (True, False, [], [])
-    toy(dict.fromkeys("abcd", never)).command(kit.Settings(), tmp_path, None, None, file)
+    toy(dict.fromkeys("abcd", never)).command(directory=tmp_path, resume=file)
     assert read(file)["r"] == found["r"]
 
 
@@ -129,8 +129,8 @@ def test_a_case_that_would_end_late_does_not_begin(tmp_path: Path, monkeypatch: 
     ],
 )
 def test_a_report_of_something_else_is_not_gone_on_with(tmp_path: Path, change: dict[str, Any], words: str) -> None:
-    file, bench = tmp_path / "r.json", toy({"a": lambda: 1.0})
-    bench.command(Sized(), tmp_path, file)
+    file, bench = tmp_path / "r.json", toy({"a": lambda: 1.0}, settings=Sized)
+    bench.command(directory=tmp_path, json_file=file)
     assert bench.resumed(file, Sized("full"), tmp_path)["r"], "the profile may be another"
     said = read(file)
     parts = {key: {**said[key], **part} if isinstance(part, dict) else part for key, part in change.items()}
@@ -151,7 +151,7 @@ class Sized(kit.Settings):
 def test_quick_prints_no_verdict(tmp_path: Path, profile: str, capsys: pytest.CaptureFixture[str]) -> None:
     bench = toy({"a": lambda: 1.0, "b": broken})
     with pytest.raises(typer.Exit) as ended:
-        bench.command(kit.Settings(profile), tmp_path, None, tmp_path / "r.svg")
+        bench.command(quick=profile == "quick", directory=tmp_path, plot=tmp_path / "r.svg")
     assert ended.value.exit_code == 1
     out, err = capsys.readouterr()
     assert ("MISSED: at least 0.75" in out) == ("mean nothing" not in out) == (profile == "default")
@@ -163,33 +163,46 @@ def test_quick_prints_no_verdict(tmp_path: Path, profile: str, capsys: pytest.Ca
 
 def test_a_line_has_the_figures_of_its_row() -> None:
     slow = {**TOY, "unit": "s", "ratio_low": 0.3, "ratio_high": 0.9}
-    [fast, late] = rows.lines_table("", [("a toy", TOY), ("slow", slow)]).rows
+    [fast, late] = figures.Ratios("", [("a toy", TOY), ("slow", slow)]).table().rows
     assert fast == ("a toy", "2.00 GB/s", "another: 4.00 GB/s", "0.500 (0.250 to 1.00)", "MISSED: at least 0.75")
     assert late == ("slow", "2.00 s", "another: 4.00 s", "0.500 (0.300 to 0.900)", "MISSED: at most 0.75")
-    assert rows.lines_table("", [("w", rows.compared("w", SERIES, "x", SERIES))]).columns[-1] == "ratio"
+    unjudged = figures.Ratios("", [("w", figures.compared("w", SERIES, "x", SERIES))])
+    assert unjudged.table().columns[-1] == "ratio"
+
+
+def test_panels_without_lines_are_not_drawn() -> None:
+    import matplotlib.figure
+
+    bars = [figures.Bar("a", [9.0, 8.0, 33.0], "0.6", 7.0), figures.Bar("b", [4.0, 7.5], "0.6")]
+    values, ratios = figures.Values("v", bars, "ms", "{:.1f}".format), figures.Ratios("r", [("a toy", TOY)])
+    assert values.table().rows == [("a", "9.0 (8.0 to 33.0)", ""), ("b", "5.8 (4.0 to 7.5)", "1.57")]
+    for panels, titles in ([], []), ([values, figures.Ratios("none", []), ratios], ["v", "r"]):
+        figure = matplotlib.figure.Figure()
+        figures.draw(panels, figure)
+        assert [axes.get_title() for axes in figure.axes] == titles
+    above = figure.axes[0]
+    assert [bar.get_width() for bar in above.patches] == [9.0, 5.75]
+    assert [text.get_text() for text in above.texts] == ["9.0", "5.8"]
+    assert [list(dots.get_xdata()) for dots in above.lines if len(dots.get_xdata()) > 1] == [
+        [9.0, 8.0, 33.0], [7.0, 7.0], [4.0, 7.5],
+    ]  # fmt: skip
 
 
 def read(file: Path) -> dict[str, Any]:
     return dict(json.loads(file.read_text()))
 
 
-def test_json_is_replaced_in_one_step(tmp_path: Path) -> None:
+def test_a_report_replaces_a_file_in_one_step_and_goes_into_a_pipe(tmp_path: Path) -> None:
     """A write that fails leaves the old file, and nothing beside it."""
-    file = tmp_path / "report.json"
+    file, pipe = tmp_path / "report.json", tmp_path / "pipe"
     kit.write_json(file, {"a": 1})
     file.chmod(0o640)
-    before = file.stat().st_ino
     with pytest.raises(TypeError):
         kit.write_json(file, {"a": object()})
-    assert json.loads(file.read_text()) == {"a": 1}
+    assert read(file) == {"a": 1}
     kit.write_json(file, {"a": 2})
-    assert json.loads(file.read_text()) == {"a": 2}
+    assert read(file) == {"a": 2}
     assert (file.stat().st_mode & 0o777, list(tmp_path.iterdir())) == (0o640, [file])
-    assert file.stat().st_ino != before
-
-
-def test_json_goes_into_a_pipe_too(tmp_path: Path) -> None:
-    pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     with open(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)) as reader:
         kit.write_json(pipe, {"a": 1})
@@ -204,16 +217,22 @@ def test_matplotlib_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> Non
         kit.require_matplotlib(Path("a.png"))
 
 
-def test_the_machine_is_in_the_report(tmp_path: Path) -> None:
+def test_the_machine_and_the_commit_are_in_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = machine.describe(tmp_path)
-    assert said["cores"] == len(os.sched_getaffinity(0))
+    assert (said["cores"], said["kernel"]) == (len(os.sched_getaffinity(0)), os.uname().release)
     assert said["memory_bytes"] > MIB
-    assert said["kernel"] == os.uname().release
     assert {"gdscache", "torch", "numpy", "xxhash"} <= said["versions"].keys()
-    expected = subprocess.run(["stat", "-f", "-c", "%T", tmp_path], capture_output=True, text=True, check=True)
     kind = said["storage"]["file_system"]
-    assert kind is not None
-    assert kind in ("overlay", "btrfs") or kind[:3] == expected.stdout.strip()[:3]
+    assert kind in ("overlay", "btrfs") or kind[:3] == output("stat", "-f", "-c", "%T", tmp_path)[:3]
+    root = Path(machine.__file__).resolve().parents[3]
+    if (root / ".git").exists():
+        assert said["commit"]["hash"] == output("git", "-C", root, "rev-parse", "HEAD")
+    monkeypatch.setattr(machine, "__file__", str(tmp_path / "gdscache" / "commands" / "bench" / "machine.py"))
+    assert machine.commit() is None  # an installed wheel is no source tree
+
+
+def output(*command: Any) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 @pytest.mark.parametrize(
@@ -245,14 +264,13 @@ def test_commands_import_nothing_heavy() -> None:
         "names = ('matplotlib', 'gdscache.commands.bench.'); "
         "print(sorted(m for m in set(sys.modules) - before if m.startswith(names)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "['gdscache.commands.bench.commands']"
+    assert output(sys.executable, "-c", code) == "['gdscache.commands.bench.commands']"
 
 
 # -- the parts ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_bare_loop_touches_every_part_once(tmp_path: Path) -> None:
+def test_the_bare_loop_touches_every_part_once_and_reports_short_reads(tmp_path: Path) -> None:
     file = tmp_path / "f"
     file.write_bytes(bytes(8 * MIB))
     with contextlib.closing(bare.BareLoop(file, 8 * MIB)) as loop:
@@ -263,30 +281,23 @@ def test_the_bare_loop_touches_every_part_once(tmp_path: Path) -> None:
         loop._buffer.view[:] = bytes(8 * MIB)
         assert loop.run(Op.READ, bare.Way(2, MIB)) > 0
         assert loop._buffer.view == noise
-        ways = loop.scout(Op.READ)
-        assert len(ways) == bare.KEPT
-        assert loop.total == 8 * MIB
-
-
-def test_the_bare_loop_reports_short_reads(tmp_path: Path) -> None:
-    file = tmp_path / "f"
-    file.write_bytes(bytes(4 * MIB))
-    with contextlib.closing(bare.BareLoop(file, 4 * MIB)) as loop:
-        os.truncate(file, 3 * MIB)
+        assert (len(loop.scout(Op.READ)), loop.total) == (bare.KEPT, 8 * MIB)
+        os.truncate(file, 7 * MIB)
         with pytest.raises(IOFailedError, match="moved less than 1048576"):
             loop.run(Op.READ, bare.Way(2, MIB))
     with pytest.raises(InvalidValueError, match="shorter"):
-        bare.BareLoop(file, 4 * MIB)
+        bare.BareLoop(file, 8 * MIB)
 
 
 def test_ways_take_turns() -> None:
     order: list[str] = []
     ways = {name: (lambda name=name: order.append(name) or float(len(order))) for name in "ab"}
-    found = measure.interleave(ways, 3)
+    found = figures.interleave(ways, 3)
     assert order == ["a", "b"] * 3
     assert found["a"]["values"] == [1.0, 3.0, 5.0]
     assert found["b"]["median"] == 4.0
-    assert measure.ratio(found["a"], found["b"]) == {"ratio": 0.75, "ratio_min": 0.5, "ratio_max": 5 / 6}
+    row = figures.compared("", found["a"], "", found["b"])
+    assert (row["ratio"], row["ratio_min"], row["ratio_max"]) == (0.75, 0.5, 5 / 6)
 
 
 @pytest.mark.parametrize(
@@ -304,35 +315,14 @@ def test_ways_take_turns() -> None:
 def test_intervals_are_order_statistics(count: int, low: int, high: int, coverage: float) -> None:
     values = [float(i) for i in range(1, count + 1)]
     random.Random(1).shuffle(values)
-    found = measure.median_interval(values)
-    assert (found.median, found.low, found.high) == ((count + 1) / 2, low, high)
-    assert found.coverage == pytest.approx(coverage, abs=1e-6)
+    expected = (count + 1) / 2, low, high, pytest.approx(coverage, abs=1e-6)
+    assert figures.median_interval(values) == expected
 
 
-def test_pairs_change_their_order_and_keep_their_places() -> None:
+def test_pairs_change_their_order_and_their_ratio_is_that_of_each_pair() -> None:
     order: list[str] = []
-    found = measure.turns(lambda: order.append("a") or "A", lambda: order.append("b") or "B", 3)
+    found = figures.turns(lambda: order.append("a") or "A", lambda: order.append("b") or "B", 3)
     assert order == ["a", "b", "b", "a", "a", "b"]
     assert found == (["A"] * 3, ["B"] * 3)
-
-
-def test_a_ratio_is_that_of_pairs() -> None:
-    """A machine that slows down by half in the middle of it: each pair still says 0.9."""
-    found = measure.paired([9.0, 4.5, 4.5, 9.0, 18.0], [10.0, 5.0, 5.0, 10.0, 20.0])
-    assert found == {"ratio": 0.9, "ratio_low": 0.9, "ratio_high": 0.9, "coverage": 0.9375, "pairs": 5}
-
-
-# -- the machine -------------------------------------------------------------------------------------------------------
-
-
-def test_the_commit_is_the_tree_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = Path(machine.__file__).resolve().parents[3]
-    said = machine.commit()
-    if not (root / ".git").exists():
-        assert said is None
-        return
-    head = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-    assert said is not None
-    assert said["hash"] == head.stdout.strip()
-    monkeypatch.setattr(machine, "__file__", str(tmp_path / "gdscache" / "commands" / "bench" / "machine.py"))
-    assert machine.commit() is None  # an installed wheel is no source tree
+    slowing = figures.paired([9.0, 4.5, 4.5, 9.0, 18.0], [10.0, 5.0, 5.0, 10.0, 20.0])
+    assert slowing == {"ratio": 0.9, "ratio_low": 0.9, "ratio_high": 0.9, "coverage": 0.9375, "pairs": 5}

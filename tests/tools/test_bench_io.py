@@ -16,7 +16,7 @@ import torch
 
 from gdscache import errors
 from gdscache.commands import console
-from gdscache.commands.bench import bare, io, io_cache, io_engine, io_rows
+from gdscache.commands.bench import bare, io, io_engine, machine
 from gdscache.commands.bench.io import BENCH, Settings
 from gdscache.commands.bench.io_engine import ColdEngine, Place
 from gdscache.config import SsdConfig
@@ -32,9 +32,9 @@ pytestmark = pytest.mark.suite
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
-TINY = dataclasses.replace(Settings.of("quick"), repeat=1)
+TINY = Settings.of(quick=True, repeat=1)
 RAM = Path("/dev/shm")
-HAS_RAM = RAM.is_dir() and os.access(RAM, os.W_OK) and io_cache.in_memory(RAM)
+HAS_RAM = RAM.is_dir() and os.access(RAM, os.W_OK) and machine.in_memory(RAM)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_every_transport_is_measured_or_listed_with_its_cause(report: dict[str, 
     listed = {entry["what"]: entry["cause"] for entry in report["cannot"]}
     measured = {row["case"] for row in report["comparisons"]}
     assert listed["packed loads, 8MiB pages"] == "torch sees no CUDA device"
-    for transport in io_rows.TRANSPORTS:
+    for transport in io.TRANSPORTS:
         cases = [f"stores and loads, {transport}, {size}MiB pages" for size in (4, 1)]
         assert [case in measured for case in cases] == [case not in listed for case in cases]
     assert "stores and loads, posix, 4MiB pages" in measured
@@ -106,7 +106,7 @@ def test_people_get_what_it_comes_to(quick: tuple[Path, str], report: dict[str, 
         own = [r for r in report["comparisons"] if r["what"] in (f"{what}, 4MiB pages", f"{what}, 1MiB pages")]
         assert f"{console.figure(max(r['figure']['median'] for r in own))} GB/s of {words}" in said
     assert io.bottom({**report, "comparisons": []}) == []
-    usual = [line for table in io.tables(report) for line in table.lines(80)]
+    usual = [line for table in BENCH.tables(report) for line in table.lines(80)]
     assert len(usual) < 60
 
 
@@ -123,14 +123,14 @@ def test_gds_that_is_required_is_proven_or_fails(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("one_way")
 def test_gds_that_no_counter_saw_is_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a transport to host memory in the place of one that is proven."""
-    monkeypatch.setattr(io_rows, "GDS", ("posix",))
+    monkeypatch.setattr(io, "GDS", ("posix",))
     counters = iter([(5, 5), (5, 5), (5, 5), (6, 6)])
-    monkeypatch.setattr(io_rows, "gds_operations", lambda: next(counters))
-    plain = io_rows.ColdEngine
-    monkeypatch.setattr(io_rows, "ColdEngine", lambda place, size, ssd: plain(place, size, {**ssd, "gds": "off"}))
+    monkeypatch.setattr(io, "gds_operations", lambda: next(counters))
+    plain = io.ColdEngine
+    monkeypatch.setattr(io, "ColdEngine", lambda place, size, ssd: plain(place, size, {**ssd, "gds": "off"}))
     with pytest.raises(errors.IOFailedError, match="nvidia-fs counted no I/O"):
-        io_rows.stores_and_loads(place(tmp_path), MIB, "posix", require_gds=True)
-    assert io_rows.stores_and_loads(place(tmp_path), MIB, "posix", require_gds=True)
+        io.stores_and_loads(place(tmp_path), MIB, "posix", require_gds=True)
+    assert io.stores_and_loads(place(tmp_path), MIB, "posix", require_gds=True)
 
 
 # -- the page cache ----------------------------------------------------------------------------------------------------
@@ -139,16 +139,16 @@ def test_gds_that_no_counter_saw_is_no_figure(tmp_path: Path, monkeypatch: pytes
 def test_what_is_dropped_is_gone_and_what_is_not_is_said(tmp_path: Path) -> None:
     path = tmp_path / "f"
     path.write_bytes(bytes(4 * MIB))
-    if io_cache.in_memory(tmp_path):
+    if machine.in_memory(tmp_path):
         pytest.skip("the temporary directory is a RAM disk: nothing can be dropped there")
-    assert io_cache.resident_bytes(path) == 4 * MIB
-    assert io_cache.state(path, direct=False) == {"state": "kept", "resident_bytes": 4 * MIB}
-    io_cache.drop([path])
-    assert io_cache.state(path, direct=False) == {"state": "dropped", "resident_bytes": 0}
-    assert io_cache.state(path, direct=True)["state"] == "bypassed"
+    assert machine.resident_bytes(path) == 4 * MIB
+    assert machine.cache_state(path, direct=False) == {"state": "kept", "resident_bytes": 4 * MIB}
+    machine.drop_cached([path])
+    assert machine.cache_state(path, direct=False) == {"state": "dropped", "resident_bytes": 0}
+    assert machine.cache_state(path, direct=True)["state"] == "bypassed"
     with path.open("rb") as file:
         file.read(4096)
-    assert io_cache.state(path, direct=False)["state"] == "kept"
+    assert machine.cache_state(path, direct=False)["state"] == "kept"
 
 
 @pytest.mark.skipif(not HAS_RAM, reason="no RAM disk at /dev/shm")
@@ -156,8 +156,8 @@ def test_a_ram_disk_is_said_to_be_one() -> None:
     with tempfile.NamedTemporaryFile(dir=RAM) as file:
         file.write(bytes(MIB))
         file.flush()
-        io_cache.drop([Path(file.name)])
-        assert io_cache.state(Path(file.name), direct=True) == {"state": "memory", "resident_bytes": MIB}
+        machine.drop_cached([Path(file.name)])
+        assert machine.cache_state(Path(file.name), direct=True) == {"state": "memory", "resident_bytes": MIB}
 
 
 # -- an engine's stores and loads --------------------------------------------------------------------------------------
@@ -211,10 +211,10 @@ def test_reads_through_the_page_cache_are_cold(tmp_path: Path, monkeypatch: pyte
     for module in (files, bare):
         monkeypatch.setattr(module, "probe_direct_io", lambda directory: "open answers Invalid argument")
     dropped: list[int] = []
-    drop = io_cache.drop
-    monkeypatch.setattr(io_cache, "drop", lambda paths: dropped.append(1) or drop(paths))
-    found = io_rows.stores_and_loads(place(tmp_path), MIB)
-    allowed = {"memory"} if io_cache.in_memory(tmp_path) else {"dropped", "kept"}  # the bare loop keeps what it read
+    drop = machine.drop_cached
+    monkeypatch.setattr(machine, "drop_cached", lambda paths: dropped.append(1) or drop(paths))
+    found = io.stores_and_loads(place(tmp_path), MIB)
+    allowed = {"memory"} if machine.in_memory(tmp_path) else {"dropped", "kept"}  # the bare loop keeps what it read
     assert {row["cache"]["state"] for row in found} <= allowed
     assert len(dropped) == 2  # before the load that counts, and before that of the check
 
@@ -228,7 +228,7 @@ def engine_transport(directory: Path) -> str:
 @pytest.mark.usefixtures("one_way")
 def test_without_io_uring_it_measures_threads_as_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_ring(monkeypatch)
-    assert {r["transport"] for r in io_rows.stores_and_loads(place(tmp_path), MIB)} == {"posix"}
+    assert {r["transport"] for r in io.stores_and_loads(place(tmp_path), MIB)} == {"posix"}
 
 
 @pytest.mark.usefixtures("one_way")
@@ -244,8 +244,8 @@ def test_without_io_uring_it_measures_threads_as_an_engine(tmp_path: Path, monke
 def test_targets_are_those_of_a_disk(
     mib: int, memory: bool, transport: str, targets: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(io_cache, "in_memory", lambda directory: memory)
-    rows = io_rows.stores_and_loads(place(tmp_path), mib * MIB, transport)
+    monkeypatch.setattr(machine, "in_memory", lambda directory: memory)
+    rows = io.stores_and_loads(place(tmp_path), mib * MIB, transport)
     assert [row.get("target") for row in rows] == targets
     assert all(row["met"] is (row["ratio"] >= row["target"]) for row in rows if "target" in row)
 
@@ -253,16 +253,16 @@ def test_targets_are_those_of_a_disk(
 def test_threads_are_the_engine_s_and_more_on_a_ram_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     default = int(SsdConfig.model_fields["threads"].default)
     seen: list[int] = []
-    monkeypatch.setattr(io_rows, "stores_and_loads", lambda place, **_: seen.append(place.threads) or [])
+    monkeypatch.setattr(io, "stores_and_loads", lambda place, **_: seen.append(place.threads) or [])
     for given, memory in ((None, False), (None, True), (3, True)):
-        monkeypatch.setattr(io_cache, "in_memory", lambda directory, memory=memory: memory)
+        monkeypatch.setattr(machine, "in_memory", lambda directory, memory=memory: memory)
         BENCH.run(dataclasses.replace(TINY, threads=given), tmp_path)
     assert seen == [default, default, max(default, 12), max(default, 12), 3, 3]
 
 
 def test_packed_loads_are_held_against_unpacked_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(io_cache, "in_memory", lambda directory: True)
-    rows = io_rows.packed_loads(place(tmp_path), MIB)
+    monkeypatch.setattr(machine, "in_memory", lambda directory: True)
+    rows = io.packed_loads(place(tmp_path), MIB)
     assert [r["against"] for r in rows] == ["unpacked", "a page-locked copy"] * 3
     assert [r.get("target") for r in rows] == [1.25, 1.18, 1.20, None, 1.20, None]
 
@@ -273,16 +273,6 @@ def test_a_disk_without_room_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_part_of_a_report_can_be_drawn(report: dict[str, Any], tmp_path: Path) -> None:
-    import matplotlib.figure
-
-    for rows in ([], report["comparisons"][:1]):
-        figure, part = matplotlib.figure.Figure(), {**report, "comparisons": rows}
-        io.plot(part, figure)
-        figure.savefig(tmp_path / "part.svg")
-        assert all(len(line) <= 80 for table in io.tables(part) for line in table.lines(80))
-
-
 # -- on a GPU ----------------------------------------------------------------------------------------------------------
 
 
@@ -290,7 +280,7 @@ def test_part_of_a_report_can_be_drawn(report: dict[str, Any], tmp_path: Path) -
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_every_transport_on_a_gpu(tmp_path: Path) -> None:
     """Whatever works here is byte-checked and measured; what does not has a cause."""
-    found = BENCH.run(Settings.of("quick", everything=True), tmp_path)
+    found = BENCH.run(Settings.of(quick=True, everything=True), tmp_path)
     assert found["failed"] == []
     assert found["complete"]
     assert {"a page-locked copy", "unpacked"} <= {r["against"] for r in found["comparisons"]}

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from gdscache.commands.bench import compare, kit, report, rows
-from gdscache.commands.bench.measure import series
+from gdscache.commands.bench import compare, figures, kit, report
+from gdscache.commands.bench.figures import series
 from gdscache.commands.cli import app
 from gdscache.commands.console import silent
 from gdscache.errors import InvalidValueError
@@ -48,11 +48,9 @@ def some(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]
     """Have a report made of these toys, and of a bench that cannot run."""
 
     def put(**benches: dict[str, Callable[[], float]]) -> None:
-        found = [
-            report.Part(name, f"The {name}", 0.5, lambda name=name, of=of: (toy(of, name), kit.Settings(), tmp_path))
-            for name, of in benches.items()
-        ]
-        found.append(report.Part("gpu", "The GPU", 0.5, lambda: pytest.fail("it cannot run"), "torch sees no GPU"))
+        found = [report.Part(toy(of, name), f"The {name}", 0.5, tmp_path, {}) for name, of in benches.items()]
+        lacking = toy({"g": lambda: pytest.fail("it cannot run")}, "gpu")
+        found.append(report.Part(lacking, "The GPU", 0.5, tmp_path, {}, "torch sees no GPU"))
         monkeypatch.setattr(report, "parts", lambda directory, *, quick: found)
 
     return put
@@ -120,7 +118,7 @@ def test_this_machine_has_parts() -> None:
 
 def written(path: Path, name: str = "io", **values: tuple[float, ...]) -> Path:
     found = [
-        {"case": case, **rows.compared(case, series(v), "x", series((1.0,) * len(v)))} for case, v in values.items()
+        {"case": case, **figures.compared(case, series(v), "x", series((1.0,) * len(v)))} for case, v in values.items()
     ]
     path.write_text(json.dumps({"schema": f"gdscache.bench.{name}/3", "comparisons": found}))
     return path

@@ -9,12 +9,13 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from gdscache.commands.bench import ttft, ttft_report
-from gdscache.commands.bench.ttft import BENCH
+from gdscache.commands.bench import figures, ttft
+from gdscache.commands.bench.ttft import BENCH, judge
 from gdscache.commands.bench.ttft_cells import (
     CACHED,
     NOWHERE,
@@ -28,7 +29,6 @@ from gdscache.commands.bench.ttft_cells import (
     transfer_seconds,
     worst,
 )
-from gdscache.commands.bench.ttft_report import judge
 from gdscache.commands.bench.ttft_transformers import TransformersClient, _Layers
 from gdscache.commands.console import duration
 from gdscache.errors import InvalidValueError, IOFailedError
@@ -36,7 +36,9 @@ from tests.support.terminal import on_terminal
 
 pytestmark = pytest.mark.suite
 
-SMALL = dataclasses.replace(Settings.of("quick", "cpu", everything=True), prompts=(96,), page_tokens=8, repeat=1)
+SMALL = dataclasses.replace(
+    Settings.of(quick=True, device="cpu", everything=True), prompts=(96,), page_tokens=8, repeat=1
+)
 KEYS = [
     "schema", "machine", "settings", "complete", "interrupted", "left", "done", "cannot", "failed",
     "model", "cells",
@@ -72,7 +74,7 @@ def test_every_cell_has_a_figure_or_a_cause(quick: tuple[Path, dict[str, Any], s
     path, report, printed = quick
     assert list(report) == KEYS
     assert (report["schema"], report["complete"], report["left"]) == ("gdscache.bench.ttft/8", True, [])
-    wanted = [cell.label for cell in cells(Settings.of("quick", "cpu"))]
+    wanted = [cell.label for cell in cells(Settings.of(quick=True, device="cpu"))]
     listed = [row["what"] for name in ("cannot", "failed") for row in report[name]]
     assert sorted([*(cell_of(row).label for row in report["cells"]), *listed]) == sorted(wanted)
     assert report["failed"] == []
@@ -117,7 +119,7 @@ def test_the_figures_are_what_they_say(quick: tuple[Path, dict[str, Any], str]) 
 
 def test_the_bottom_line_is_what_a_user_has_of_it(quick: tuple[Path, dict[str, Any], str]) -> None:
     _, report, printed = quick
-    [said] = ttft_report.bottom(report)
+    [said] = ttft.bottom(report)
     assert " ".join(printed.split()).endswith(said)
     some = [row for row in report["cells"] if row["overlap"] and not row["gate"]]
     rows = {row["where"]: row for row in some if row["cached_percent"] == 90}
@@ -125,15 +127,11 @@ def test_the_bottom_line_is_what_a_user_has_of_it(quick: tuple[Path, dict[str, A
         assert f"{duration(rows[where]['ttft_seconds']['median'])} {words}" in said
     assert f"{duration(rows['cpu']['recompute_seconds']['median'])} where all of it is computed" in said
     assert "A prompt that hits nothing takes" in said
-    assert ttft_report.bottom({**report, "cells": []}) == []
-
-
-def test_details_are_shown_on_request_alone(quick: tuple[Path, dict[str, Any], str]) -> None:
-    _, report, _ = quick
-    shown = [line for table in ttft_report.tables(report) for line in table.lines(80)]
+    assert ttft.bottom({**report, "cells": []}) == []
+    shown = [line for table in BENCH.tables(report) for line in table.lines(80)]
     assert len(shown) < 40
     assert not any("gate" in line for line in shown)
-    assert any("gate" in line for table in ttft_report.details(report) for line in table.lines(80))
+    assert any("gate" in line for table in ttft.details(report) for line in table.lines(80))
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
@@ -155,64 +153,42 @@ def a_cell(where: str = "cpu", cached: int = 50, *, overlap: bool = True, gate: 
     return Cell(96, cached, where, overlap, gate)
 
 
-def test_it_goes_on_where_it_was_ended(
+def test_other_tokens_and_errors_are_failures_and_measured_again(
     tmp_path: Path, some: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = [a_cell(NOWHERE, 0), a_cell(), a_cell(overlap=False), a_cell("ssd_via_cpu", 90), a_cell("gpu", 99)]
-    some(*wanted)
-    measured: list[Cell] = []
-    plain, kept = TransformersClient.hit, []
-
-    def hit(self: TransformersClient, cell: Cell) -> Answer:
-        measured.append(cell)
-        if cell.cached_percent == 90 and not kept:
-            raise KeyboardInterrupt
-        return plain(self, cell)
-
-    monkeypatch.setattr(TransformersClient, "hit", hit)
-    found = BENCH.run(SMALL, tmp_path)
-    assert (found["interrupted"], found["complete"], len(found["left"])) == (True, False, 2)
-    assert {cell_of(row) for row in found["cells"]} == set(wanted[:3])
-    assert not any(tmp_path.iterdir())
-    kept += [json.loads(json.dumps(found))]
-    measured.clear()
-    again = BENCH.run(SMALL, tmp_path, done=kept[0])
-    assert set(measured) == set(wanted[3:])
-    assert again["cells"][:3] == kept[0]["cells"]
-    assert {cell_of(row) for row in again["cells"]} == set(wanted)
-    assert (again["interrupted"], again["complete"], again["left"]) == (False, True, [])
-
-
-def test_other_tokens_and_errors_are_failures(
-    tmp_path: Path, some: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wrong, elsewhere = a_cell("cpu"), a_cell("cpu", overlap=False)
+    """After Ctrl-C in the last cell."""
+    wrong, elsewhere, far = a_cell("cpu"), a_cell("cpu", overlap=False), a_cell("ssd_via_cpu", 90)
     good, broken = a_cell("ssd_via_cpu"), a_cell("ssd_via_cpu", overlap=False)
-    some(wrong, elsewhere, good, broken)
-    plain = TransformersClient.hit
+    some(wrong, elsewhere, good, broken, far)
+    plain, measured = TransformersClient.hit, set[Cell]()
+    bad: dict[Cell, Callable[[Answer], Answer]] = {
+        wrong: lambda answer: dataclasses.replace(answer, tokens=tuple(token + 1 for token in answer.tokens)),
+        elsewhere: lambda answer: dataclasses.replace(answer, sources={"ssd": 48}),
+        broken: Mock(side_effect=IOFailedError("the disk is on fire", "leave")),
+        far: Mock(side_effect=KeyboardInterrupt),
+    }
 
     def hit(self: TransformersClient, cell: Cell) -> Answer:
-        if cell == broken:
-            raise IOFailedError("the disk is on fire", "leave")
-        found = plain(self, cell)
-        if cell == wrong:
-            return dataclasses.replace(found, tokens=tuple(token + 1 for token in found.tokens))
-        return dataclasses.replace(found, sources={"ssd": 48}) if cell == elsewhere else found
+        measured.add(cell)
+        return bad.get(cell, lambda answer: answer)(plain(self, cell))
 
     monkeypatch.setattr(TransformersClient, "hit", hit)
     found = BENCH.run(SMALL, tmp_path)
-    causes = {row["what"]: row["cause"] for row in found["failed"]}
-    assert causes == {
+    assert {row["what"]: row["cause"] for row in found["failed"]} == {
         wrong.label: "it gave other tokens than without a cache",
         broken.label: "the disk is on fire",
         elsewhere.label: "tokens came from {'ssd': 48}",
     }
-    assert found["complete"]
+    assert (found["interrupted"], found["complete"], found["left"]) == (True, False, [far.label])
     assert {cell_of(row) for row in found["cells"]} == {wrong, good, elsewhere}
-    monkeypatch.setattr(TransformersClient, "hit", plain)
-    mended = BENCH.run(SMALL, tmp_path, done=found)
-    assert (mended["failed"], len(mended["cells"])) == ([], 4)
-    assert [row["tokens"] for row in mended["cells"]] == ["same"] * 4
+    assert not any(tmp_path.iterdir())
+    again = set(bad)
+    bad.clear()
+    measured.clear()
+    mended = BENCH.run(SMALL, tmp_path, done=json.loads(json.dumps(found)))
+    assert measured == again
+    assert (mended["failed"], mended["left"], mended["complete"]) == ([], [], True)
+    assert [row["tokens"] for row in mended["cells"]] == ["same"] * 5
 
 
 @pytest.mark.parametrize("step", ["prime", "plain"])
@@ -349,17 +325,17 @@ def test_without_transformers_it_names_the_extra(gdscache, monkeypatch: pytest.M
 
 def test_what_is_measured_unasked() -> None:
     for device in ("cuda:0", "cpu"):
-        default, everything = Settings.of("default", device), Settings.of("default", device, everything=True)
+        default, everything = (Settings.of(device=device, everything=all_) for all_ in (False, True))
         wanted = chosen(default)
         assert {cell.prompt_tokens for cell in wanted} == set(sorted(default.prompts)[:2])
         assert {cell.where for cell in wanted} == {NOWHERE, "gpu", "cpu", "ssd_via_cpu"}
         assert all(cell.overlap and not cell.gate for cell in wanted)
         assert len(wanted) == 2 * (1 + 3 * 3)
         assert chosen(everything) == cells(everything)
-    assert {cell.prompt_tokens for cell in chosen(Settings.of("quick", "cpu"))} == {256}
-    assert Settings.of("default", "cuda:0").preset == "8b"
-    assert Settings.of("default", "cuda:0").prompts == (32768, 8192, 131072)
-    whole = cells(Settings.of("default", "cuda:0"))
+    assert {cell.prompt_tokens for cell in chosen(Settings.of(quick=True, device="cpu"))} == {256}
+    assert Settings.of(device="cuda:0").preset == "8b"
+    assert Settings.of(device="cuda:0").prompts == (32768, 8192, 131072)
+    whole = cells(Settings.of(device="cuda:0"))
     assert len(whole) == len(set(whole)) == 3 * (1 + 3 * (1 + 3 * 2 * 2))
     assert [cell_of(cell._asdict()) for cell in whole] == whole
     groups = [cell.group for cell in whole]
@@ -394,7 +370,8 @@ def made_up(cell: Cell, ttft_seconds: float, c: float = 1.0, t: float = 0.5, pla
 
 def judged(row: dict[str, Any], *, ram: bool = True) -> bool | None:
     """Whether the row's target is met; None without one."""
-    return judge(row, ram=ram).get("met")
+    assert "met" not in judge(row, torch.device("cpu"), ram=ram)
+    return judge(row, torch.device("cuda"), ram=ram).get("met")
 
 
 def test_the_verdict_on_hits_and_misses() -> None:
@@ -428,15 +405,15 @@ def test_tokens_are_compared() -> None:
     assert worst([wide], [wide], [wide], 0.0, gated=False) == "same"
 
 
-def test_a_plot_of_what_there_is(tmp_path: Path, quick: tuple[Path, dict[str, Any], str]) -> None:
+def test_a_part_of_a_report_is_drawn(quick: tuple[Path, dict[str, Any], str]) -> None:
     import matplotlib.figure
 
     _, report, _ = quick
-    for name, some in (("none", []), ("one", report["cells"][2:3])):
+    hit = next(row for row in report["cells"] if row["where"] == "cpu" and cell_of(row).usual)
+    for some, count in ([], 0), ([hit], 1), (report["cells"], 2):
         figure = matplotlib.figure.Figure()
-        ttft_report.plot({**report, "cells": some, "model": None}, figure)
-        figure.savefig(tmp_path / f"{name}.png")
-        assert (tmp_path / f"{name}.png").stat().st_size > 1000
+        figures.draw(ttft.panels({**report, "cells": some}), figure)
+        assert len(figure.axes) == count
 
 
 def test_settings_that_measure_nothing() -> None:
@@ -454,7 +431,7 @@ def test_settings_that_measure_nothing() -> None:
 def test_a_quick_run_on_a_gpu(tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    settings = dataclasses.replace(Settings.of("quick", "cuda:0"), repeat=1)
+    settings = dataclasses.replace(Settings.of(quick=True, device="cuda:0"), repeat=1)
     found = BENCH.run(settings, tmp_path)
     assert (found["failed"], found["left"]) == ([], [])
     assert all("ssd direct" in row["what"] for row in found["cannot"])

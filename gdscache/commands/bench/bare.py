@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from gdscache.arrays import address
-from gdscache.commands.bench.measure import interleave, rate
+from gdscache.commands.bench.figures import interleave, rate
 from gdscache.commands.console import Progress, silent
 from gdscache.cuda.driver import Driver
 from gdscache.cuda.host_memory import HostBuffer

@@ -76,11 +76,9 @@ def copy(
 
     Needs a GPU. The bench takes four times --total of page-locked memory and six times --total of GPU memory.
     """
-    from gdscache.commands.bench import copy as measured
-    from gdscache.commands.bench.copy_gpu import Gpu
+    from gdscache.commands.bench.copy import BENCH
 
-    settings = measured.Settings.of(_profile(quick=quick), everything=everything).given(ctx.params)
-    measured.bench(Gpu()).command(settings, Path(), json_file, plot, resume)
+    BENCH.command(**ctx.params)
 
 
 @bench_app.command("io")
@@ -111,10 +109,9 @@ def io(
     and a GPU twice as much. For other sizes, depths, mixes and latencies of a disk use fio. For GPUDirect Storage use
     NVIDIA's gdsio.
     """
-    from gdscache.commands.bench.io import BENCH, Settings
+    from gdscache.commands.bench.io import BENCH
 
-    settings = Settings.of(_profile(quick=quick), everything=everything).given(ctx.params)
-    BENCH.command(settings, directory, json_file, plot, resume)
+    BENCH.command(**ctx.params)
 
 
 @bench_app.command("ttft")
@@ -160,23 +157,16 @@ def ttft(
     minutes, 25 GiB of GPU memory for each engine that is open, and 40 GiB of host memory. A RAM disk takes host memory
     too.
     """
-    from gdscache.commands.bench.ttft import place
+    from gdscache.commands.bench import serving, ttft
+    from gdscache.cuda.streams import resolve_device
 
+    given = ctx.params | {"directory": ttft.place(directory)}
     if engine == _TRANSFORMERS:
-        from gdscache.commands.bench.ttft import BENCH
-        from gdscache.commands.bench.ttft_cells import Settings
-        from gdscache.cuda.streams import resolve_device
-
         _refuse(ctx, _SERVERS)
-        on = str(resolve_device(device or "auto"))
-        settings = Settings.of(_profile(quick=quick), on, everything=everything).given(ctx.params | {"device": on})
-        BENCH.command(settings, place(directory), json_file, plot, resume)
+        ttft.BENCH.command(**given | {"device": str(resolve_device(device or "auto"))})
     else:
-        from gdscache.commands.bench import serving
-
         _refuse(ctx, _TRANSFORMERS)
-        of_server = serving.Settings.of(_profile(quick=quick), engine, python).given(ctx.params)
-        serving.BENCH.command(of_server, place(directory), json_file, plot)
+        serving.BENCH.command(**given)
 
 
 @bench_app.command("links")
@@ -189,6 +179,7 @@ def links(
         int | None, size_option("--total", "Bytes that a load brings to each rank. Default: 1GiB.")
     ] = None,
     repeat: Repeat = None,
+    resume: Resume = None,
     json_file: Json = None,
     plot: Plot = None,
     quick: Quick = False,
@@ -199,9 +190,9 @@ def links(
     ranks; latents are kept once for all of them. The bench takes four times --total of memory on each GPU, and for
     each rank twice --total of page-locked memory.
     """
-    from gdscache.commands.bench.links import BENCH, Settings
+    from gdscache.commands.bench.links import BENCH
 
-    BENCH.command(Settings.of(_profile(quick=quick)).given(ctx.params), Path(), json_file, plot)
+    BENCH.command(**ctx.params)
 
 
 @bench_app.command("report")
@@ -245,25 +236,14 @@ def compare(
     """Show the changes from report A to report B beyond noise: figures whose spreads of four rounds or more do not
     meet."""
     from gdscache.commands.bench import compare as measured
-    from gdscache.commands.console import Table, figure, show
+    from gdscache.commands.console import show
 
     both, gone, new = measured.compare(first, second)
     if as_json:
         rows = [{"what": one.name, "ratio": one.ratio, "word": one.word} for one in both]
         typer.echo(json.dumps({"changes": rows, "only_in_first": gone, "only_in_second": new}, indent=2))
-        return
-    table = Table("", "figure", "A", "B", "B / A", "")
-    for one in both:
-        if everything or one.word not in measured.QUIET:
-            spread = [f"{figure(f.middle)} ({figure(f.low)} to {figure(f.high)})" for f in (one.before, one.after)]
-            table.add_row(one.name, *spread, figure(one.ratio), one.word)
-    words = [one.word for one in both]
-    counts = ", ".join(
-        f"{words.count(word)} {word}" for word in ("better", "worse", "other", *measured.QUIET) if word in words
-    )
-    show(
-        table, f"{len(both)} figures are in both reports: {counts}. {len(gone)} are in A alone, {len(new)} in B alone."
-    )
+    else:
+        show(*measured.shown(both, gone, new, everything=everything))
 
 
 def _refuse(ctx: typer.Context, panel: str) -> None:
@@ -272,7 +252,3 @@ def _refuse(ctx: typer.Context, panel: str) -> None:
         if getattr(option, "rich_help_panel", None) == panel and ctx.params[option.name or ""] not in (None, ()):
             message = f"{option.opts[0]} is an option of --engine {panel.lower()}"
             raise InvalidValueError(message, "leave it out, or choose that engine")
-
-
-def _profile(*, quick: bool) -> str:
-    return "quick" if quick else "default"

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from gdscache.commands.bench.figures import RATE, spread
 from gdscache.commands.bench.report import JSON_NAME
-from gdscache.commands.bench.rows import RATE, spread
+from gdscache.commands.console import Table, figure
 from gdscache.errors import InvalidValueError
 
 QUIET = ("same", "unsure")  # words for no known change
@@ -17,8 +17,7 @@ _ROUNDS = 4  # in each report: with fewer rounds, spreads miss each other by cha
 _LESS = ("s", "us", "bytes")  # units of which less is better; of `RATE` more is better
 
 
-@dataclasses.dataclass(frozen=True)
-class Figure:
+class Figure(NamedTuple):
     """A measured figure with its spread. `more`: whether more of it is better; None: unknown."""
 
     middle: float
@@ -28,8 +27,7 @@ class Figure:
     rounds: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Change:
+class Change(NamedTuple):
     """A figure of both reports. `ratio`: the second median divided by the first."""
 
     name: str
@@ -64,6 +62,19 @@ def compare(first: Path, second: Path) -> tuple[list[Change], list[str], list[st
     return both, [name for name in a if name not in b], [name for name in b if name not in a]
 
 
+def shown(both: Sequence[Change], gone: Sequence[str], new: Sequence[str], *, everything: bool) -> tuple[Table, str]:
+    """A table of the changes, with `everything` of all figures, and their numbers in a sentence."""
+    table = Table("", "figure", "A", "B", "B / A", "")
+    for one in both:
+        if everything or one.word not in QUIET:
+            spread = [f"{figure(f.middle)} ({figure(f.low)} to {figure(f.high)})" for f in (one.before, one.after)]
+            table.add_row(one.name, *spread, figure(one.ratio), one.word)
+    words = [one.word for one in both]
+    counts = [f"{words.count(word)} {word}" for word in ("better", "worse", "other", *QUIET) if word in words]
+    alone = f"{len(gone)} are in A alone, {len(new)} in B alone"
+    return table, f"{len(both)} figures are in both reports: {', '.join(counts)}. {alone}."
+
+
 def _figures(path: Path) -> dict[str, Figure]:
     file = path / JSON_NAME if path.is_dir() else path
     try:
@@ -73,34 +84,29 @@ def _figures(path: Path) -> dict[str, Figure]:
     if not isinstance(report, dict) or not str(report.get("schema", "")).startswith("gdscache.bench."):
         raise InvalidValueError(f"{file} is no report of gdscache bench", "see gdscache bench --help")
     benches = report.get("benches", {report["schema"].split(".")[2].partition("/")[0]: report})
-    return {f"{name}: {key}": figure for name, one in benches.items() for key, figure in _of_bench(one)}
-
-
-def _of_bench(report: Mapping[str, Any]) -> Iterator[tuple[str, Figure]]:
-    for section, rows in report.items():
-        for row in rows if isinstance(rows, list) else ():
-            if isinstance(row, dict):
-                yield from _of_row(section, row)
+    return {
+        f"{name}: {key}": figure
+        for name, bench in benches.items()
+        for section, rows in bench.items()
+        for row in (rows if isinstance(rows, list) else ())
+        if isinstance(row, dict)
+        for key, figure in _of_row(section, row)
+    }
 
 
 def _of_row(section: str, row: Mapping[str, Any]) -> Iterator[tuple[str, Figure]]:
-    """A row's ratio to its reference, if it has one: the ratio is steadier than the figure itself."""
+    """A row's ratio to its reference, if it has one: the ratio is steadier than the figure itself. Else its series."""
     words = [str(row[key]) for key in ("case", "what", "op", "against", "direction") if key in row]
-    name = ", ".join(dict.fromkeys([*words, *(f"{row[key]:,} B" for key in ("io_bytes", "page_bytes") if key in row)]))
-    unit = row.get("unit", "GB/s" if "gb_per_second" in row else "")
+    words += [f"{row[key]:,} B" for key in ("io_bytes", "page_bytes") if key in row]
+    name = ", ".join(dict.fromkeys(words)) or section
+    unit = row.get("unit", RATE if "gb_per_second" in row else "")
     more = True if unit == RATE else False if unit in _LESS else None
     if "ratio" in row:
-        series = row.get("figure", row.get("gb_per_second"))
-        yield f"{name or section} (ratio)", Figure(row["ratio"], *spread(row), more, _rounds(series))
+        rounds = row.get("figure", row.get("gb_per_second", {})).get("values", ())
+        yield f"{name} (ratio)", Figure(row["ratio"], *spread(row), more, len(rounds))
         return
     for key, series in row.items():
         if isinstance(series, Mapping) and {"median", "min", "max"} <= series.keys():
             better = False if key.endswith("_seconds") else more
-            yield (
-                f"{name or section}, {key}",
-                Figure(series["median"], series["min"], series["max"], better, _rounds(series)),
-            )
-
-
-def _rounds(series: Any) -> int:
-    return len(series.get("values", ())) if isinstance(series, Mapping) else 0
+            rounds = series.get("values", ())
+            yield f"{name}, {key}", Figure(series["median"], series["min"], series["max"], better, len(rounds))

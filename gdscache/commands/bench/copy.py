@@ -12,24 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from gdscache.commands.bench import kit
-from gdscache.commands.bench.copy_beside import SUMS_TARGET, Beside, attention, compared_rates, matrix_product
 from gdscache.commands.bench.copy_cells import Cell, cells
-from gdscache.commands.bench.copy_gpu import Gpu, Way, timed
+from gdscache.commands.bench.copy_gpu import Beside, Gpu, Way, attention, matrix_product, timed
 from gdscache.commands.bench.copy_planes import BenchPlanes, Copies
-from gdscache.commands.bench.measure import frozen_heap, turns
-from gdscache.commands.bench.rows import RATE, Line, bars, lines_table
+from gdscache.commands.bench.figures import RATE, Line, Ratios, frozen_heap, in_words, paired_rates, turns
 from gdscache.commands.console import Table, figure
 from gdscache.sizes import GIB, MIB
 
 MEMCPY = "cudaMemcpyAsync"
 NO_SUMS = "without checksums"
+SUMS_TARGET = 0.98
 USUAL_TOKENS = 64  # of a page
-BESIDE_CELL = (
-    "gqa",
-    USUAL_TOKENS,
-    "all",
-    "load",
-)  # geometry, page_tokens, part, direction of the copies beside a model's work
+BESIDE_CELL = ("gqa", USUAL_TOKENS, "all", "load")  # geometry, page_tokens, part, direction beside a model's work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,25 +42,18 @@ class Settings(kit.Settings):
     attention: int = 8192
 
     @classmethod
-    def of(cls, profile: str, *, everything: bool = False) -> Settings:
-        if profile == "quick":
-            return cls(profile, everything, 32 * MIB, 128 * MIB, 2, 4096, 4096)
-        return cls(profile, everything)
+    def defaults(cls, *, quick: bool = False, **options: Any) -> dict[str, Any]:
+        small = {"total": 32 * MIB, "beside_total": 128 * MIB, "pairs": 2, "product": 4096, "attention": 4096}
+        return small if quick else {}
 
 
-def bench(gpu: Gpu) -> kit.Bench:
-    """The bench on one GPU."""
-    sections: dict[str, Any] = {"mover": {}, "copies": [], "checksums": [], "beside": []}
-    measured = functools.partial(measure, gpu=gpu)
-    return kit.Bench("copy", "gdscache.bench.copy/5", sections, measured, tables, plot, details, bottom)
-
-
-def measure(run: kit.Run, settings: Settings, directory: Path, *, gpu: Gpu) -> None:
+def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
     """Measure the chosen cells, with one pool and one `GpuCopies` a layout.
 
-    Raises `KernelUnavailableError` if the kernels cannot be built, and `CapacityError` or `PinnedMemoryError` if memory
-    is short. A case fails if its copies give other bytes.
+    Raises `DeviceError` without a GPU, `KernelUnavailableError` if the kernels cannot be built, and `CapacityError` or
+    `PinnedMemoryError` if memory is short. A case fails if its copies give other bytes.
     """
+    gpu = Gpu()
     usual = [cell for cell in cells() if cell.page_tokens == USUAL_TOKENS and not cell.geometry.packed]
     every = cells() if settings.everything else usual
     run.plan([*map(label, every)])
@@ -84,10 +71,10 @@ def _with_pool(run: kit.Run, settings: Settings, gpu: Gpu, pool: BenchPlanes, so
         if pool.layout.packed:
             pool.pack(by)
         for cell in some:
-            run.case(label(cell), functools.partial(measure_cell, settings, Copies(pool, by, cell)))
+            run.case(label(cell), functools.partial(_measure_cell, settings, Copies(pool, by, cell)))
 
 
-def measure_cell(settings: Settings, copies: Copies) -> dict[str, list[dict[str, Any]]]:
+def _measure_cell(settings: Settings, copies: Copies) -> dict[str, list[dict[str, Any]]]:
     """A cell's rows: against a plain copy; with checksums against without; for one layout also beside a model's
     work."""
     cell, limit = copies.cell, copies.cell.target
@@ -106,8 +93,7 @@ def _row(settings: Settings, copies: Copies, other: Way, against: str, limit: fl
     gpu, ours = copies.bench.gpu, copies.ours(sums=sums)
     for way in (ours, other):  # the first run warms up
         timed(gpu, way)
-    runs = turns(lambda: timed(gpu, ours), lambda: timed(gpu, other), settings.pairs)
-    mine, others = ([run.seconds for run in some] for some in runs)
+    runs = turns(lambda: timed(gpu, ours).seconds, lambda: timed(gpu, other).seconds, settings.pairs)
     return {
         **copies.cell.describe(),
         "sums": sums,
@@ -116,7 +102,7 @@ def _row(settings: Settings, copies: Copies, other: Way, against: str, limit: fl
         "calls": len(copies.calls),
         "bytes": copies.moved_bytes,
         "against": against,
-        **compared_rates(copies.moved_bytes, mine, others, limit),
+        **paired_rates(copies.moved_bytes, *runs, limit),
     }
 
 
@@ -131,13 +117,13 @@ def _beside(settings: Settings, copies: Copies) -> list[dict[str, Any]]:
     return rows
 
 
-def label(cell: Cell) -> str:
-    return what(cell.describe())
-
-
 # -- tables and the plot -----------------------------------------------------------------------------------------------
 
 Row = Mapping[str, Any]
+
+
+def label(cell: Cell) -> str:
+    return what(cell.describe())
 
 
 def what(row: Row) -> str:
@@ -146,48 +132,43 @@ def what(row: Row) -> str:
     return f"{row['direction']}, {row['geometry']}, {tokens}, {'/'.join(row['parts'])}"
 
 
-def tables(report: kit.Report) -> list[Table]:
+def panels(report: kit.Report) -> list[Ratios]:
     """Copies of all layers of pages, alone and beside a model's work; also of a partial report."""
-    worked = lines_table("Beside a model's work", _beside_lines(report["beside"]))
-    return [lines_table("Copies against cudaMemcpyAsync", _lines(_whole(report))), worked]
+    whole = [row for row in report["copies"] if _is_whole(row)]
+    parts = (("copy", "copy beside {}"), ("work", "{} beside it"))  # two lines a row
+    beside = [_line(words.format(row["beside"]), row, row[part]) for row in report["beside"] for part, words in parts]
+    return [Ratios(f"Copies against {MEMCPY}", _lines(whole)), Ratios("Beside a model's work", beside)]
 
 
 def details(report: kit.Report) -> list[Table]:
     """Every page and layer, and checksums."""
-    return [
-        lines_table("All copies against cudaMemcpyAsync", _lines(report["copies"])),
-        lines_table("Checksums on, against off", _lines(report["checksums"])),
-    ]
+    titles = {"copies": f"All copies against {MEMCPY}", "checksums": "Checksums on, against off"}
+    return [Ratios(title, _lines(report[key])).table() for key, title in titles.items()]
 
 
 def bottom(report: kit.Report) -> list[str]:
     """A user's figures: speeds of loads and stores beside a plain copy's, and their cost to a model."""
-    found, said = [], {"load": "Loads to the GPU", "store": "stores from it"}
-    for row in report["copies"]:
-        usual = row["geometry"] == "gqa" and "all" in row["parts"] and row["page_tokens"] == USUAL_TOKENS
-        if usual and row["direction"] in said:
-            rate, best = (figure(row[key]["median"]) for key in ("gb_per_second", "against_gb_per_second"))
-            moved = f"{said[row['direction']]} move {rate} GB/s, {figure(row['ratio'])} of"
-            found.append(f"{moved} the {best} GB/s of a plain copy")
-    text = [f"{', '.join(found)}."] if found else []
+    names = {"load": "loads to the GPU", "store": "stores from it"}
+    usual = [row for row in report["copies"] if row["geometry"] == "gqa" and _is_whole(row)]
+    found = [
+        in_words(names[row["direction"]], _line("", row, row)[1], "of a plain copy")
+        for row in usual
+        if row["direction"] in names
+    ]
+    text = [f"The GPU's link gives {', and '.join(found)}."] if found else []
     work = [row["work"]["ratio"] for row in report["beside"]]
     if work:
         text.append(f"A model's work takes {figure(max(work))} times as long beside a load as beside a plain copy.")
     return [" ".join(text)] if text else []
 
 
-def _whole(report: kit.Report) -> list[Row]:
-    return [row for row in report["copies"] if "all" in row["parts"] and row["page_tokens"] == USUAL_TOKENS]
+def _is_whole(row: Row) -> bool:
+    """Whether all layers of usual pages move at once."""
+    return "all" in row["parts"] and row["page_tokens"] == USUAL_TOKENS
 
 
 def _lines(rows: Sequence[Row]) -> list[Line]:
     return [_line(f"{what(row)} ({'/'.join(dict.fromkeys(row['routes'].values()))})", row, row) for row in rows]
-
-
-def _beside_lines(rows: Sequence[Row]) -> list[Line]:
-    """Two lines a row: the copy, and the work beside it."""
-    parts = (("copy", "copy beside {}"), ("work", "{} beside it"))
-    return [_line(words.format(row["beside"]), row, row[part]) for row in rows for part, words in parts]
 
 
 def _line(words: str, row: Row, part: Row) -> Line:
@@ -197,11 +178,5 @@ def _line(words: str, row: Row, part: Row) -> Line:
     return words, {**part, **series, "unit": unit, "against": row["against"]}
 
 
-def plot(report: kit.Report, drawn: Any) -> None:
-    """A bar for each copy of all layers of pages, and for each pair of a copy and the work beside it."""
-    drawn.set_size_inches(13, 5)
-    left, right = drawn.subplots(1, 2)
-    bars(left, _lines(_whole(report)))
-    left.set_title("Copies: GB/s / GB/s of cudaMemcpyAsync")
-    bars(right, _beside_lines(report["beside"]))
-    right.set_title("Beside a model's work")
+SECTIONS: dict[str, Any] = {"mover": {}, "copies": [], "checksums": [], "beside": []}
+BENCH = kit.Bench("copy", "gdscache.bench.copy/5", SECTIONS, Settings, measure, panels, bottom, details)

@@ -35,6 +35,13 @@ class Geometry:
     def layout(self, page_tokens: int) -> PageLayout:
         return PageLayout.uniform(self.planes, self.n_layers, page_tokens, packed=self.packed)
 
+    def layers(self, page_tokens: int, part: str) -> int:
+        """Layers of a call: one layer, a group of at least 1 MiB a page (or all, if these are smaller), or all."""
+        if part != "group":
+            return 1 if part == "one" else self.n_layers
+        ends = (end for _, end in self.layout(page_tokens).layer_bounds)
+        return next((number for number, end in enumerate(ends, start=1) if end >= GROUP_BYTES), self.n_layers)
+
 
 GQA = Geometry("gqa", (Plane("k", (8, 128), "bfloat16"), Plane("v", (8, 128), "bfloat16")), 8)
 MLA = Geometry("mla", (Plane("latent", (576,), "bfloat16"),), 16)
@@ -53,13 +60,9 @@ class Cell:
     direction: str
 
     @property
-    def layout(self) -> PageLayout:
-        return self.geometry.layout(self.page_tokens)
-
-    @property
     def layers(self) -> int:
         """Layers of one call."""
-        return layers_of(self.layout, self.parts[0])
+        return self.geometry.layers(self.page_tokens, self.parts[0])
 
     @property
     def span_bytes(self) -> int:
@@ -97,24 +100,13 @@ class Cell:
         }
 
 
-def layers_of(layout: PageLayout, part: str) -> int:
-    """Layers of a call: one layer, a group of at least 1 MiB a page (or all, if these are smaller), or all."""
-    if part == "one":
-        return 1
-    if part == "all":
-        return layout.n_layers
-    ends = (end for _, end in layout.layer_bounds)
-    return next((number for number, end in enumerate(ends, start=1) if end >= GROUP_BYTES), layout.n_layers)
-
-
 def cells() -> list[Cell]:
     """Every page size, geometry, part and direction with a target, page size by page size; packed pages last."""
     found = []
     for page_tokens, geometry in itertools.product(PAGE_TOKENS, GEOMETRIES):
-        layout = geometry.layout(page_tokens)
         same: dict[int, list[str]] = {}
         for part in PARTS:
-            same.setdefault(layers_of(layout, part), []).append(part)
+            same.setdefault(geometry.layers(page_tokens, part), []).append(part)
         for parts, direction in itertools.product(same.values(), DIRECTIONS):
             found.append(Cell(geometry, page_tokens, tuple(parts), direction))
     found += [Cell(PACKED, PAGE_TOKENS[0], ("all",), direction) for direction in BOTH]

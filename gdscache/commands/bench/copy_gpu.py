@@ -1,21 +1,26 @@
-"""CUDA for `gdscache bench copy`: streams, timing events, plain copies, a neighbour's work."""
+"""CUDA for `gdscache bench copy`: streams, timing events, plain copies, and a model's work beside a copy."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import math
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch.nn import functional
 
 from gdscache.arrays import Int64Array
+from gdscache.commands.bench.figures import paired, paired_rates, series, target, turns
 from gdscache.config import GpuConfig
 from gdscache.cuda.host_memory import PageLocking
 from gdscache.cuda.streams import Event, record_on
-from gdscache.errors import CapacityError, DeviceError
+from gdscache.errors import CapacityError, DeviceError, IOFailedError
 from gdscache.extents.base import Extents
 from gdscache.kernels.choice import Direction
 from gdscache.kernels.copies import GpuCopies
@@ -31,13 +36,11 @@ T = TypeVar("T")
 
 STAGING = int(GpuConfig.model_fields["staging"].default)
 
-
-def require_gpu() -> torch.device:
-    """The current CUDA device. Raises `DeviceError` without one."""
-    if not torch.cuda.is_available():
-        raise DeviceError("bench copy needs a CUDA GPU", "run it where torch.cuda.is_available() is true")
-    return torch.device("cuda", torch.cuda.current_device())
-
+COPY_TARGET = 0.97  # of a copy beside a model's work
+WORK_TARGET = 1.02
+LEAD = 3  # pieces of work before the copy begins
+LEAST = 8  # least pieces during a copy
+HEADS, HEAD_DIM = 32, 128
 
 Moved = tuple[Event, Callable[[], object]]
 """Our queued copies: the event after them, and a function that then returns their checksums."""
@@ -56,8 +59,7 @@ Way = Callable[[Sequence[Event]], Queued]
 """Queues copies that wait for the given events."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Timing:
+class Timing(NamedTuple):
     """A run of a way. `seconds`: host time, from before the call to the end of the last copy. `first` and `end` mark
     the return of the first call and the end."""
 
@@ -72,7 +74,10 @@ class Gpu:
     pin: PageLocking = "on"
 
     def __init__(self) -> None:
-        self.device = require_gpu()
+        """Raises `DeviceError` without a CUDA device."""
+        if not torch.cuda.is_available():
+            raise DeviceError("bench copy needs a CUDA GPU", "run it where torch.cuda.is_available() is true")
+        self.device = torch.device("cuda", torch.cuda.current_device())
         self._marks, self._work, up, down = (torch.cuda.Stream(self.device) for _ in range(4))  # type: ignore[no-untyped-call]
         self._copies = {"load": up, "store": down}
         self._threads = ThreadPoolExecutor(2, "gdscache-bench-copy")
@@ -188,3 +193,104 @@ def _timed(stream: torch.cuda.Stream) -> torch.cuda.Event:
     event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record(stream)
     return event
+
+
+# -- beside a model's work ---------------------------------------------------------------------------------------------
+
+
+class Neighbour(NamedTuple):
+    """A model's work. `queue` queues one piece of it on the current stream."""
+
+    name: str
+    size: int
+    queue: Callable[[], object]
+
+
+def matrix_product(gpu: Gpu, edge: int) -> Neighbour:
+    """A bfloat16 product of two matrices of `edge` x `edge`."""
+    a, b, out = (torch.randn(edge, edge, dtype=torch.bfloat16, device=gpu.device) for _ in range(3))
+    return Neighbour("matrix product", edge, lambda: torch.mm(a, b, out=out))
+
+
+def attention(gpu: Gpu, tokens: int) -> Neighbour:
+    """Causal bfloat16 self-attention of `tokens` tokens: 32 heads of 128."""
+    q, k, v = (torch.randn(1, HEADS, tokens, HEAD_DIM, dtype=torch.bfloat16, device=gpu.device) for _ in range(3))
+    return Neighbour(
+        "attention", tokens, lambda: functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    )  # shape (1, 32, tokens, 128)
+
+
+class Together(NamedTuple):
+    """A run of a copy beside work: the copy, and the mean seconds of a piece of work beside it."""
+
+    copy: Timing
+    work_seconds: float
+    pieces: int
+
+
+class Beside:
+    """A copy beside a model's work: the cost of each to the other, against the cost of a plain copy in its place.
+
+    The work is queued again and again on its own stream of normal priority. The copy starts after the work's start and
+    ends before its end. The copy's time is the host's, from before the call to the last byte. The work's time is that
+    of the pieces that run wholly between the return of the copy's first call and the copy's end. `repeat`: the repeats
+    of a copy that make it last long enough.
+    """
+
+    def __init__(self, gpu: Gpu, neighbour: Neighbour, copy: Callable[[int], Way], least_repeat: int) -> None:
+        self.gpu = gpu
+        self.neighbour = neighbour
+        self.alone_seconds = self._alone()
+        gpu.idle()
+        once = min(timed(gpu, copy(1)).seconds for _ in range(3))
+        self.repeat = max(least_repeat, math.ceil(LEAST * self.alone_seconds / once))
+        self._count = LEAD + 2 + math.ceil(2 * self.repeat * once / self.alone_seconds)
+
+    def _alone(self) -> float:
+        """Median seconds of a piece that runs alone."""
+        self.gpu.idle()
+        for _ in range(2):  # the first run includes one-time setup
+            marks = self.gpu.busy(self.neighbour.queue, 8)
+            self.gpu.wait(marks[-1])
+        return statistics.median(self.gpu.seconds(a, b) for a, b in itertools.pairwise(marks))
+
+    def run(self, way: Way) -> Together:
+        """Run a way beside the work. Raises `IOFailedError` if the work cannot be made to last."""
+        for _ in range(4):
+            marks = self.gpu.busy(self.neighbour.queue, self._count)
+            self.gpu.wait(marks[LEAD])
+            copy = timed(self.gpu, way)
+            self.gpu.wait(marks[-1])
+            times = [self.gpu.seconds(marks[0], mark) for mark in marks]
+            first, end = (self.gpu.seconds(marks[0], mark) for mark in (copy.first, copy.end))
+            pieces = [b - a for a, b in itertools.pairwise(times) if a >= first and b <= end]
+            if end <= times[-1] and pieces:
+                return Together(copy, statistics.mean(pieces), len(pieces))
+            self._count *= 2
+        raise IOFailedError(
+            f"{self.neighbour.name}: {len(pieces)} of {len(marks) - 1} ran beside a copy of {copy.seconds:.4f} s",
+            "let nothing else use the GPU, or choose a larger --total",
+        )
+
+    def compare(self, ours: Way, other: Way, nbytes: int, pairs: int) -> dict[str, Any]:
+        """Two ways in turns, of `nbytes` each: figures of the copies and the work, as plain data."""
+        for way in (ours, other):
+            self.run(way)
+        mine, others = turns(lambda: self.run(ours), lambda: self.run(other), pairs)
+        seconds, other_seconds = ([run.copy.seconds for run in runs] for runs in (mine, others))
+        worked, other_worked = ([run.work_seconds for run in runs] for runs in (mine, others))
+        work = paired(worked, other_worked)
+        return {
+            "beside": self.neighbour.name,
+            "size": self.neighbour.size,
+            "bytes": nbytes,
+            "copy": paired_rates(nbytes, seconds, other_seconds, COPY_TARGET),
+            "work": {
+                "seconds": series(worked),
+                "against_seconds": series(other_worked),
+                "alone_seconds": self.alone_seconds,
+                "pieces_beside": min(run.pieces for run in (*mine, *others)),
+                **work,
+                **target(work["ratio"], WORK_TARGET, at_least=False),
+            },
+        }

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from gdscache.arrays import Int64Array
-from gdscache.commands.bench.copy_cells import Cell, layers_of
+from gdscache.commands.bench.copy_cells import Cell
 from gdscache.commands.bench.copy_gpu import Gpu, Mark, Moved, Queued, Way
 from gdscache.cuda.host_memory import MAX_REGISTRATION
 from gdscache.cuda.streams import Event
@@ -110,7 +110,7 @@ class Copies:
         self.bench, self.by, self.cell = bench, by, cell
         self.directions = cell.directions
         self.pages = max(1, min(len(bench.slots["load"]), bench.total // cell.span_bytes))
-        layers = layers_of(bench.layout, cell.parts[0])
+        layers = cell.layers
         whole = bench.layout.n_layers // layers
         count = max(1, bench.total // (self.pages * cell.span_bytes))
         self.calls = [range(i % whole * layers, (i % whole + 1) * layers) for i in range(count)]

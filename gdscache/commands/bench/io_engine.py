@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from gdscache import CacheEngine
-from gdscache.commands.bench import io_cache
-from gdscache.commands.bench.measure import copy_rate, idle, rate
+from gdscache.commands.bench import machine
+from gdscache.commands.bench.figures import copy_rate, idle, rate
 from gdscache.commands.bench.shapes import LLAMAS, token_bytes
 from gdscache.commands.console import Progress, silent
 from gdscache.config import Config
@@ -46,7 +46,7 @@ class Place:
 
     @property
     def on_disk(self) -> bool:
-        return not io_cache.in_memory(self.directory)
+        return not machine.in_memory(self.directory)
 
 
 class ColdEngine:
@@ -133,7 +133,8 @@ class ColdEngine:
             for key in index.all_keys():
                 if (entry := index.find(key)) is not None:
                     index.drop(entry)
-        self._drop_cached()
+        if not self.transport["direct"]:  # reads through the page cache are to be cold
+            machine.drop_cached([self.slab])
         hit = self.engine.lookup(self._tokens)
         return self._loaded(lambda: hit, "ssd")
 
@@ -186,11 +187,6 @@ class ColdEngine:
         counted = ", ".join(f"{cause} {pages}" for cause, pages in Counter(causes).items())
         hint = f"see the log; deadline: the transport hangs, or takes more than {self._patience:.0f} s"
         return IOFailedError(f"{what}; pages: {counted}", hint)
-
-    def _drop_cached(self) -> None:
-        """Make reads cold for a transport that fills the page cache."""
-        if not self.transport["direct"]:
-            io_cache.drop([self.slab])
 
     def _outer(self) -> list[torch.Tensor]:
         return [*self._planes[0], *self._planes[-1]]

@@ -5,14 +5,14 @@
   would end late if it took as long as the case before. Cases that take turns are measured in one `run.guarded(...)`;
   each is given to `run.add`.
 * **Rows.** An action returns rows of plain data by their key in the report. A row has the measured quantity, its figure
-  and spread over the rounds, its reference, the ratio of both, and a target if there is one (`rows.py`). Each row has
-  the name of its case.
+  and spread over the rounds, its reference, the ratio of both, and a target if there is one (`figures.py`). Each row
+  has the name of its case.
 * **The report** grows with each case, and is written atomically after each. A failed case is listed with its cause, and
   the others continue; a case that cannot run here is listed too. After Ctrl-C the report has the cases so far, and
   `--resume` continues it: finished cases are kept, failed ones are measured again.
-* **Tables and bars.** `tables(report)`, `details(report)` (with `--all`), `bottom(report)` (the results in sentences)
-  and `plot(report, figure)` show a report, also a partial one. With `--quick` rows lose their targets: it only shows
-  that everything runs.
+* **Tables and bars.** `panels(report)` are its figures, each panel a table and a plot. They, `details(report)` (tables
+  of `--all`) and `bottom(report)` (the results in sentences) show a report, also a partial one. With `--quick` rows
+  lose their targets: it only shows that everything runs.
 * **The exit status** is 0, 1 if a case failed, 130 after Ctrl-C, 2 if no case was measured.
 
 Keys of each report: `schema`, `machine`, `settings`, `complete`, `interrupted`, `left` (names of planned cases without
@@ -25,6 +25,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,13 +37,19 @@ import typer
 
 from gdscache.commands import EXIT_FAILED, EXIT_INTERRUPTED
 from gdscache.commands.bench import machine
-from gdscache.commands.bench.measure import cause_of
+from gdscache.commands.bench.figures import Ratios, Row, Values, draw
 from gdscache.commands.console import Progress, Table, progress_bar, show, silent
-from gdscache.errors import GdsCacheError, InvalidValueError, MissingPackageError, TransportUnavailableError
+from gdscache.errors import (
+    CapacityError,
+    GdsCacheError,
+    InvalidValueError,
+    MissingPackageError,
+    TransportUnavailableError,
+)
 from gdscache.runtime.files import write_whole
 from gdscache.sizes import about
 
-Report = Mapping[str, Any]
+Report = Row
 Keep = Callable[[dict[str, Any]], None]
 """Called with the report so far, after every case."""
 
@@ -60,15 +67,23 @@ class Settings:
     profile: str = "default"
     everything: bool = False
 
+    @classmethod
+    def of(cls, **options: Any) -> Self:
+        """The settings of a command's options: those of the profile, and in place of them those that were given."""
+        found = {"profile": "quick" if options.get("quick") else "default", **cls.defaults(**options)}
+        for field in dataclasses.fields(cls):
+            if (value := options.get(field.name)) not in (None, (), []):
+                found[field.name] = tuple(value) if isinstance(value, list) else value
+        return cls(**found)
+
+    @classmethod
+    def defaults(cls, **options: Any) -> dict[str, Any]:
+        """Settings of the options' profile that differ from the fields' defaults."""
+        return {}
+
     def describe(self) -> dict[str, Any]:
         """Plain data; sizes in bytes."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items()}
-
-    def given(self, options: Report) -> Self:
-        """The settings with those of a command's options that are fields here and were given."""
-        some = {k: options[k] for k in dataclasses.asdict(self) if options.get(k) not in (None, ())}
-        given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in some.items()}
-        return dataclasses.replace(self, **given)
 
     def check(self) -> None:
         """Raises `InvalidValueError` for settings without a measurement."""
@@ -181,16 +196,16 @@ class Run:
 @dataclasses.dataclass(frozen=True)
 class Bench:
     """A bench. `sections`: its keys of a report with their initial values: a list of rows, or None for one value.
-    `details`: tables of `--all`, for gdscache's developers. `bottom`: the results in sentences."""
+    `bottom`: the results in sentences. `details`: tables of `--all`, for gdscache's developers."""
 
     name: str
     schema: str
     sections: Report
+    settings: type[Settings]
     measure: Callable[[Run, Any, Path], None]
-    tables: Callable[[Report], Sequence[Table]]
-    plot: Callable[[Report, Any], None]
+    panels: Callable[[Report], Sequence[Ratios | Values]]
+    bottom: Callable[[Report], Sequence[str]]
     details: Callable[[Report], Sequence[Table]] = lambda report: ()
-    bottom: Callable[[Report], Sequence[str]] = lambda report: ()
 
     def run(
         self,
@@ -211,15 +226,12 @@ class Bench:
         run.save()
         return run.found
 
-    def command(
-        self,
-        settings: Settings,
-        directory: Path = Path(),
-        json_file: Path | None = None,
-        plot: Path | None = None,
-        resume: Path | None = None,
-    ) -> None:
-        """The command: a progress bar, tables, the JSON file, the plot, the exit status."""
+    def command(self, **options: Any) -> None:
+        """The command, by its options: a progress bar, tables, the JSON file, the plot, the exit status."""
+        settings = self.settings.of(**options)
+        names = ("directory", "json_file", "plot", "resume")
+        given, json_file, plot, resume = (Path(options[n]) if options.get(n) is not None else None for n in names)
+        directory = given or Path()
         settings.check()
         matplotlib = None if plot is None else require_matplotlib(plot)
         check_writable(plot, "--plot")
@@ -237,13 +249,13 @@ class Bench:
         with progress_bar(lines=True) as progress:
             found = self.run(settings, directory, progress, keep, done)
         report = {**head, **found}
-        details = self.details(report) if settings.everything else ()
-        show(*_above(report), *self.tables(report), *details, *below(report), *self.bottom(report))
+        tables = self.tables(report, everything=settings.everything)
+        show(*_above(report), *tables, *below(report), *self.bottom(report))
         if written is not None:
             write_json(written, report)
         if matplotlib is not None:
             figure = matplotlib.figure.Figure(layout="constrained")
-            self.plot(report, figure)
+            draw(self.panels(report), figure)
             title = gpus(report["machine"]) or report["machine"]["cpu"] or ""
             figure.suptitle(f"{title} (--quick: figures mean nothing)" if quick(report) else title)
             figure.savefig(plot, dpi=150)
@@ -251,6 +263,9 @@ class Bench:
             raise typer.Exit(EXIT_INTERRUPTED)
         if report["failed"]:
             raise typer.Exit(EXIT_FAILED)
+
+    def tables(self, report: Report, *, everything: bool = False) -> list[Table]:
+        return [*(panel.table() for panel in self.panels(report)), *(self.details(report) if everything else ())]
 
     def head(self, settings: Settings, directory: Path) -> dict[str, Any]:
         """A report's first keys."""
@@ -275,6 +290,18 @@ class Bench:
                     "give the options of the first run, on the same machine; or begin a new report",
                 )
         return found
+
+
+def cause_of(error: BaseException) -> str:
+    """An error in one line."""
+    message = error.message if isinstance(error, GdsCacheError) else str(error)
+    return " ".join(message.split()) or type(error).__name__
+
+
+def require_room(directory: Path, needed: int, hint: str) -> None:
+    """Raises `CapacityError` if a directory's disk has fewer free bytes."""
+    if (free := shutil.disk_usage(directory).free) < needed:
+        raise CapacityError(f"{directory} has {about(free)} free, {about(needed)} are needed", hint)
 
 
 def check_writable(path: Path | None, option: str) -> None:

@@ -23,10 +23,8 @@ import torch
 
 from gdscache import CacheEngine, Config, PageStatus, Rank
 from gdscache.commands.bench import kit
-from gdscache.commands.bench.measure import rate, series, turns
-from gdscache.commands.bench.rows import Line, bars, compared, lines_table
+from gdscache.commands.bench.figures import Ratios, compared, in_words, rate, series, turns
 from gdscache.commands.bench.shapes import LLAMAS
-from gdscache.commands.console import Table, figure
 from gdscache.errors import InvalidValueError, IOFailedError
 from gdscache.pages.layout import PageLayout
 from gdscache.pages.planes import PagedPlanes
@@ -46,9 +44,8 @@ class Settings(kit.Settings):
     repeat: int = 15
 
     @classmethod
-    def of(cls, profile: str) -> Settings:
-        ranks = max(1, torch.cuda.device_count())
-        return cls(profile, ranks=ranks, total=32 << 20, repeat=2) if profile == "quick" else cls(profile, ranks=ranks)
+    def defaults(cls, *, quick: bool = False, **options: Any) -> dict[str, Any]:
+        return {"ranks": max(1, torch.cuda.device_count()), **({"total": 32 << 20, "repeat": 2} if quick else {})}
 
     def check(self) -> None:
         """Raise `InvalidValueError` where ranks would share a link."""
@@ -205,29 +202,17 @@ def _measured(settings: Settings, name: str, model: dict[str, Any]) -> dict[str,
     }
 
 
-def tables(report: kit.Report) -> list[Table]:
-    return [lines_table("Links, all at once", _lines(report))]
-
-
-def plot(report: kit.Report, drawn: Any) -> None:
-    bars(drawn.subplots(), _lines(report))
+def panels(report: kit.Report) -> list[Ratios]:
+    return [Ratios("Links, all at once", [(row["what"], row) for row in report["links"]])]
 
 
 def bottom(report: kit.Report) -> list[str]:
     """The rate of all links together, beside that of copies."""
-    found = []
-    for row in (row for row in report["links"] if row["what"].startswith("load of")):
-        rate, best = (figure(row[key]["median"]) for key in ("figure", "against_figure"))
-        found.append(f"{rate} GB/s of {row['case']}, {figure(row['ratio'])} of the {best} GB/s of copies")
-    if not found:
-        return []
+    loads = [row for row in report["links"] if row["what"].startswith("load of")]
+    found = [in_words(row["case"], row, "of copies") for row in loads]
     ranks = report["settings"]["ranks"]
     links = f"{ranks} GPUs load at once" if ranks > 1 else "One GPU loads"
-    return [f"{links} {', and '.join(found)}."]
+    return [f"{links} {', and '.join(found)}."] if found else []
 
 
-def _lines(report: kit.Report) -> list[Line]:
-    return [(row["what"], row) for row in report["links"]]
-
-
-BENCH = kit.Bench("links", "gdscache.bench.links/1", {"links": []}, measure, tables, plot, bottom=bottom)
+BENCH = kit.Bench("links", "gdscache.bench.links/1", {"links": []}, Settings, measure, panels, bottom)

@@ -1,7 +1,7 @@
 """First tokens and requests a second in vLLM or SGLang: their own caches, and gdscache. Behind `gdscache bench ttft`.
 
-A run is a process with one engine and one way of keeping the KV cache (`serving_vllm.py`, `serving_sglang.py`). Runs of
-a stage open their engines at the same time, which takes a minute or two, and measure one at a time.
+A run is a process with one engine and one way of keeping the KV cache (`serving_run.py`). Runs of a stage open their
+engines at the same time, which takes a minute or two, and measure one at a time.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 
 import typer
 
-from gdscache.commands.bench import io_cache, kit, serving_report, serving_run
-from gdscache.commands.bench.serving_report import DISKS, NAMES
+from gdscache.commands.bench import kit, machine, serving_run
+from gdscache.commands.bench.figures import Bar, Values
 from gdscache.commands.bench.shapes import HYBRIDS, LLAMAS, STATES, model_config, token_bytes
+from gdscache.commands.console import figure
 from gdscache.errors import InvalidValueError, MissingPackageError
 from gdscache.sizes import GIB
 
@@ -33,6 +34,18 @@ HICACHE = ("hicache", "storage")  # ways that fetch pages from files by HiCache'
 TRAFFIC = ("none", "cpu", "gdscache", "hicache", "linker")  # ways that also serve traffic
 GPU_ONLY = {"cpu", "files"}  # ways that vLLM refuses without a GPU
 TAIL = 1500  # characters of a failed run's log
+KINDS = {"shared": "half of each prompt shared", "lone": "nothing shared"}
+DISKS = {"ram": "RAM disk", "disk": "disk"}
+NAMES = {
+    "none": "no cache",
+    "cpu": "vLLM's CPU offloading",
+    "files": "vLLM's file tier",
+    "gdscache": "gdscache",
+    "hicache": "HiCache",
+    "storage": "gdscache under HiCache",
+    "linker": "gdscache's linker",
+}
+OURS = ("gdscache", "storage", "linker")
 
 
 class Way(NamedTuple):
@@ -125,15 +138,17 @@ class Settings(kit.Settings):
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def of(cls, profile: str, engine: str, python: str | None) -> Settings:
-        """A profile's settings. `quick`, and every profile without a GPU, has a tiny model and short prompts."""
+    def defaults(
+        cls, *, quick: bool = False, engine: str = "vllm", python: str | None = None, **options: Any
+    ) -> dict[str, Any]:
+        """`quick`, and every profile without a GPU, has a tiny model and short prompts."""
         if engine not in STAGES:
             raise InvalidValueError(f"unknown engine {engine!r}", f"choose of transformers, {', '.join(STAGES)}")
         probed = probe(engine, python or sys.executable)
-        found = cls(profile, engine=engine, python=python or sys.executable, gpus=probed.gpus, versions=probed.versions)
-        if profile == "quick":
-            return dataclasses.replace(found, preset="tiny", tokens=1024, turns=1, stages=2)
-        return found if found.gpus else dataclasses.replace(found, preset="tiny", tokens=4096)
+        found: dict[str, Any] = {"gpus": probed.gpus, "versions": probed.versions}
+        if quick:
+            return found | {"preset": "tiny", "tokens": 1024, "turns": 1, "stages": 2}
+        return found if probed.gpus else found | {"preset": "tiny", "tokens": 4096}
 
     def check(self) -> None:
         """Raises `InvalidValueError` for settings without a measurement."""
@@ -246,7 +261,7 @@ class Serving:
 
     @staticmethod
     def _where(directory: Path) -> str:
-        return "ram" if io_cache.in_memory(directory) else "disk"
+        return "ram" if machine.in_memory(directory) else "disk"
 
     def order(self, way: Way, *, traffic: bool) -> dict[str, Any]:
         """A run's order."""
@@ -342,8 +357,72 @@ class Serving:
 
 def command(settings: Settings) -> list[str]:
     """The command of a run, without its files."""
-    return [settings.python, "-m", f"gdscache.commands.bench.serving_{settings.engine}"]
+    return [settings.python, "-m", "gdscache.commands.bench.serving_run", settings.engine]
 
 
-_SHOWN = serving_report.tables, serving_report.plot
-BENCH = kit.Bench("ttft", "gdscache.bench.serving/3", {"rows": []}, measure, *_SHOWN, bottom=serving_report.bottom)
+# -- tables and the plot -----------------------------------------------------------------------------------------------
+
+
+def first_bars(report: kit.Report) -> list[Bar]:
+    """Milliseconds to the first token, way by way."""
+    plain: kit.Report = next((row["first"] for row in report["rows"] if "recomputed" in row.get("first", {})), {})
+    bars = [Bar("recomputed", plain["recomputed"]["ms"], "0.6")] if plain else []
+    for row in report["rows"]:
+        found, names = row.get("first", {}).get("loaded"), [bar.name for bar in bars]
+        of = f", after a restart, {DISKS[row['where']]}" if row["restarted"] else ", CPU memory"
+        name = NAMES[row["way"]] + of + (f", {row['policy']}" if row["restarted"] and row.get("policy") else "")
+        if found and (row["restarted"] or name not in names):  # CPU memory is the same with every lower tier
+            bars.append(Bar(f"{name}, again" if name in names else name, found["ms"], _color(row)))
+    return [*bars, Bar("resident on the GPU", plain["resident"]["ms"], "0.8")] if "resident" in plain else bars
+
+
+def traffic_bars(report: kit.Report, kind: str) -> list[Bar]:
+    """Requests a second, way by way."""
+    bars: list[Bar] = []
+    for row in report["rows"]:
+        if found := row.get(f"{kind}_requests_per_s"):
+            name = NAMES[row["way"]] + (", after a restart" if row["restarted"] else "")
+            name += f", {DISKS[row['where']]}" if row["restarted"] or row["where"] == "disk" else ""
+            bars.append(Bar(name, found, _color(row)))
+    return bars
+
+
+def _color(row: kit.Report) -> str:
+    return "tab:green" if row["way"] in OURS else "0.6" if row["way"] == "none" else "tab:orange"
+
+
+def panels(report: kit.Report) -> list[Values]:
+    """First tokens, and requests a second; medians of prompts and turns."""
+    settings, gpus = report["settings"], report["machine"]["gpus"] or ["no GPU"]
+    tp, engine = settings["tp"], settings["engine"]
+    where = f"{tp} of {len(gpus)} {gpus[0]} an engine" if tp > 1 else gpus[0]
+    by = f"{engine} {settings['versions'][engine]}, {where}"
+    title = f"Time to first token; {settings['tokens']:,} tokens, 90 % cached; {by}"
+    found = [Values(title, first_bars(report), "ms", "{:.0f}".format)]
+    for kind, words in KINDS.items():
+        title = f"Requests a second, {words}; {by}"
+        found.append(Values(title, traffic_bars(report, kind), "requests/s", "{:.1f}".format, less=False))
+    return found
+
+
+def bottom(report: kit.Report) -> list[str]:
+    """A server user's gain."""
+    found = {bar.name: bar.median for bar in first_bars(report)}
+    computed, said = found.get("recomputed"), []
+    if computed is not None and len(found) > 2:
+        loaded = [
+            f"{figure(ms)} ms with {name} ({figure(computed / ms)} times as fast)"
+            for name, ms in found.items()
+            if name not in ("recomputed", "resident on the GPU")
+        ]
+        said.append(
+            f"A prompt of {report['settings']['tokens']:,} tokens has its first token after {figure(computed)} ms "
+            f"where all of it is computed. With 90 % of it cached: {'; '.join(loaded)}."
+        )
+    for kind, words in KINDS.items():
+        if rates := [f"{figure(bar.median)} with {bar.name}" for bar in traffic_bars(report, kind)]:
+            said.append(f"Requests a second, {words}: {', '.join(rates)}.")
+    return [" ".join(said)] if said else []
+
+
+BENCH = kit.Bench("ttft", "gdscache.bench.serving/3", {"rows": []}, Settings, measure, panels, bottom)

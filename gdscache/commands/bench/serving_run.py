@@ -1,12 +1,14 @@
-"""A run of vLLM or SGLang: its prompts, its measurements, and its turn. Behind `bench ttft`.
+"""A run of vLLM or SGLang, offline: `python -m gdscache.commands.bench.serving_run ENGINE ORDER ANSWERS`.
 
 A run is a process with one engine and one way of keeping the KV cache. Runs of a stage open their engines at the same
-time. Each reports that it is ready, and measures alone in its turn.
+time (`serving.py`). Each reports that it is ready, and measures alone in its turn.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import random
 import sys
 import time
@@ -62,8 +64,8 @@ class Answers:
     """A run's order and results. Results are written at once, so that a killed run keeps them."""
 
     def __init__(self) -> None:
-        self.order: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
-        self._path = Path(sys.argv[2])
+        self.order: dict[str, Any] = json.loads(Path(sys.argv[2]).read_text())
+        self._path = Path(sys.argv[3])
         self._found: dict[str, Any] = {}
 
     def say(self, **found: Any) -> None:
@@ -137,3 +139,198 @@ def measure(
         rate(generate, kind, prompts, answers)
         time.sleep(PAUSE_S)
         after()
+
+
+def tiers(order: dict[str, Any]) -> dict[str, Any]:
+    """gdscache's sections, as `gdscache config init` writes them."""
+    return {
+        "cpu": {"capacity": order["cpu"]},
+        "ssd": {
+            "path": f"{order['folder']}/gds-{order['way']}",
+            "capacity": order["ssd"],
+            "threads": order["threads"],
+        },
+        "host_buffer": order["host_buffer"],
+        "load": {"verify": "once", "gate": "enforcing"},
+    }
+
+
+# -- vLLM --------------------------------------------------------------------------------------------------------------
+
+
+def transfer(order: dict[str, Any]) -> Any:
+    """vLLM's own offloading to CPU memory, or with files below it; or ours."""
+    from vllm.config import KVTransferConfig
+
+    way, folder = order["way"], order["folder"]
+    if way == "gdscache":
+        return KVTransferConfig(
+            kv_connector="GdsCacheConnector",
+            kv_connector_module_path="gdscache.integrations.vllm",
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config={"config": tiers(order)},
+        )
+    extra: dict[str, Any] = {"cpu_bytes_to_use": order["cpu"]}
+    if way == "files":
+        files = {"type": "fs", "root_dir": f"{folder}/vllm"}
+        extra |= {"spec_name": "TieringOffloadingSpec", "block_size": 64, "secondary_tiers": [files]}
+    return KVTransferConfig(kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=extra)
+
+
+# vLLM's default: one graph for a decode-only step; without a compiler, which would take a minute for each engine.
+VLLM_GRAPHS = {"backend": "eager", "cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": GRAPHS}
+
+
+def vllm(answers: Answers) -> None:
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    from vllm import LLM, SamplingParams, TokensPrompt
+
+    order, way = answers.order, answers.order["way"]
+    given: dict[str, Any] = {} if way == "none" else {"kv_transfer_config": transfer(order)}
+    if order["gpu"]:
+        given |= {"kv_cache_memory_bytes": order["kv_cache"], "gpu_memory_utilization": 0.1}
+        given["attention_config"] = {"backend": "FLASH_ATTN"}
+    else:
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; else it takes all free memory
+    if order["states"]:
+        given |= {"enable_prefix_caching": True, "mamba_cache_mode": "align"}
+    if order["preset"] == "qwen3-next":
+        given["gdn_prefill_backend"] = "triton"  # the default needs FlashInfer
+    if order["tp"] > 1:
+        given |= {"tensor_parallel_size": order["tp"], "distributed_executor_backend": "mp"}
+    started = time.monotonic()
+    llm = LLM(
+        order["model"],
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        dtype="bfloat16",
+        max_model_len=order["tokens"] + 64,
+        max_num_batched_tokens=order["tokens"] + 64,
+        max_num_seqs=CLIENTS,
+        enforce_eager=not order["graphs"],
+        compilation_config=VLLM_GRAPHS if order["graphs"] else None,
+        block_size=order["page_tokens"],
+        **given,
+    )
+    answers.say(opened_s=time.monotonic() - started)
+
+    def sampling(tokens: int) -> Any:
+        return SamplingParams(max_tokens=tokens, temperature=0.0, detokenize=False, ignore_eos=True)
+
+    def generate(prompts: Sequence[list[int]], tokens: int) -> list[int]:
+        asked = [TokensPrompt(prompt_token_ids=p) for p in prompts]
+        return [found.num_cached_tokens or 0 for found in llm.generate(asked, sampling(tokens), use_tqdm=False)]
+
+    measure(answers, generate, llm.reset_prefix_cache)
+    llm.llm_engine.engine_core.shutdown()
+
+
+# -- SGLang ------------------------------------------------------------------------------------------------------------
+
+
+def caching(order: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `sglang.Engine` for a way of keeping the KV cache."""
+    way, folder = order["way"], order["folder"]
+    if way == "linker":
+        return {
+            "enable_unified_cache_external_linker": True,
+            "unified_cache_external_linker_backend": "dynamic",
+            "unified_cache_external_linker_config": {
+                "linker": "GdsCacheLinker",
+                "linker_module_path": "gdscache.integrations.sglang.linker",
+                "linker_extra_config": {"config": tiers(order), "ssd_wait": 5.0},
+            },
+        }
+    if way == "none":
+        return {}
+    given: dict[str, Any] = {
+        "enable_hierarchical_cache": True,
+        "hicache_size": (order["cpu"] >> 30) // order["tp"],  # of each rank
+        "hicache_mem_layout": "page_first",
+        "hicache_io_backend": "kernel",
+        "hicache_storage_prefetch_policy": order["policy"],
+    }
+    if way == "hicache":
+        os.environ["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = f"{folder}/hicache"
+        os.makedirs(f"{folder}/hicache", exist_ok=True)
+        return given | {"hicache_storage_backend": "file"}
+    extra = {
+        "backend_name": "gdscache",
+        "module_path": "gdscache.integrations.sglang.storage",
+        "class_name": "GdsCacheStorage",
+        "interface_v1": 1,
+        "hicache_storage_pass_prefix_keys": True,
+        "config": {name: tiers(order)[name] for name in ("ssd", "host_buffer", "load")},
+    }
+    return given | {
+        "hicache_storage_backend": "dynamic",
+        "hicache_storage_backend_extra_config": json.dumps(extra),
+    }
+
+
+def drop_files(order: dict[str, Any], began: float) -> None:
+    """Delete HiCache's files: its file backend has no bound, and a RAM disk has no room for all pages of the
+    traffic."""
+    if order["way"] != "hicache":
+        return
+    for file in Path(order["folder"], "hicache").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if file.stat().st_mtime >= began:
+                file.unlink()
+
+
+def sglang(answers: Answers) -> None:
+    from sglang import Engine
+
+    order = answers.order
+    started = time.monotonic()
+    # Engines that open side by side take memory of a GPU at different times. SGLang would take that for another user.
+    os.environ.setdefault("SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK", "0")
+    engine = Engine(
+        model_path=order["model"],
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        attention_backend="triton",
+        sampling_backend="pytorch",
+        disable_cuda_graph=not order["graphs"],
+        disable_prefill_cuda_graph=True,
+        cuda_graph_bs_decode=GRAPHS,
+        page_size=order["page_tokens"],
+        mem_fraction_static=0.9,  # of free memory; the number of tokens is the bound
+        max_total_tokens=order["kv_cache"] * order["tp"] // order["token_bytes"],
+        tp_size=order["tp"],
+        disable_custom_all_reduce=True,  # with several GPUs SGLang would compile its kernels at each start
+        context_length=order["tokens"] + 64,
+        chunked_prefill_size=order["tokens"] + 64,
+        max_prefill_tokens=order["tokens"] + 64,
+        max_running_requests=CLIENTS,
+        schedule_policy="lpm",
+        log_level="warning",
+        # A running request uses three states: its own, and two that are kept in turns.
+        **({"max_mamba_cache_size": 4 * CLIENTS} if order["states"] else {}),
+        **caching(order),
+    )
+    answers.say(opened_s=time.monotonic() - started)
+
+    def generate(prompts: Sequence[list[int]], tokens: int) -> list[int]:
+        sampling = {"max_new_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
+        found = engine.generate(input_ids=list(prompts), sampling_params=sampling)
+        return [one["meta_info"].get("cached_tokens") or 0 for one in found]
+
+    began = 0.0
+
+    def after() -> None:
+        nonlocal began
+        began = began or time.time()
+        drop_files(order, began)
+
+    # No flush: it would also empty HiCache's host memory and torch's, which the next prompt would allocate again. The
+    # GPU has room for two prompts, so the third evicts the first one.
+    measure(answers, generate, after=after)
+    engine.shutdown()
+
+
+if __name__ == "__main__":  # SGLang starts processes by spawn
+    {"vllm": vllm, "sglang": sglang}[sys.argv[1]](Answers())

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import itertools
 import os
-import shutil
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,65 +14,74 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from gdscache.commands.bench import io_cache, kit, ttft_report
+from gdscache.commands.bench import kit, machine
 from gdscache.commands.bench.bare import IO_BYTES, BareLoop
-from gdscache.commands.bench.measure import Series, cause_of, copy_rate, frozen_heap, idle, series
+from gdscache.commands.bench.figures import (
+    Bar,
+    Ratios,
+    Series,
+    Values,
+    compared,
+    copy_rate,
+    frozen_heap,
+    idle,
+    series,
+    target,
+)
+from gdscache.commands.bench.kit import cause_of
 from gdscache.commands.bench.ttft_cells import (
     NOWHERE,
     Answer,
     Cell,
     Settings,
+    cell_of,
     chosen,
     compare,
     transfer_seconds,
     worst,
 )
+from gdscache.commands.console import Table, duration, figure, percent, verdict
 from gdscache.cuda.host_memory import HostBuffer
-from gdscache.errors import CapacityError
-from gdscache.sizes import about
 from gdscache.storage.base import Op
 
 if TYPE_CHECKING:
     from gdscache.commands.bench.ttft_transformers import TransformersClient
 
 RAM_DISK = Path("/dev/shm")
-NEAR_TIE = 0.05  # in 16 bits, closer logits may swap places between batches
+LONG = 32 << 10  # tokens: from this length on hits are compared with the ideal
+LEAST_CACHED = 50  # percent
+IDEAL_TARGETS = {"cpu": 0.90, "ssd_via_cpu": 0.85}  # max(c, t) / measured
+MISS_TARGET = 0.02  # of the time without a cache
 
 
 def place(directory: Path | None) -> Path:
     """The directory of the SSD tier's files: the named one, or a RAM disk, or the working directory."""
     if directory is not None:
         return directory
-    usable = RAM_DISK.is_dir() and os.access(RAM_DISK, os.W_OK) and io_cache.in_memory(RAM_DISK)
+    usable = RAM_DISK.is_dir() and os.access(RAM_DISK, os.W_OK) and machine.in_memory(RAM_DISK)
     return RAM_DISK if usable else Path()
 
 
 def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
-    """Measure the chosen cells. Files go into a temporary directory, which is deleted. Raises `InvalidValueError` and
-    `CapacityError`."""
+    """Measure the chosen cells. Files go into a temporary directory, which is deleted. Raises `InvalidValueError`,
+    `MissingPackageError` and `CapacityError`."""
+    from gdscache.commands.bench.ttft_transformers import TransformersClient  # needs the extra hf
+
     cells = chosen(settings)
     run.plan([cell.label for cell in cells])
     todo = [cell for cell in cells if run.wants(cell.label)]
-    if todo:
-        with frozen_heap(), _client(settings, directory, max(cell.prompt_tokens for cell in todo)) as client:
-            run.found["model"] = client.describe()
-            for route, some in itertools.groupby(todo, lambda cell: cell.route):
-                _route(run, client, route, list(some))
-
-
-@contextlib.contextmanager
-def _client(settings: Settings, directory: Path, longest: int) -> Iterator[TransformersClient]:
-    from gdscache.commands.bench.ttft_transformers import TransformersClient  # other engines have other clients
-
+    if not todo:
+        return
+    longest = max(cell.prompt_tokens for cell in todo)
     with (
-        tempfile.TemporaryDirectory(prefix="gdscache-bench-", dir=directory) as name,
-        contextlib.closing(TransformersClient(settings, longest, Path(name))) as client,
+        frozen_heap(),
+        tempfile.TemporaryDirectory(prefix="gdscache-bench-", dir=directory) as made,
+        contextlib.closing(TransformersClient(settings, longest, Path(made))) as client,
     ):
-        ssd, free = client.config("via_cpu").ssd, shutil.disk_usage(directory).free
-        needed = 0 if ssd is None else ssd.capacity
-        if free < needed:
-            raise CapacityError(f"{directory} has {about(free)} free, {about(needed)} are needed", "name another --dir")
-        yield client
+        kit.require_room(directory, client.ssd_bytes, "name another --dir")
+        run.found["model"] = client.describe()
+        for route, some in itertools.groupby(todo, lambda cell: cell.route):
+            _route(run, client, route, list(some))
 
 
 def _route(run: kit.Run, client: TransformersClient, route: str, cells: Sequence[Cell]) -> None:
@@ -159,9 +167,9 @@ def _miss(run: kit.Run, client: TransformersClient, cells: Sequence[Cell], _: Ce
         "ttft_seconds": with_,
         "recompute_seconds": without,
         "added": with_["median"] / without["median"] - 1,
-        "tokens": compare(ours, plain, near_tie(settings)),
+        "tokens": compare(ours, plain, settings.near_tie),
     }
-    run.add(cell.label, {"cells": [_judged(client, row)]})
+    run.add(cell.label, {"cells": [judge(row, client.device, ram=client.in_memory)]})
 
 
 def _hits(run: kit.Run, client: TransformersClient, cells: Sequence[Cell], ceilings: Ceilings) -> None:
@@ -187,7 +195,7 @@ def _hits(run: kit.Run, client: TransformersClient, cells: Sequence[Cell], ceili
         if cell in broken:
             run.fail(cell.label, broken[cell])
         else:
-            row = _judged(client, _row(client, cell, answers, counted, ceilings.loops))
+            row = judge(_row(client, cell, answers, counted, ceilings.loops), client.device, ram=client.in_memory)
             run.add(cell.label, {"cells": [row]}, wrong=_wrong(cell, row, answers[cell]))
 
 
@@ -203,7 +211,7 @@ def _row(
     placed = answers[cell][-1].placed
     transfer = transfer_seconds(cell.where, placed, {name: found["median"] for name, found in rates.items()})
     ideal = None if transfer is None else max(resident["median"], transfer)
-    tie, waits = near_tie(client.settings), [wait for answer in answers[cell][1:] for wait in answer.waits]
+    tie, waits = client.settings.near_tie, [wait for answer in answers[cell][1:] for wait in answer.waits]
     return {
         **cell._asdict(),
         "cached_tokens": cached,
@@ -223,9 +231,18 @@ def _row(
     }
 
 
-def _judged(client: TransformersClient, row: dict[str, Any]) -> dict[str, Any]:
-    """The row, with its target where the model is worth caching: on a GPU."""
-    return ttft_report.judge(row, ram=client.in_memory) if client.device.type == "cuda" else row
+def judge(row: dict[str, Any], device: torch.device, *, ram: bool) -> dict[str, Any]:
+    """The row, with `target` and `met` if it is of a long hit, or of a prompt that hit nothing, on a GPU. `ram`: the
+    SSD tier lies on a RAM disk."""
+    if device.type != "cuda":  # such a model is not worth caching
+        return row
+    if row["where"] == NOWHERE:
+        return row | target(row["added"], MISS_TARGET, at_least=False)
+    limit = IDEAL_TARGETS.get(row["where"]) if ram or row["where"] != "ssd_via_cpu" else None
+    long = row["prompt_tokens"] >= LONG and row["cached_percent"] >= LEAST_CACHED
+    if limit is None or not long or not cell_of(row).usual or row["ideal_ratio"] is None:
+        return row
+    return row | target(row["ideal_ratio"], limit, at_least=True)
 
 
 def _wrong(cell: Cell, row: Mapping[str, Any], answers: Sequence[Answer]) -> str:
@@ -240,11 +257,77 @@ def _wrong(cell: Cell, row: Mapping[str, Any], answers: Sequence[Answer]) -> str
     return ""
 
 
-def near_tie(settings: Settings) -> float:
-    """Closer logits may swap places."""
-    return NEAR_TIE if settings.dtype in ("bfloat16", "float16") else 0.0
+# -- tables and the plot -----------------------------------------------------------------------------------------------
+
+_TOLD, _TOLD_PLACES = 90, {"cpu": "the CPU tier", "ssd_via_cpu": "the SSD"}
+
+
+def panels(report: kit.Report) -> list[Ratios | Values]:
+    """First tokens of usual hits beside computing, prompt by prompt, and of misses; also for some of the cells."""
+    found: list[Ratios | Values] = []
+    for tokens, some in itertools.groupby(_usual(report), lambda row: row["prompt_tokens"]):
+        rows = list(some)
+        computed = {r["cached_percent"]: r["recompute_seconds"]["values"] for r in rows}
+        bars = [Bar("computed", [*itertools.chain(*computed.values())], "0.6")]
+        for r in rows:
+            name = f"{r['cached_percent']} % cached, {r['where'].replace('_', ' ')}"
+            bars.append(Bar(name, r["ttft_seconds"]["values"], "tab:blue", r["ideal_seconds"], r["speed_up"]))
+        title = f"{report['model']['name']}, prompt of {tokens:,} tokens; line: the ideal, max(c, t)"
+        found.append(Values(title, bars, "time to first token", duration))
+    misses = [(f"{r['prompt_tokens']:,} tokens", _miss_row(r)) for r in report["cells"] if r["where"] == NOWHERE]
+    return [*found, Ratios("Nothing cached: looked up and stored", misses)]
+
+
+def _miss_row(r: kit.Report) -> kit.Report:
+    """A miss as a row whose ratio is of the times with a cache and without."""
+    row = compared("", r["ttft_seconds"], "without a cache", r["recompute_seconds"]) | {"unit": "s"}
+    return row | ({"target": 1 + r["target"], "met": r["met"]} if "target" in r else {})
+
+
+def details(report: kit.Report) -> list[Table]:
+    """Every cell beside the ideal."""
+    hits = Table(
+        "c: with the prefix in the planes, t: its bytes over the ceiling, ideal: max(c, t) / TTFT",
+        *("cell", "TTFT", "c", "t", "ideal", "wait", "tokens"),
+    )
+    for r in (r for r in report["cells"] if r["where"] != NOWHERE):
+        ideal = "" if r["ideal_ratio"] is None else figure(r["ideal_ratio"])
+        ideal += f" ({verdict(r, 'at least')})" if "met" in r else ""
+        transfer = "" if r["transfer_seconds"] is None else duration(r["transfer_seconds"])
+        waited = "" if r["wait_seconds"] is None else duration(r["wait_seconds"])
+        takes, resident = (duration(r[key]["median"]) for key in ("ttft_seconds", "resident_seconds"))
+        hits.add_row(cell_of(r).label, takes, resident, transfer, ideal, waited, r["tokens"])
+    return [hits]
+
+
+def bottom(report: kit.Report) -> list[str]:
+    """A user's gain: the longest prompt, 90 % cached, beside computing it; and the cost of a miss."""
+    found, some = [], [r for r in _usual(report) if r["cached_percent"] == _TOLD]
+    longest = max((r["prompt_tokens"] for r in some), default=0)
+    some = [r for r in some if r["prompt_tokens"] == longest and r["where"] in _TOLD_PLACES]
+    if some:
+        said = []
+        for r in some:
+            took, times = duration(r["ttft_seconds"]["median"]), figure(r["speed_up"])
+            said.append(f"{took} from {_TOLD_PLACES[r['where']]} ({times} times as fast)")
+        computed = duration(some[0]["recompute_seconds"]["median"])
+        found.append(
+            f"A prompt of {longest:,} tokens has its first token after {computed} where all of it is computed. With "
+            f"{_TOLD} % of it cached, it has it after {' and '.join(said)}."
+        )
+    misses = [r for r in report["cells"] if r["where"] == NOWHERE]
+    if misses:
+        added = max(misses, key=lambda row: row["prompt_tokens"])["added"]
+        change = "longer" if added > 0 else "less"
+        found.append(f"A prompt that hits nothing takes {percent(abs(added))} {change}, with its pages stored.")
+    return [" ".join(found)] if found else []
+
+
+def _usual(report: kit.Report) -> list[kit.Report]:
+    """Hits as an engine has them: loads run under the forward pass, and no gate decides."""
+    some = [r for r in report["cells"] if r["where"] != NOWHERE and cell_of(r).usual]
+    return sorted(some, key=lambda r: (r["prompt_tokens"], r["cached_percent"]))
 
 
 SECTIONS: dict[str, Any] = {"model": None, "cells": []}
-_SHOWN = ttft_report.tables, ttft_report.plot, ttft_report.details, ttft_report.bottom
-BENCH = kit.Bench("ttft", "gdscache.bench.ttft/8", SECTIONS, measure, *_SHOWN)
+BENCH = kit.Bench("ttft", "gdscache.bench.ttft/8", SECTIONS, Settings, measure, panels, bottom, details)

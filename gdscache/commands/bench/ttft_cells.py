@@ -17,6 +17,7 @@ CACHED = (90, 99, 0, 50)  # percent of a prompt, down to a page; in the order of
 PLACES = ("gpu", "cpu", "ssd_via_cpu", "ssd_direct")
 NOWHERE = "none"
 SWITCHED = ("cpu", "ssd_via_cpu", "ssd_direct")  # places with a load
+NEAR_TIE = 0.05  # in 16 bits, closer logits may swap places between batches
 _OTHER_PRODUCTS = 4  # factor on near ties for equal sums computed in another order
 _BY_WORTH = ("same", "near tie", "other")
 
@@ -26,8 +27,8 @@ class Settings(kit.Settings):
     """The bench's extent. `prompts`: tokens, in the order of measuring; `preset`: the model's shape. `pack`: with
     packed pages.
 
-    Without `everything` the longest of three prompts is left out, and so are unusual hits (`usual`) and places (those
-    that are not `USUAL`). A cell has `repeat` rounds. `new_tokens` are compared with those of a run without a cache.
+    Without `everything` the longest of three prompts is left out, and so are unusual hits (`Cell.usual`) and those
+    straight from the SSD. A cell has `repeat` rounds. `new_tokens` are compared with those of a run without a cache.
     `ceiling_bytes`: the most bytes of a ceiling's figure.
     """
 
@@ -43,14 +44,18 @@ class Settings(kit.Settings):
     seed: int = 0
 
     @classmethod
-    def of(cls, profile: str, device: str, *, everything: bool = False) -> Settings:
-        """A profile's settings: without a GPU a tiny model and short prompts."""
-        tiny: dict[str, Any] = {"preset": "tiny", "device": device, "dtype": _dtype(device)}
-        if profile == "quick":
-            return cls(profile, everything, **tiny, prompts=(256,), page_tokens=16, repeat=2, ceiling_bytes=8 << 20)
-        if device.startswith("cuda"):
-            return cls(profile, everything, device=device)
-        return cls(profile, everything, **tiny, prompts=(2048, 512, 8192))
+    def defaults(cls, *, quick: bool = False, device: str = "cuda", **options: Any) -> dict[str, Any]:
+        """Without a GPU a tiny model and short prompts."""
+        if not quick and device.startswith("cuda"):
+            return {}
+        dtype = "bfloat16" if device.startswith("cuda") else "float32"
+        small = {"prompts": (256,), "page_tokens": 16, "repeat": 2, "ceiling_bytes": 8 << 20}
+        return {"preset": "tiny", "dtype": dtype, **(small if quick else {"prompts": (2048, 512, 8192)})}
+
+    @property
+    def near_tie(self) -> float:
+        """Closer logits may swap places."""
+        return NEAR_TIE if self.dtype in ("bfloat16", "float16") else 0.0
 
     def check(self) -> None:
         """Raises `InvalidValueError` for settings without a measurement."""
@@ -61,10 +66,6 @@ class Settings(kit.Settings):
                 raise InvalidValueError(f"a prompt of {tokens} tokens", f"use at least {4 * self.page_tokens}")
 
 
-def _dtype(device: str) -> str:
-    return "bfloat16" if device.startswith("cuda") else "float32"
-
-
 class Cell(NamedTuple):
     """A measurement: `cached_percent` of a prompt of `prompt_tokens` lie at `where`."""
 
@@ -73,6 +74,11 @@ class Cell(NamedTuple):
     where: str
     overlap: bool
     gate: bool
+
+    @property
+    def usual(self) -> bool:
+        """Whether it is an engine's usual hit: loads run under the forward pass, and no gate decides."""
+        return self.overlap and not self.gate
 
     @property
     def route(self) -> str:
@@ -111,22 +117,11 @@ def cells(settings: Settings) -> list[Cell]:
     return found
 
 
-USUAL = (NOWHERE, "gpu", "cpu", "ssd_via_cpu")
-
-
 def chosen(settings: Settings) -> list[Cell]:
     """The matrix's measured cells."""
     longest = max(settings.prompts) if len(settings.prompts) > 2 else None
-    return [
-        cell
-        for cell in cells(settings)
-        if settings.everything or (usual(cell) and cell.where in USUAL and cell.prompt_tokens != longest)
-    ]
-
-
-def usual(cell: Cell) -> bool:
-    """Whether it is an engine's usual hit: loads run under the forward pass, and no gate decides."""
-    return cell.overlap and not cell.gate
+    usual = [cell for cell in cells(settings) if cell.usual and cell.where != "ssd_direct"]
+    return cells(settings) if settings.everything else [cell for cell in usual if cell.prompt_tokens != longest]
 
 
 def cached_tokens(prompt: int, percent: int, page_tokens: int) -> int:

@@ -21,25 +21,25 @@ from typing import Any
 import torch
 
 from gdscache import CacheEngine, Config, LayerwiseLoad
-from gdscache.commands.bench import io_cache
+from gdscache.commands.bench import machine
+from gdscache.commands.bench.figures import idle
 from gdscache.commands.bench.io import RAM_THREADS
-from gdscache.commands.bench.measure import idle
 from gdscache.commands.bench.shapes import LLAMAS
 from gdscache.commands.bench.ttft_cells import CACHED, SWITCHED, Answer, Cell, Settings, cached_tokens
 from gdscache.disk.slab import slab_name
 from gdscache.errors import IOFailedError, MissingPackageError
 from gdscache.gate.costs import Costs
 from gdscache.gate.gate import Gate
-from gdscache.pages.layout import PLAIN, is_plain
+from gdscache.pages.layout import PLAIN, Plane, is_plain
 from gdscache.pages.planes import PagedPlanes
 from gdscache.sizes import MIB
 from gdscache.store.handle import StoreHandle
 
 try:
     from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
-    from transformers.cache_utils import DynamicLayer
 
     from gdscache.integrations.transformers import model_section
+    from gdscache.integrations.transformers_layers import Layer
 except ImportError as error:
     raise MissingPackageError(
         f"bench ttft measures transformers, which cannot be imported: {error}", "install gdscache[hf]"
@@ -60,7 +60,7 @@ class TransformersClient:
     def __init__(self, settings: Settings, longest: int, directory: Path) -> None:
         """`longest`: tokens of the longest prompt."""
         self.settings, self.device = settings, torch.device(settings.device)
-        self._directory, self._longest = directory, longest
+        self._directory = directory
         self._cache: CacheEngine | None = None
         self._gates: dict[tuple[bool, bool], Gate] = {}
         self._misses = itertools.count()
@@ -71,10 +71,11 @@ class TransformersClient:
         self._section = model_section(self.model.config, dtype=dtype, name=name, weights=weights, page_tokens=size)
         self._section["pack"] = "on" if settings.pack else "off"
         self._vocab = self.model.config.vocab_size
-        layout = Config.from_dict({"model": self._section}).model.layout()
-        pages = -(-longest // settings.page_tokens)
+        self.layout = Config.from_dict({"model": self._section}).model.layout()
+        whole, pages = longest // settings.page_tokens, -(-longest // settings.page_tokens)
+        self._room = (2 * whole + whole // 8 + 16) * self.layout.extent_bytes
         self._request, self._document = list(range(pages)), list(range(pages, 2 * pages))
-        self.planes = PagedPlanes.allocate(layout, 2 * pages, self.device).tensors
+        self.planes = PagedPlanes.allocate(self.layout, 2 * pages, self.device).tensors
 
     @property
     def cache(self) -> CacheEngine:
@@ -84,7 +85,12 @@ class TransformersClient:
     @property
     def in_memory(self) -> bool:
         """Whether the SSD tier lies on a RAM disk."""
-        return io_cache.in_memory(self._directory)
+        return machine.in_memory(self._directory)
+
+    @property
+    def ssd_bytes(self) -> int:
+        """The SSD tier's capacity: room for two of the longest prompts, and a quarter more."""
+        return self._room + self._room // 4
 
     def describe(self) -> dict[str, Any]:
         """The model, as plain data."""
@@ -94,10 +100,8 @@ class TransformersClient:
 
     def config(self, route: str) -> Config:
         """A cache with room for two of the longest prompts on each tier; without a CPU tier on the direct route."""
-        extent = Config.from_dict({"model": self._section}).model.layout().extent_bytes
-        pages = self._longest // self.settings.page_tokens
-        room, ring = (2 * pages + pages // 8 + 16) * extent, max(256 * MIB, 8 * extent)
-        ssd = {"path": str(self._directory / route), "capacity": room + room // 4, "route": route}
+        room, ring = self._room, max(256 * MIB, 8 * self.layout.extent_bytes)
+        ssd = {"path": str(self._directory / route), "capacity": self.ssd_bytes, "route": route}
         if self.in_memory:
             ssd["threads"] = RAM_THREADS
         if route == "via_cpu":
@@ -121,10 +125,10 @@ class TransformersClient:
         self.close_cache()
         self._route = route
         self._cache = CacheEngine.from_config(self.config(route), planes=self.planes)
-        layout = self._cache.layout
+        size, nbytes = self.layout.page_tokens, self.layout.bytes_in
         costs = {overlap: Costs() for overlap in (True, False)}
         self._gates = {
-            (overlap, gate): Gate("enforcing" if gate else "off", costs[overlap], layout.page_tokens, layout.bytes_in)
+            (overlap, gate): Gate("enforcing" if gate else "off", costs[overlap], size, nbytes)
             for overlap in costs
             for gate in (True, False)
         }
@@ -178,7 +182,7 @@ class TransformersClient:
             twins = [tiers[one] for one in (name, name + PLAIN) if one in tiers]
             if missing := sum(all(page.key not in twin.index for twin in twins) for page in pages):
                 raise IOFailedError(f"{missing} of {len(pages)} pages did not reach the {name} tier", "see the log")
-        return len(pages) * self.cache.layout.page_bytes
+        return len(pages) * self.layout.page_bytes
 
     # -- runs ------------------------------------------------------------------------------------------------------
 
@@ -260,11 +264,11 @@ class TransformersClient:
                 for name in memories:
                     manager.tiers[name].index.drop_all([page.key for page in some], {some[0].namespace})
             if not self.direct:
-                io_cache.drop(self.slab.parent.rglob(self.slab.name))
+                machine.drop_cached(self.slab.parent.rglob(self.slab.name))
         found = manager.peek(some)
         if len(found) < len(some) or any((name in memories) != (where == "cpu") for name in found):
             raise IOFailedError(f"pages are not where {where} needs them", "see the log")
-        return {name: found.count(name) * self.cache.layout.bytes_in(name) for name in dict.fromkeys(found)}
+        return {name: found.count(name) * self.layout.bytes_in(name) for name in dict.fromkeys(found)}
 
     @property
     def direct(self) -> bool:
@@ -323,7 +327,7 @@ class TransformersClient:
         found = [_best(self._forward(ids[layers.get_seq_length() :], layers))]
         recomputed = 0
         if load is not None:
-            report, page = load.result(_DEADLINE_S), self.cache.layout
+            report, page = load.result(_DEADLINE_S), self.layout
             recomputed = load.tokens - report.tokens
             sources = {
                 tier: n // page.bytes_in(tier) * page.page_tokens for tier, n in report.bytes_by_tier.items() if n
@@ -338,8 +342,11 @@ class TransformersClient:
         """A transformers cache whose first `cached` tokens are in these blocks of the planes. `ready(layer)` returns
         when (or queues a wait until) the layer's are loaded."""
         slots = torch.tensor([list(blocks)], dtype=torch.int64, device=self.device) if cached else None
-        calls = [None if ready is None else functools.partial(ready, number) for number in range(len(self.planes))]
-        return _Layers([_Layer(p, slots, cached, call) for p, call in zip(self.planes, calls, strict=True)])
+        made = [
+            _Layer(kinds, tensors, slots, cached, None if ready is None else functools.partial(ready, number))
+            for number, (kinds, tensors) in enumerate(zip(self.layout.layers, self.planes, strict=True))
+        ]
+        return _Layers(made, self.settings.page_tokens)
 
     def _ids(self, tokens: Sequence[int]) -> torch.Tensor:
         """int64 (tokens,) on the device. A copy of more than 64 KiB waits for all queued loads: call it before a
@@ -355,50 +362,47 @@ class TransformersClient:
 
 
 class _Layers(DynamicCache):
-    def __init__(self, layers: Sequence[_Layer]) -> None:
+    def __init__(self, layers: Sequence[_Layer], page_tokens: int) -> None:
         super().__init__()
         self.layer_class_to_replicate = None
-        self.own = list(layers)
+        self.own, self.page_tokens = list(layers), page_tokens
         self.layers = list(layers)
 
     @torch.inference_mode()
     def write_pages(self, start: int, blocks: Sequence[int]) -> None:
         """Copy computed pages from token `start` on into blocks of the planes."""
+        first = start // self.page_tokens
         for layer in self.own:
-            layer.write_pages(start, blocks)
+            pages = layer.pages(0, range(first, first + len(blocks)), self.page_tokens)
+            for plane, rows in zip(layer.tensors, pages, strict=True):
+                plane[torch.tensor(blocks, dtype=torch.int64, device=plane.device)] = rows
 
 
-class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
-    """A layer of the model's cache. Its first tokens stay in planes until the layer is computed."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
+class _Layer(Layer):  # type: ignore[no-untyped-call]
+    """A layer of the model's cache. Its first tokens stay in blocks of its tensors until the layer is computed."""
 
     def __init__(
-        self, planes: Planes, slots: torch.Tensor | None, cached: int, ready: Callable[[], None] | None
+        self,
+        planes: Sequence[Plane],
+        tensors: Planes,
+        slots: torch.Tensor | None,
+        cached: int,
+        ready: Callable[[], None] | None,
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._planes, self._slots, self._cached, self._ready = planes, slots, cached, ready
+        super().__init__(planes, 1)
+        self.tensors, self._slots, self._cached, self._ready = tensors, slots, cached, ready
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-            if self._slots is not None:
-                if self._ready is not None:
-                    self._ready()
-                self.keys, self.values = (plane[self._slots].flatten(1, 2).transpose(1, 2) for plane in self._planes)
+        if not self.is_initialized and self._slots is not None:
+            if self._ready is not None:
+                self._ready()
+            self.begin([tensor[self._slots] for tensor in self.tensors], self._cached)
         return super().update(key_states, value_states, *args, **kwargs)
 
     def get_seq_length(self) -> int:
         return super().get_seq_length() if self.is_initialized else self._cached
-
-    def write_pages(self, start: int, blocks: Sequence[int]) -> None:
-        for plane, states in zip(self._planes, (self.keys, self.values), strict=True):
-            size, slots = plane.shape[1], torch.tensor(blocks, dtype=torch.int64, device=plane.device)
-            rows = states[0, :, start : start + len(blocks) * size].transpose(0, 1)
-            plane[slots] = rows.reshape(len(blocks), size, *plane.shape[2:])
 
 
 def _model(settings: Settings, device: torch.device) -> PreTrainedModel:
