@@ -93,8 +93,20 @@ def plain_parts(config: Config, shards: int = 1, replicas: int = 1) -> tuple[Con
     """The part of a configuration for packed pages, and that for pages that do not fit into packed extents, which has
     the rest: of each size a 256th, or eight pages if these are at most a sixteenth; a sixteenth of `host_buffer`, since
     late I/O takes its slots. `shards`: of a page, each with an extent. `replicas`: ranks with equal bytes, each with
-    slots of `host_buffer` of its own. Raises `CapacityError` if a size has no room for both."""
+    slots of `host_buffer` of its own. Raises `CapacityError` if a size has no room for both, or `store.queue` has none
+    for a plain page, and `InvalidValueError` where no tier takes plain pages."""
+    if config.tiers and config.cpu is None and config.ssd is None:
+        raise InvalidValueError(
+            f"model.pack is on, and pages that cannot be packed have no tier: {config.tiers[0].tier} gets none",
+            "add a section cpu or ssd, or set model.pack to off",
+        )
     extent = config.model.layout().packed_as(packed=False).extent_bytes * shards
+    if config.store.queue < extent // shards:
+        raise CapacityError(
+            f"store.queue is {format_size(config.store.queue)}, and a page that cannot be packed has "
+            f"{format_size(extent // shards)}",
+            "raise store.queue, or set model.pack to off",
+        )
     packed, plain = config.dump(), config.dump()
     for path, size in shared_sizes(config):
         if path not in _PLAIN:

@@ -42,6 +42,7 @@ from gdscache.engine.hybrid_handles import (
 from gdscache.engine.hybrid_states import StandingStates
 from gdscache.engine.opening import as_directory, read_config
 from gdscache.errors import (
+    CapacityError,
     InvalidValueError,
     PlanesError,
     PoolFullError,
@@ -148,7 +149,7 @@ class HybridEngine:
             self.groups, [pool.groups for pool in self.pools], [engine.manager for engine in self.engines]
         )
         first = self.engines[0]
-        self._tokens = TokenCounts(first.manager.tiers)
+        self._tokens = TokenCounts(tier for engine in self.engines for tier in engine.manager.tiers)
         self.gate = Gate(config.load.gate, first.gate.costs, first.layout.page_tokens, first.layout.bytes_in)
         self._server: MetricsServer | None = None  # `close` looks at it
         self._server = serving(self, config.metrics)
@@ -270,7 +271,7 @@ class HybridEngine:
         """Begin a batch of loads, each a hit and its slots: one submit a pool, and one wait a layer. See
         `CacheEngine.load_many`."""
         pairs = hits_and_slots(requests, HybridHit)
-        if any(len(hit.parts) != len(self.engines) for hit, _ in pairs):
+        if any(len(hit.parts) != len(self.engines) or hit.pages.keys() != self._by_name.keys() for hit, _ in pairs):
             raise InvalidValueError("a hit is of another engine", "pass the hits that lookup() of this engine returned")
         batches: list[list[tuple[Hit, Blocks]]] = [[] for _ in self.engines]
         for hit, slots in pairs:
@@ -352,6 +353,8 @@ class HybridEngine:
         """The lengths at which windows and states are kept, including lengths behind `length` that need a page before
         it."""
         size = self.alignment
+        if not isinstance(keep_at, Iterable):
+            raise InvalidValueError(f"keep_at is {arguments.shown(keep_at)}", "pass lengths in tokens, in a list")
         given = [arguments.whole(one, "keep_at", 0, MAX_COUNT) for one in keep_at]
         ends = {one // size * size for one in (length, *given)}
         behind = length + max(group.span for group in self.groups) + size
@@ -441,7 +444,9 @@ class HybridEngine:
             engine.observe_prefill(tokens, cached_tokens, seconds, load_seconds)
 
     def observe_load(self, tier: str, nbytes: int, seconds: float) -> None:
-        for engine in self.engines:
+        name = arguments.text(tier, "tier")
+        having = [engine for engine in self.engines if name in engine.manager.tiers]
+        for engine in having or self.engines:  # of which the first says that there is no such tier
             engine.observe_load(tier, nbytes, seconds)
 
     def on_events(self, callback: Callable[[str, KVEventBatch], object]) -> Callable[[], None]:
@@ -634,6 +639,9 @@ def _opened(
     except PlanesError as error:
         where = f"groups {part.names}, whose layers are {list(part.pool.layers)} of the model"
         raise PlanesError(f"{where}: {error.message}", error.hint) from None
+    except CapacityError as error:
+        where = f"groups {part.names}, which have {100 * part.share:.1f} % of each size"
+        raise CapacityError(f"{where}: {error.message}", error.hint) from None
     config = part.config
     tiers = [("cpu", None if config.cpu is None else config.cpu.capacity)]
     tiers.append(("ssd", None if config.ssd is None else config.ssd.capacity))

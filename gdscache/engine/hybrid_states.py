@@ -6,6 +6,7 @@ before it, of which there are more to learn from. So a state goes when no tier h
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
@@ -31,6 +32,7 @@ class StandingStates:
         self._whole = whole[:1] if self._states else []
         self._behind: dict[bytes, list[tuple[TierManager, bytes]]] = {}  # by the page's key
         self._gone = deque[bytes]()
+        self._lock = threading.Lock()  # no other lock is taken while it is held
         self._most = sum(tier.index.slots for _, manager in self._states for tier in manager.tiers.values())
         for _, manager in self._whole:
             for tier in manager.tiers.values():
@@ -43,26 +45,35 @@ class StandingStates:
             for g, states in self._states:
                 for number in wanted[g]:
                     page = (number + 1) * self._groups[g].page_tokens // size - 1
-                    known, state = self._behind.setdefault(names.key(whole, page), []), (states, names.key(g, number))
-                    if state not in known:
-                        known.append(state)
-            while len(self._behind) > self._most:
-                self._behind.pop(next(iter(self._behind)))
+                    key, state = names.key(whole, page), (states, names.key(g, number))
+                    with self._lock:
+                        known = self._behind.setdefault(key, [])
+                        if state not in known:
+                            known.append(state)
+            with self._lock:
+                while len(self._behind) > self._most:
+                    self._behind.pop(next(iter(self._behind)))
             self._leave(manager)
 
     def _leave(self, pages: TierManager) -> None:
-        while self._gone:
-            key = self._gone.popleft()
+        while key := self._next_gone():
             with pages.lock:
                 if any(tier.index.has(key) for tier in pages.tiers.values()):
                     continue
-            for manager, state in self._behind.pop(key, ()):
+            with self._lock:
+                states = self._behind.pop(key, ())
+            for manager, state in states:
                 with manager.lock:
                     for tier in manager.tiers.values():
                         entry = tier.index.find(state)
                         if entry is not None and not entry.leases:  # a leased state stays
                             tier.index.drop(entry)
                             manager.fates.evict((state,))
+
+    def _next_gone(self) -> bytes:
+        """b"": none, since other threads take them too."""
+        with self._lock:
+            return self._gone.popleft() if self._gone else b""
 
     def _told(self, before: Callable[[Collection[bytes]], object]) -> Callable[[Collection[bytes]], None]:
         def told(keys: Collection[bytes]) -> None:

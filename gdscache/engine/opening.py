@@ -225,7 +225,8 @@ def build(
         for tier in manager.files if plain is not None else ():
             tier.index.elsewhere = functools.partial(_kept_or_coming, manager, storer)
         held = held_pages(manager, limits)
-        loads = LoadPlanner(manager, due=[storer.offer_earned], prefetched=held)
+        due, at_once = [storer.offer_earned], top.ranks is not None
+        loads = LoadPlanner(manager, due=due, prefetched=held, at_once=at_once)
         threads, keep = limits.load_threads, not below.direct
         how: dict[str, Any] = {"threads": threads, "keep": keep, "plain": executors[-1]}
         loader = Loader(loads, executor, layout, config.load, deadline, **how)
@@ -374,9 +375,11 @@ def _open_below(
         undo.callback(ssd.close)
         if isinstance(ssd.io, SlabIO):
             ssd.route = ssd_route.choose(layout, device, config.ssd, ssd.io, ssd.index, keep=cpu is not None)
-    further = [open_tier(tier, layout, lock) for tier in config.tiers]
-    for tier in further:
+    further: list[DurableTier] = []
+    for one in config.tiers:
+        tier = open_tier(one, layout, lock, [tier.name for tier in further])
         undo.callback(tier.close)
+        further.append(tier)
         if not tier.served and cpu is None:
             raise TierUnavailableError(
                 f"pages of tier {tier.name!r} are brought into the CPU tier, but there is none", "add a cpu section"

@@ -56,7 +56,9 @@ class LoadPlanner:
         *,
         due: Sequence[Callable[[], object]] = (),
         prefetched: PrefetchedPages | None = None,
+        at_once: bool = False,
     ) -> None:
+        """`at_once`: all pages of a load begin together, as with ranks, so none waits for another of the same load."""
         self.manager = manager
         self.under_way: Counter[str] = Counter()  # pages by tier, of plans that have not ended
         # Notified when pages get their verdict.
@@ -64,6 +66,7 @@ class LoadPlanner:
         self.landing = manager.landing
         self._due = due
         self._prefetched = prefetched
+        self._at_once = at_once
         self._chain = [tier for tier in manager.tiers.values() if tier.kind != "planes" and tier.served]
         self._filling: dict[Entry, LoadPlan] = {}  # page of a landing tier -> the plan that reads it into there
 
@@ -168,13 +171,13 @@ class LoadPlanner:
             if tier in self.manager.landings:
                 copy = tier.index.find(pages[at].key)  # a copy found here is incomplete
                 filling = None if copy is None or copy.state is not PENDING else self._filling.get(copy)
-                if copy is not None and filling is not None:
+                if copy is not None and filling is not None and not (self._at_once and filling is plan):
                     plan.leases[-1].add(tier.index, copy)
                     plan.slots.append(copy.slot)
                     plan.sources.append(copy)
                     plan.runs.append(TierRun(tier, range(row, row + 1), (filling, filling.row_of(copy))))
                     return 1
-                # other incomplete copies are a store's: a slower tier may have the page
+                # other incomplete copies are a store's, or of no use here: a slower tier may have the page
                 lacking[tier.plain] = copy is None
             if tier is not self._chain[-1]:
                 stop = min(stop, max(at + 1, tier.index.absent_until(pages, at, stop)))

@@ -154,10 +154,12 @@ class LoadRun:
 
     def _hand_over(self, ways: Sequence[Way], order: Sequence[Int64Array]) -> None:
         left = self._shared or self._unpacked
-        stage = Stage.OPEN if not self.plan.whole else Stage.SHARED if left else Stage.WHOLE
+        # ranks begin all pages of a load at once: the pages of other loads are added when they are there
+        more = not self.plan.whole or (self._shared and self._by_ranks)
+        stage = Stage.OPEN if more else Stage.SHARED if left else Stage.WHOLE
         if self._moving is not None:
             self._parts += order
-            self._moving.extend(ways, last=self.plan.whole)
+            self._moving.extend(ways, last=stage is not Stage.OPEN)
             self._stage = stage
             if stage is Stage.WHOLE:
                 self._load.carried_by(self._moving, last=True)
@@ -178,7 +180,8 @@ class LoadRun:
             self._planner.waits(self.plan)
         if not self.plan.whole:
             return
-        tier = self._slowest([run for run in self.plan.runs if not run.tier.plain] or self.plan.runs)
+        brought = [run for run in self.plan.runs if run.filling is None]
+        tier = self._slowest([run for run in brought if not run.tier.plain] or brought)
         if self._by_ranks:
             self._busy = tier
         elif not waits or self._manager.tiers[tier].kind == "files":
@@ -190,7 +193,7 @@ class LoadRun:
         return self._executor.orders is not None
 
     def _slowest(self, runs: Iterable[TierRun]) -> str:
-        found = {run.tier.name for run in runs if run.filling is None}
+        found = {run.tier.name for run in runs}
         return [name for name in self._manager.tiers if name in found][-1]
 
     def _ways(self, tier: Tier, runs: list[range]) -> list[tuple[Int64Array, Way]]:
@@ -285,12 +288,17 @@ class LoadRun:
     def steps(self) -> Steps[None]:
         if self._stage in (Stage.NONE, Stage.OPEN):
             self.begin()
+        if self._shared and self._by_ranks:
+            self._hand_over(*(yield from self._share()))
         yield from self._end_move()
         self._measure()
         if self._unpacked:
             yield from self._end_plain()
         if self._shared:
-            yield from self._share()
+            copies = yield from self._share()
+            for left, way, rows in zip(range(len(copies[0]))[::-1], *copies, strict=True):
+                self._move([way], [rows], Stage.SHARED if left else Stage.WHOLE)
+                yield from self._end_move()
         self._finish()
 
     def _end_move(self) -> Steps[None]:
@@ -318,10 +326,12 @@ class LoadRun:
             yield from self._end_move()
             self._measure()
 
-    def _share(self) -> Steps[None]:
-        """Copy the pages that another load, planned earlier, brings. Waits only for earlier loads, so it ends."""
+    def _share(self) -> Steps[tuple[list[Way], list[Int64Array]]]:
+        """Wait for the pages that another load, planned earlier, brings. Returns how they are copied. Waits only for
+        earlier loads, so it ends."""
         planner, there = self._planner, dict[Tier, list[range]]()
-        for run in self._shared:
+        shared, self._shared = self._shared, []
+        for run in shared:
             assert run.filling is not None, "a run without a plan that brings it"
             known = functools.partial(_known, planner, *run.filling)
             yield self._executor.changed(planner.filled, known, max(0.0, self._until - self._executor.now()))
@@ -331,10 +341,8 @@ class LoadRun:
             else:
                 late = status is PageStatus.PENDING
                 planner.finish(self.plan, np.array(run.rows), PageStatus.DEADLINE if late else status)
-        for number, (tier, some) in enumerate(there.items(), 1):
-            rows, way = self._out_of_memory(tier, some)
-            self._move([way], [rows], Stage.WHOLE if number == len(there) else Stage.SHARED)
-            yield from self._end_move()
+        copies = [self._out_of_memory(tier, some) for tier, some in there.items()]
+        return [way for _, way in copies], [rows for rows, _ in copies]
 
     def abort(self) -> Steps[None]:
         """End the load, in place of `steps` or after they raised, at any point."""

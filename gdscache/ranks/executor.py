@@ -86,7 +86,12 @@ class RanksMoving:
 
     def extend(self, ways: Sequence[Way], *, last: bool) -> None:
         self._executor.expect(ways)
-        self._ways += ways
+        with self._lock:
+            self._ways += ways
+            begun = len(self._waiting) == len(self._parts)  # else a rank has answered a cancel
+            status = LOADED if begun else CODES[PageStatus.ABORTED]
+            more = np.full(len(self) - len(self._statuses), status, np.uint8)
+            self._statuses = np.concatenate([self._statuses, more])
 
     def cancel(self) -> None:
         if self._end is None:

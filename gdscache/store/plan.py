@@ -131,18 +131,29 @@ class StorePlanner:
         if len(missing) < len(pages):
             known = set(missing)
             present = [number for number in range(len(pages)) if number not in known]
+            if self._landing is None and self._policy == "never":  # no tier takes a page
+                there = [number for number in present if self._in_a_tier(pages[number].key)]
+                self._drop(pages, sorted({*present}.difference(there)), receipt, "no_tier")
+                present = there
             manager.counts["stores", "present"] += len(present)
             receipt.finish(present)
-        if late:
-            manager.counts["dropped", "queue_full"] += len(late)
-            manager.fates.note([pages[number].key for number in late], Told("no_room", detail="queue_full"))
-            receipt.finish(late, "queue_full")
+        self._drop(pages, late, receipt, "queue_full")
         self.queued += len(wanted)
         keys = [pages[number].key for number in wanted]
         manager.fates.forget(keys)
         for outlet in self.outlets:
             outlet.admission.use(keys)
         return wanted
+
+    def _in_a_tier(self, key: bytes) -> bool:
+        return any(key in tier.index for tier in self._manager.tiers.values())
+
+    def _drop(self, pages: Sequence[Page], numbers: Sequence[int], receipt: Receipt, cause: str) -> None:
+        """These are not accepted."""
+        if numbers:
+            self._manager.counts["dropped", cause] += len(numbers)
+            self._manager.fates.note([pages[number].key for number in numbers], Told("no_room", detail=cause))
+            receipt.finish(numbers, cause)
 
     def _missing(self, pages: Sequence[Page]) -> list[int]:
         """The numbers of pages that a tier should have, lacks and is not getting; each page once."""

@@ -253,17 +253,20 @@ class Lease:
             index.let_go(pages, slots)
 
 
-def open_tier(config: TierConfig, layout: PageLayout, lock: threading.RLock) -> DurableTier:
-    """An instance of the class that `config` names: `Class(layout, capacity, lock, **options)`.
+def open_tier(
+    config: TierConfig, layout: PageLayout, lock: threading.RLock, others: Collection[str] = ()
+) -> DurableTier:
+    """An instance of the class that `config` names: `Class(layout, capacity, lock, **options)`. `others`: names of the
+    tiers that are open.
 
     Raises `TierUnavailableError` if the class is missing or does not take these arguments; and the class's own
     exceptions.
     """
     refuse, options = functools.partial(_bad_class, config.tier), config.options or {}
     tier: DurableTier = named_object(config.tier, DurableTier, refuse, layout, config.capacity, lock, **options)
-    if tier.name.removesuffix(PLAIN) in _TAKEN:
+    if tier.name in (*_TAKEN, *others) or tier.name.endswith(PLAIN):
         tier.close()
-        raise _bad_class(config.tier, f"its name is {tier.name!r}, which another tier or memory has")
+        raise _bad_class(config.tier, f"its name is {tier.name!r}, which another tier or memory may have")
     return tier
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -110,6 +111,21 @@ def test_packed_bytes_survive_every_tier_and_a_restart(open_hybrid: OpenHybrid, 
         host.engine.close()
     host = open_hybrid(MODELS[model] | {"pack": "off"}, **tiers)
     assert host.found(tokens) == 0
+
+
+def test_a_first_pool_that_is_not_packed_beside_packed_ones(open_hybrid: OpenHybrid) -> None:
+    """Only the packed ones have tiers of plain pages."""
+    model = MODELS["state"]
+    groups = sorted(model["groups"], key=lambda group: group["name"] != "state")
+    host = open_hybrid(model | {"groups": groups, "pack": "on"}, cpu=200, ssd=200, bounce=64)
+    assert [engine.layout.packed for engine in host.engine.engines] == [False, True, True]
+    host.store(PROMPT[:24])
+    assert {*host.load(PROMPT[:24]).bytes_by_tier} == {"cpu", "cpu_plain"}
+    hit = host.engine.stats()["tokens"]["hit"]
+    assert hit["cpu"] + hit["cpu_plain"] == 24
+    host.engine.observe_load("cpu_plain", 4096, 1.0)
+    with pytest.raises(InvalidValueError, match="no tier 'plain'"):
+        host.engine.observe_load("plain", 4096, 1.0)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -295,7 +311,7 @@ def test_a_batch_is_loaded_in_one_call_and_each_request_has_its_verdict(open_hyb
         assert host.load(tokens).tokens == 16
 
 
-def test_a_batch_is_of_hits_of_this_engine_and_no_block_is_in_it_twice(open_hybrid: OpenHybrid) -> None:
+def test_a_batch_is_of_hits_of_this_engine_and_no_block_is_in_it_twice(open_hybrid: OpenHybrid, tmp_path: Path) -> None:
     host = open_hybrid("apart")
     host.store(PROMPT)
     hit = host.engine.lookup(PROMPT)
@@ -306,6 +322,10 @@ def test_a_batch_is_of_hits_of_this_engine_and_no_block_is_in_it_twice(open_hybr
     with pytest.raises(SlotRangeError, match="twice"):
         host.engine.load_many([(hit, slots), (hit, slots)])
     assert not any(engine.stats()["leases"] for engine in host.engine.engines)
+    other = open_hybrid("windows", tmp_path / "other")
+    for one, foreign in ((other, hit), (host, other.engine.lookup(PROMPT))):
+        with pytest.raises(InvalidValueError, match="another engine"):
+            one.engine.load(foreign, {group.name: [] for group in one.groups})
     empty = host.engine.load_many([])
     assert (empty.tokens, empty.results(WAIT), empty.result(WAIT).tokens) == (0, [], 0)
     host.give(slots)
@@ -488,6 +508,7 @@ def test_wrong_stores_are_clear_errors_and_store_nothing(open_hybrid: OpenHybrid
         (slots, {"salt": 5}, InvalidValueError, "salt"),
         (slots, {"keep_at": [1.5]}, InvalidValueError, "keep_at"),
         (slots, {"keep_at": [-1]}, InvalidValueError, "keep_at"),
+        (slots, {"keep_at": 16}, InvalidValueError, "keep_at is 16"),
         (slots, {"priority": 9}, InvalidValueError, "priority"),
         (slots, {"ttl": 0}, InvalidValueError, "ttl"),
         *([(both, {}, SlotRangeError, "twice")] if model == "together" else []),
@@ -605,6 +626,30 @@ def test_a_state_that_is_read_stays_until_then(open_hybrid: OpenHybrid) -> None:
     host.store(prompt(2, 2))
     assert len(states.cpu.index) == 3 + 1
     states.end(lease)
+
+
+def test_states_are_noted_and_leave_while_many_threads_look(open_hybrid: OpenHybrid) -> None:
+    host = open_hybrid("state", ssd=None)
+    states, [whole, *_] = host.engine.states, host.engine.engines
+    prompts = [prompt(seed, 8) for seed in range(40)]
+    host.store(PROMPT)
+    named = [host.engine._request(tokens, "")[0] for tokens in prompts for _ in range(8)]
+    pages = [range(len(tokens) // group.page_tokens) for tokens in prompts[:1] for group in host.groups]
+    keys = [names.key(0, number) for names in named for number in range(8)]
+
+    def look(thread: int) -> None:
+        for names in named[thread::8] * 20:
+            with whole.manager.lock:
+                whole.manager.cpu.index.on_evict(keys[:64])  # as if these had just gone
+            states.stand(names, pages)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        together(look, 8)
+    finally:
+        sys.setswitchinterval(interval)
+    assert host.load(PROMPT).tokens == 48
 
 
 # -- sizes -------------------------------------------------------------------------------------------------------------

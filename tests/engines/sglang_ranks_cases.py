@@ -164,7 +164,7 @@ def _come_back(folder: Path, rank: int, kind: str, more: dict[str, Any]) -> None
         assert stats["stores"].get("unfit", 0) == len(unfit)
     found.close()
     restart()
-    again = RanksRig(folder, rank, kind, **more)
+    again = RanksRig(folder, rank, kind, **more | ({"model": {"pack": "auto"}} if more else {}))
     assert again.came("c", tokens) == there
     same(again.pages(tokens), wanted[:there])
     again.close()

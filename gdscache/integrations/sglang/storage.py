@@ -32,6 +32,7 @@ from sglang.srt.runtime_context import get_context, get_server_args, process_mod
 from gdscache.config import Config
 from gdscache.engine.engine import CacheEngine
 from gdscache.engine.hybrid import HybridEngine
+from gdscache.engine.opening import as_directory
 from gdscache.errors import CacheGroupsUnsupportedError, InterfaceUnsupportedError, ParallelismUnsupportedError
 from gdscache.integrations.sglang.borrowed import BorrowedPages
 from gdscache.integrations.sglang.facts import resolved
@@ -127,7 +128,7 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
     def _borrow(self, address: str) -> None:
         if not self._place.leads:
             planes = self._planes()
-            config = self._configuration(planes)
+            config = as_directory(self._configuration(planes))  # the first rank has opened it
             namespace = namespace_digest(config.model.namespace_fields())
             borrower = Borrower(planes.tensors, config, namespace, address, self._place.rank)
             self._pages = PoolPages({KV: BorrowedPages(borrower, config.model.page_tokens)})

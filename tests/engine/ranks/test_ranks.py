@@ -18,10 +18,12 @@ import gdscache
 from gdscache import CacheEngine, PageStatus, Rank
 from gdscache.errors import CapacityError, InvalidValueError, PlanesError, RankError, RankMismatchError
 from gdscache.gate.busy_periods import BusyPeriods
+from gdscache.load import loader
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.pages.layout import PageLayout
 from gdscache.ranks import executor, wire
 from gdscache.ranks.address import StoreMark
+from gdscache.ranks.executor import RanksMoving
 from gdscache.ranks.mixed import MixedMoving
 from gdscache.ranks.service import Service
 from gdscache.storage.base import Op
@@ -42,7 +44,7 @@ from tests.support.helpers import (
     until,
     write_page,
 )
-from tests.support.pages import FAULTY
+from tests.support.pages import FAULTY, lose
 from tests.support.pairs import pairs
 from tests.support.ranks import RanksHost, bytes_of, fits
 
@@ -488,6 +490,78 @@ def test_a_page_that_is_bad_on_one_rank_is_bad_behind_a_cancel(tmp_path: Path, m
         assert load.result(WAIT).pages[0] is PageStatus.CHECKSUM
         assert both.engine.lookup(tokens).tokens == 0
         assert not both.engine.check().problems
+
+
+def test_a_load_whose_packed_pages_another_brings_has_plain_ones_of_its_own(tmp_path: Path) -> None:
+    layout = layout_of(PACKED)
+    planes, config = pool(layout), make_config(tmp_path, model=PACKED, cpu=256, ssd=512, bounce=64)
+    data = np.random.default_rng(1).integers(0, 256, layout.plane_bytes, dtype=np.uint8)
+    write_page(planes, layout, [1], data)  # a page that does not fit
+    with here(config, planes) as ranks:
+        tokens = prompt(1, 2)
+        ranks.store(tokens, range(2))
+        drop_from(ranks.engine, "cpu")
+        loads = [ranks.begin(tokens[:4], range(2, 3)), ranks.begin(tokens, range(3, 5))]
+        for load in loads:
+            ranks.ranks[0].load(load.order)
+        assert [load.result(WAIT).pages for load in loads] == [(GOOD,), (GOOD, GOOD)]
+        assert np.array_equal(read_page(planes, layout, [4]), data)
+
+
+def test_a_load_that_shares_some_pages_with_another_is_ordered_as_soon_as_they_are_there(tmp_path: Path) -> None:
+    """Its own pages wait for these, since ranks begin a load as a whole."""
+    tokens, layout = prompt(1, 4), layout_of(MHA)
+    planes = pool(layout, 16)
+    with here(make_config(tmp_path, cpu=32, ssd=64), planes) as one:
+        keys = [page.key for page in one.engine.pages(tokens)]
+        for block, key in enumerate(keys):
+            write_page(planes, layout, [block], bytes_of(layout, key, 0))
+        one.store(tokens, range(4))
+        lose(one.engine, tokens, [0, 1], "cpu")
+        loads = [one.begin(tokens[:8], range(4, 6)), one.begin(tokens, range(6, 10))]
+        assert not loads[1].ordered
+        one.ranks[0].load(loads[0].order)
+        until(lambda: loads[1].ordered, "the order comes", 10)
+        assert one.ranks[0].load(loads[1].order).result(WAIT).pages == loads[1].result(WAIT).pages == (GOOD,) * 4
+        for block, key in enumerate(keys, 6):
+            assert np.array_equal(read_page(planes, layout, [block]), bytes_of(layout, key, 0))
+        lose(one.engine, tokens, range(4), "cpu")  # from now on no page of a batch is in memory
+        hits = [one.engine.lookup(some) for some in (tokens, tokens[:8])]
+        load = one.engine.load_many([(hits[0], [*range(10, 14)]), (hits[1], [14, 15])])
+        assert load.ordered
+        assert one.ranks[0].load(load.order).result(WAIT).pages == load.result(WAIT).pages == (GOOD,) * 6
+        for block, key in enumerate([*keys, *keys[:2]], 10):
+            assert np.array_equal(read_page(planes, layout, [block]), bytes_of(layout, key, 0))
+        assert not one.engine.check().problems
+
+
+@pytest.mark.parametrize("hears", [[], [0], [0, 1]])
+def test_no_page_of_a_load_in_parts_is_good_that_no_rank_was_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hears: list[int]
+) -> None:
+    """Ranks answer its cancel: all of them before its second part is planned, one, or none."""
+    monkeypatch.setattr(loader, "FIRST_PAGES", 1)
+    monkeypatch.setattr(loader, "FIRST_BYTES", 1)
+    tokens, layout, extend = prompt(1, 8), layout_of(MHA), RanksMoving.extend
+
+    def late(moving: RanksMoving, ways: Any, *, last: bool) -> None:
+        links = [part.link for part in [*moving._parts.values()] if part.link.rank in hears]
+        if len(moving) == 1:
+            moving._executor.cancel(moving, links)
+            until(lambda: {link.rank for link in links}.isdisjoint(moving._waiting), "the ranks answer")
+        extend(moving, ways, last=last)
+
+    with here(make_config(tmp_path, cpu=32, ssd=64), pool(layout, 16), pool(layout, 16)) as both:
+        both.store(tokens, range(8))
+        monkeypatch.setattr(RanksMoving, "extend", late)
+        load = both.begin(tokens, range(8, 16))
+        load.cancel()
+        assert load.result(WAIT).pages == (PageStatus.ABORTED,) * 8
+        monkeypatch.setattr(RanksMoving, "extend", extend)
+        load = both.begin(tokens, range(8, 16))
+        for rank in both.ranks:
+            rank.load(load.order)
+        assert load.result(WAIT).pages == (GOOD,) * 8
 
 
 def test_an_order_is_the_same_when_it_is_asked_for_again_while_a_rank_answers(tmp_path: Path) -> None:

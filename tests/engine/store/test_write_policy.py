@@ -62,6 +62,23 @@ def test_selective_drops_what_finds_no_slot_in_the_cpu_tier(policy_host: OpenHos
     assert host.engine.stats()["dropped"] == {"cpu_full": 2}
 
 
+# -- never -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ssd", [None, 12])
+def test_pages_that_no_tier_takes_do_not_count_as_present(open_host: OpenHost, ssd: int | None) -> None:
+    tokens = prompt(1, 3)
+    if ssd is not None:
+        host = open_host(cpu=None, ssd=ssd)
+        stored(host, tokens[:4])
+        host.engine.close()
+    host = open_host(cpu=None, ssd=ssd, store={"write_policy": "never"})
+    new = 3 if ssd is None else 2
+    assert stored(host, tokens).dropped == dict.fromkeys(range(3 - new, 3), "no_tier")
+    assert host.engine.stats()["stores"]["present"] == 3 - new
+    assert host.engine.stats()["dropped"] == {"no_tier": new}
+
+
 # -- write_back ------------------------------------------------------------------------------------------------------
 
 

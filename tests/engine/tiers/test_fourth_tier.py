@@ -11,7 +11,7 @@ import pytest
 
 from gdscache import CacheEngine, Config, PageStatus, errors
 from tests.support.dict_tier import DictTier
-from tests.support.helpers import MHA, Host, OpenHost, drop_from, layout_of, make_config, prompt, quiet, settle
+from tests.support.helpers import MHA, PACKED, Host, OpenHost, drop_from, layout_of, make_config, prompt, quiet, settle
 
 EXTENT = layout_of(MHA).extent_bytes
 PAGES = 4
@@ -178,11 +178,24 @@ def test_it_is_closed_with_the_engine(host: Host) -> None:
         (entry(4, "gdscache.tiers.base:DurableTier"), "it lacks"),
         (entry(4, sort="fast"), "keywords sort"),
         (entry(4, name="ssd"), "'ssd'"),
+        (entry(4, name="dict_plain"), "'dict_plain'"),
+        (entry(4, name="first"), "'first'"),
     ],
 )
-def test_a_class_that_is_none_is_refused(tmp_path: Any, broken: dict[str, Any], cause: str) -> None:
+def test_a_class_that_is_none_is_refused(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, broken: dict[str, Any], cause: str
+) -> None:
+    opened: list[DictTier] = []
+    monkeypatch.setattr(DictTier, "close", lambda tier: opened.append(tier))
     with pytest.raises(errors.TierUnavailableError, match=cause):
-        CacheEngine.from_config(Config.from_dict(make_config(tmp_path, tiers=[broken])))
+        CacheEngine.from_config(Config.from_dict(make_config(tmp_path, tiers=[entry(4, name="first"), broken])))
+    assert "first" in {tier.name for tier in opened}, "it stays open"
+
+
+def test_pages_that_cannot_be_packed_need_a_tier_of_ours(tmp_path: Any) -> None:
+    config = Config.from_dict(make_config(tmp_path, model=PACKED, cpu=None, ssd=None, tiers=[entry(24)]))
+    with pytest.raises(errors.InvalidValueError, match="have no tier"):
+        CacheEngine.from_config(config)
 
 
 @pytest.mark.parametrize("broken", [{"tier": "DictTier"}, entry(4) | {"colour": "red"}, entry(0)])

@@ -182,6 +182,16 @@ def test_pages_that_cannot_be_packed_have_a_small_part(pages: int, plain: int) -
         plain_parts(Config.from_dict({"model": model, "cpu": {"capacity": page}}))
 
 
+def test_the_queue_holds_a_page_that_cannot_be_packed() -> None:
+    """Else such a page would never be stored, for want of room."""
+    model = {"name": "m", "layers": 2, "kv_heads": 8, "head_dim": 128, "page_tokens": 64, "pack": "on"}
+    page = 2 * 2 * 8 * 128 * 64 * 2  # bytes
+    given = {"model": model, "cpu": {"capacity": 64 * page}}
+    plain_parts(Config.from_dict(given | {"store": {"queue": page}}))
+    with pytest.raises(CapacityError, match=r"store\.queue is 508KiB, and a page that cannot be packed has 512KiB"):
+        plain_parts(Config.from_dict(given | {"store": {"queue": page - 4096}}))
+
+
 NAMES = st.fixed_dictionaries(
     {
         "first": st.sampled_from([[0], [1]]),
