@@ -11,7 +11,7 @@ import platform
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -222,8 +222,10 @@ def build(
             storer = Storer(manager, planner, moves, spare, writers, deadline, storer)
             undo.callback(storer.close, drain=False)
         assert storer is not None, "an engine without tiers"
-        for tier in manager.files if plain is not None else ():
-            tier.index.elsewhere = functools.partial(_kept_or_coming, manager, storer)
+        indexes = [tier.index for tier in manager.tiers.values()]
+        for index in indexes if plain is not None else ():
+            index.others = [other for other in indexes if other is not index]
+            index.coming = storer.under_way
         held = held_pages(manager, limits)
         due, at_once = [storer.offer_earned], top.ranks is not None
         loads = LoadPlanner(manager, due=due, prefetched=held, at_once=at_once)
@@ -332,13 +334,6 @@ def _plain_top(top: _Top) -> _Top:
         return _Top(layout, PagedPlanes(layout, top.planes.tensors), plain=True)
     assert top.ranks is not None, "planes of ranks"
     return _Top(layout, RemotePlanes(layout, top.ranks), ranks=top.ranks, plain=True)
-
-
-def _kept_or_coming(manager: TierManager, storer: Storer, keys: Collection[bytes]) -> set[bytes]:
-    """Those of the keys whose pages are in a tier, or on their way to one. The manager's lock is held."""
-    found = {key for key in keys if any(key in tier.index for tier in manager.tiers.values())}
-    left = {*keys} - found
-    return found | (storer.under_way() & left) if left else found
 
 
 def _open_below(

@@ -66,8 +66,9 @@ class PageIndex(PageTable):
         # pages that become visible ("stored"), and the keys of those that were and go ("removed"; "cleared": all).
         self.on_evict: Callable[[Collection[bytes]], object] = _nobody
         self.on_change: Callable[[str, Sequence[Any]], object] | None = None
-        # Those of the keys whose pages are in other tiers, where a prefix of this tier's pages may lie in several.
-        self.elsewhere: Callable[[Collection[bytes]], Collection[bytes]] = _none
+        # Where a prefix may lie in several tiers: the tables of the others, and the keys of pages on their way to any.
+        self.others: Sequence[PageTable] = ()
+        self.coming: Callable[[], Collection[bytes]] = tuple
         self._leaving: dict[int, Entry] = {}  # dropped pages that are still leased, by slot
 
     def touch(self, keys: Sequence[bytes]) -> None:
@@ -155,30 +156,42 @@ class PageIndex(PageTable):
     # -- victims ------------------------------------------------------------------------------------------------------
 
     def family(self, pages: Iterable[Page]) -> set[bytes]:
-        """Keys of `pages` and of the pages before them, as far back as the tier has them without a gap.
+        """Keys of `pages` and of the pages before them, as far back as this tier and `others` have them without a gap.
 
         A new page must not evict these: without its head, a tail is out of reach.
         """
         keys: set[bytes] = set()
         for page in pages:
             keys.add(page.key)
-            key = page.parent
-            while key in self and key not in keys:
-                keys.add(key)
-                key = self._parent(key)
+            key, gap = page.parent, b""
+            while key != gap:
+                gap = key
+                for table in (self, *self.others):
+                    while key in table and key not in keys:
+                        keys.add(key)
+                        key = table._parent(key)
         return keys
 
     def continuing(self, pages: Sequence[Page]) -> int:
-        """The number of `pages` whose prefix is in the tier, `elsewhere`, or among `pages`."""
-        keys, own = set[bytes](), {page.key for page in pages}
-        first = {page.parent for page in pages if page.parent != page.namespace} - own
-        lacking = [parent for parent in first if parent not in self]
-        elsewhere = self.elsewhere(lacking) if lacking else ()
+        """The number of `pages` whose whole prefix is in this tier and `others`, on its way there, or among `pages`."""
+        own, known = {page.key for page in pages}, {page.namespace for page in pages}
+        ends = {parent: self._end_of_prefix(parent) for parent in {page.parent for page in pages} - own}
+        if not known.issuperset(ends.values()):
+            known = known.union(self.coming())
+        found = {parent for parent, end in ends.items() if end in known}
         for page in pages:
-            parent = page.parent
-            if parent in keys or parent == page.namespace or parent in self or parent in elsewhere:
-                keys.add(page.key)
-        return len(keys)
+            if page.parent in found:
+                found.add(page.key)
+        return len(found & own)
+
+    def _end_of_prefix(self, key: bytes) -> bytes:
+        """`end_of_prefix` over this table and `others`."""
+        seen: set[bytes] = set()
+        while key not in seen:
+            seen.add(key)
+            for table in (self, *self.others):
+                key = table.end_of_prefix(key)
+        return key
 
     def _victims(
         self, n: int, keep: Collection[bytes] = (), pages: Sequence[Page] = (), ahead: int = 0
@@ -190,16 +203,24 @@ class PageIndex(PageTable):
         all pages after it. A page that stays is deferred, so that not every call looks at it. Pages whose children
         cannot go are taken only when no tail is left.
         """
-        coldest = iter(self._orders)  # the orders are up to date from here on
-        victims = Victims(self._held, self._dirty, PENDING, self._orders.deferring())
         # the first round looks for tails: only the family's end is one, since all its other pages have a child in it
         if pages:
             keep = {*keep, *(page.key for page in pages), *(page.parent for page in pages)}
-        if victims.look(self._columns, coldest, keep, n + ahead, tails_only=True) < n:
+        victims = self._tails(n + ahead, keep)
+        if pages and any(table.follows(victims.chosen) for table in self.others):  # no tails: these have children there
+            keep = {*keep, *self.family(pages)}
+            victims = self._tails(n + ahead, keep)
+        if len(victims.chosen) < n:
             keep = {*keep, *self.family(pages)} if pages else keep
             victims.look(self._columns, self._orders, keep, n, tails_only=False)
         self._orders.defer_all(victims.passed)
         return victims.chosen
+
+    def _tails(self, n: int, keep: Collection[bytes]) -> Victims:
+        coldest = iter(self._orders)  # the orders are up to date from here on
+        victims = Victims(self._held, self._dirty, PENDING, self._orders.deferring())
+        victims.look(self._columns, coldest, keep, n, tails_only=True)
+        return victims
 
     # -- slots without a page -----------------------------------------------------------------------------------------
 
@@ -446,7 +467,3 @@ class PageIndex(PageTable):
 
 def _nobody(keys: Collection[bytes]) -> None:
     pass
-
-
-def _none(keys: Collection[bytes]) -> Collection[bytes]:
-    return ()

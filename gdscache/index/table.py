@@ -9,7 +9,7 @@ import enum
 import struct
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -239,7 +239,7 @@ class PageTable:
             if parent != last:
                 end = None
             if parent == key or (orphans and key in orphans and parent != namespace):
-                end = key if parent == key else self._end_above(parent) if end is None else end
+                end = key if parent == key else self.end_of_prefix(parent) if end is None else end
                 if end == key:
                     end, parent, rooted = namespace, namespace, True
                     page = Page(key, parent, namespace)
@@ -263,10 +263,23 @@ class PageTable:
     def _inserted(self, pages: Sequence[Page], state: PageState) -> None:
         """For subclasses: these pages have come."""
 
-    def _end_above(self, key: bytes) -> bytes:
-        while (slot := self.slot(key)) is not None:
-            key = self._parent_at(slot)
-        return key
+    def end_of_prefix(self, key: bytes) -> bytes:
+        """The absent page that the last of the present pages before `key`, or `key` itself, follows. It is a namespace
+        where the prefix is whole."""
+        resting, parents, entries = self._resting, self._parents, self._entries
+        while True:
+            slot = resting.get(key)
+            if slot is None:
+                if key not in entries:
+                    return key
+                slot = entries[key].slot
+            if not self._orphans:
+                return self._namespaces[slot]
+            key = parents[slot] or self._parent_at(slot)
+
+    def follows(self, keys: Iterable[bytes]) -> bool:
+        """Whether a page follows one of these that is absent."""
+        return not self._orphans.keys().isdisjoint(keys)
 
     def restore(
         self,

@@ -214,7 +214,7 @@ class SsdTier(DurableTier):
 
     def reserve(self, pages: Sequence[Page], retentions: Mapping[bytes, Retention] = NO_RETENTIONS) -> list[Entry]:
         """May commit deletions first. Only pages that continue a prefix of this tier may evict others: after a restart
-        no lookup reaches the rest. Where pages are packed, a prefix may lie in two tiers (`PageIndex.elsewhere`).
+        no lookup reaches the rest. Where pages are packed, a prefix may lie in two tiers (`PageIndex.others`).
         Raises `IOFailedError`; `LockLostError` when another process may use the directory.
         """
         self._keep_out()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -155,6 +157,22 @@ def test_without_a_gpu_a_model_is_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     for change in {"preset": "8b"}, {"engine": "sglang"}:
         with pytest.raises(InvalidValueError, match="needs a GPU"):
             dataclasses.replace(settings, **change).check()
+
+
+def test_a_process_that_the_kernel_keeps_is_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing here can have the kernel keep one: it is not killed instead."""
+    with subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE, start_new_session=True) as process:
+        running = serving.Running("stage 1", {}, tmp_path / "1.json", process)
+        with monkeypatch.context() as patch:
+            patch.setattr(serving, "END_S", 0.1)
+            patch.setattr("os.killpg", lambda *_: None)
+            running.end()
+        said = capsys.readouterr().err
+        assert f"stage 1: process {process.pid} has not ended 0.1 s after SIGKILL" in said
+        running.end()
+    assert (process.returncode, capsys.readouterr().err) == (-signal.SIGKILL, "")
 
 
 def test_the_python_of_a_server(tmp_path: Path) -> None:

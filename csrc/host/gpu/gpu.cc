@@ -75,9 +75,10 @@ void Gpu::give_back(QueuedCopies& queued) {
 StreamTimes Gpu::finish(QueuedCopies& queued, uint64_t* sums, uint8_t* unfit) {
     StreamTimes times;
     if (queued.point == 0) return times;
-    const Cuda::Entered entered(cuda_);
+    std::optional<Cuda::Entered> entered;
     try {
         await(queued.point);
+        entered.emplace(cuda_);
     } catch (...) {  // whose blocks and slots are free again when this is reported
         (queued.load ? loads_ : stores_).drain();
         give_back(queued);

@@ -275,13 +275,12 @@ public:
         if (by_copies) last.push_back(copies);
         return done.record(last, turn);
     }
-    // Wait for all work.
+    // Wait for all work, also of a thread that the driver has not let in.
     void drain() const {
-        for (const OwnStream& stream : streams_) {
-            try {
-                cuda_.synchronize(stream.get());
-            } catch (const CudaError&) {  // its context is broken: nothing runs there any more
-            }
+        try {
+            const Cuda::Entered entered(cuda_);
+            for (const OwnStream& stream : streams_) wait_for(stream);
+        } catch (const CudaError&) {  // refused again: the context has ended, and its work with it
         }
     }
 
@@ -299,6 +298,13 @@ private:
     static constexpr size_t kLoadStreams = 2, kStoreStreams = 3;  // of kernels
     static constexpr size_t kSegments = 8;
     static constexpr size_t kChunks = 4;  // of the largest size in the ring: more than kernels may wait in streams
+
+    void wait_for(const OwnStream& stream) const {
+        try {
+            cuda_.synchronize(stream.get());
+        } catch (const CudaError&) {  // its context is broken: nothing runs there any more
+        }
+    }
 
     static constexpr size_t aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 

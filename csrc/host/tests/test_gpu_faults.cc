@@ -93,6 +93,7 @@ private:
         transfer.fill_mirror();
         transfer.foresee();
         QueuedCopies queued;
+        driver_.slow(500);
         again([&] { queued = gpu.queue(transfer.copies()); });
         again([&] { gpu.follow(stream, queued.read); });
         again([&] { gpu.reached(queued.point); });
@@ -103,7 +104,7 @@ private:
         } catch (const CudaError&) {
             CHECK(failed_++ == 0);
             finished = false;
-            gpu.await(queued.point);
+            CHECK(gpu.reached(queued.point));  // the blocks are given to others now
         }
         again([&] { CHECK(gpu.reached(queued.point)); });
         if (finished && transfer.sums) transfer.check_sums(found);

@@ -29,6 +29,7 @@ from gdscache.errors import InvalidValueError, MissingPackageError
 from gdscache.sizes import GIB
 
 OPEN_S, MEASURE_S, PROBE_S = 400.0, 300.0, 120.0
+END_S = 30.0  # seconds for a killed process to end
 POLICIES = ("wait_complete", "best_effort", "timeout")
 HICACHE = ("hicache", "storage")  # ways that fetch pages from files by HiCache's policy
 TRAFFIC = ("none", "cpu", "gdscache", "hicache", "linker")  # ways that also serve traffic
@@ -236,10 +237,17 @@ class Running:
         return self.file(".ready").exists() or self.process.poll() is not None
 
     def end(self) -> None:
-        """Kill the process and its descendants."""
+        """Kill the process and its descendants. One in a call that the kernel does not end is left behind."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        try:
+            self.process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            typer.echo(
+                f"{self.label}: process {self.process.pid} has not ended {END_S:g} s after SIGKILL, since a call of "
+                "the kernel does not return. It may still hold the GPU's memory, and is left behind",
+                err=True,
+            )
 
 
 class Serving:

@@ -385,3 +385,62 @@ def test_what_is_passed_over_and_leased_then_stays_when_its_last_tail_goes() -> 
     assert (kept(index, cold), kept(index, warm)) == ([0], [])
     index.release(entry)
     assert index.evict(4) == 1
+
+
+def pair(slots: int, coming: Sequence[bytes] = ()) -> tuple[PageIndex, PageIndex]:
+    """The indexes of two tiers in which a prefix may lie."""
+    both = PageIndex(slots), PageIndex(slots)
+    for one, other in (both, both[::-1]):
+        one.others, one.coming = [other], lambda: coming
+    return both
+
+
+@pytest.mark.parametrize("after", [2, 4])
+def test_a_page_evicts_no_ancestor_behind_pages_of_another_tier(after: int) -> None:
+    """Which is the coldest of its tier, and has no child there."""
+    pages, (packed, plain) = chain(1, 5), pair(4)
+    put(plain, [pages[0], *chain(2, 3)])
+    put(packed, pages[1:after])
+    for _ in range(3):
+        assert plain.allocate_some(1, pages=pages[after : after + 1])
+        assert pages[0].key in plain
+    assert plain.allocate_some(1, pages=pages[after : after + 1]) == [], "nothing but the ancestor is left"
+    assert plain.evict(1) == 1
+
+
+def test_pages_behind_an_orphan_evict_none() -> None:
+    """Neither in one tier nor in two, however many of them have found free slots; when its parent comes, they do."""
+    for index, other in ((PageIndex(6), None), pair(6)):
+        pages, reached = chain(1, 6), chain(2, 3)
+        put(index, reached)
+        put(index, pages[1:3])  # their head never came
+        if other is not None:
+            put(other, pages[3:4])
+        index.take_free(index.free_slots)
+        rest = pages[4:] if other is not None else pages[3:5]
+        index.make_room(rest, 0)
+        assert (index.free_slots, index.evictions) == (0, 0)
+        assert index.evict(1) == 1
+        put(index, pages[:1])
+        index.make_room(rest, 0)
+        assert index.free_slots == len(rest)
+
+
+def test_a_prefix_that_is_on_its_way_is_whole() -> None:
+    pages = chain(1, 3)
+    for coming, room in (([pages[0].key], 1), ([], 0)):
+        index, other = pair(4, coming)
+        put(index, chain(2, 4))
+        put(other, pages[1:2])
+        index.make_room(pages[2:], 0)
+        assert index.free_slots == room
+
+
+def test_pages_that_follow_each_other_over_two_tiers_are_no_prefix() -> None:
+    a, b, c = name("a"), name("b"), name("c")
+    index, other = pair(2)
+    put(index, [Page(a, b, NAMESPACE), *chain(1, 1)])
+    put(other, [Page(b, a, NAMESPACE)])
+    index.make_room([Page(c, a, NAMESPACE)], 0)
+    assert index.free_slots == 0
+    assert index.family([Page(c, a, NAMESPACE)]) == {a, b, c}
