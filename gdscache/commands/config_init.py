@@ -17,7 +17,8 @@ from typing import Annotated, Any
 import typer
 
 from gdscache.commands.console import size_of
-from gdscache.config import load_config
+from gdscache.config import Config, described_elsewhere, load_config
+from gdscache.config.file import read_mapping
 from gdscache.errors import ConfigFileError, GdsCacheError, InvalidValueError
 from gdscache.sizes import GIB, MIB, about, format_size
 
@@ -25,7 +26,8 @@ _DIRECTORY = "~/.cache/gdscache/{engine}"
 _STEP = 64 * MIB  # granularity of sizes chosen for the machine
 _MOST_CPU, _MOST_SSD = 64 * GIB, 512 * GIB
 _LEAST = 256 * MIB
-_SAMPLE = {"name": "sample", "layers": 1, "kv_heads": 1, "head_dim": 64}  # for the check of written files
+_SAMPLE = {"name": "sample", "layers": 1, "kv_heads": 1, "head_dim": 64}  # where an inference engine has the model
+_FIRST_REPLICA = {"GDSCACHE_DP_RANK": "0"}
 
 
 ENGINES = ("vllm", "sglang", "sglang-hicache")  # the cache linker, and the storage below HiCache
@@ -112,6 +114,14 @@ def init(
     typer.echo(f"  {shlex.join(command)}")
 
 
+def load_any(file: Path) -> tuple[Config, bool]:
+    """The configuration of a file, and whether the file describes its model. If an inference engine does that, a small
+    model stands in, and paths are those of the first replica. Raises a `ConfigError`."""
+    if described_elsewhere(read_mapping(file).get("model")):
+        return load_config(file, model=_SAMPLE, variables=_FIRST_REPLICA), False
+    return load_config(file), True
+
+
 def choose(cpu: str | None, ssd: str | None, directory: str) -> Sizes:
     """The given sizes, or sizes for this machine. Raises `InvalidValueError`."""
     cpu_bytes, cpu_reason = (size_of(cpu, "--cpu"), "as asked for") if cpu is not None else _of_memory()
@@ -150,7 +160,7 @@ def _write(file: Path, text: str, *, force: bool, model: dict[str, Any] | None) 
     try:
         try:
             beside.write_text(text, encoding="utf-8")
-            load_config(beside, model=model)
+            load_config(beside, model=model, variables=_FIRST_REPLICA)
             if force:
                 beside.replace(file)
             else:

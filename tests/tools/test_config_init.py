@@ -43,6 +43,27 @@ def sizes(config: Config) -> tuple[int | None, int, str]:
     return config.cpu and config.cpu.capacity, config.ssd.capacity, str(config.ssd.path)
 
 
+@pytest.mark.parametrize("labels", ["", "model: {pack: on}\n"])
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "sglang-hicache"])
+def test_a_file_for_an_engine_is_checked_without_its_model(init: Run, gdscache: Run, engine: str, labels: str) -> None:
+    init(engine, "--ssd", "2GiB", "--dir", "/kv/$GDSCACHE_DP_RANK")
+    file = Path("gdscache.yaml")
+    file.write_text(file.read_text() + labels)
+    status, out, err = gdscache("config", "check", file)
+    assert (status, err) == (0, "")
+    assert "described by the inference engine" in out
+    assert "ssd tier  2GiB\nssd path  /kv/0\n" in out
+    said = json.loads(gdscache("config", "check", file, "--json")[1])
+    assert (said["model"], said["namespace"], said["tiers"]["ssd"]) == (None, None, {"bytes": 2 * GIB, "pages": None})
+    assert gdscache("doctor", "--config", file, "--dir", ".")[0] == 0
+    trace = Path("trace.jsonl")
+    trace.write_text('{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [1]}\n')
+    done = gdscache("replay", trace, "--config", file, "--set", "gpu.staging=1GiB", "--set", "host_buffer=1GiB")
+    assert done[::2] == (0, "")
+    file.write_text("cup: {}\n" + file.read_text())
+    assert "unknown key `cup`" in gdscache("config", "check", file)[2]
+
+
 def test_the_file_is_what_a_connector_reads(init: Run) -> None:
     status, out, err = init("vllm", "--cpu", "3GiB", "--ssd", "20 GiB", "--dir", "/mnt/fast: #1/kv")
     assert (status, err) == (0, "")
