@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from gdscache import load_config
-from gdscache.commands.config_init import SHIPPED, Printed
+from gdscache.commands.config_init import PRINTED, SHIPPED
 from gdscache.commands.doctor import engines
 from gdscache.commands.main import main
 from gdscache.config import Config
@@ -166,8 +166,17 @@ def test_sizes_follow_from_the_machine(
 
 
 def test_every_file_of_configs_is_shipped() -> None:
-    assert {kind.value for kind in Printed} == {file.stem for file in (ROOT / "configs").iterdir()}
-    assert {kind.value for kind in Printed} - {*SHIPPED} == {"alerts", "grafana"}
+    assert {*PRINTED} == {file.stem for file in (ROOT / "configs").iterdir()}
+    assert {*PRINTED} - {*SHIPPED} == {"alerts", "grafana"}
+
+
+def test_an_unknown_name_is_refused_with_those_that_there_are(init: Run, gdscache: Run) -> None:
+    for run, last in ((init, "deepseek_v3_mla"), (functools.partial(gdscache, "config", "print"), "grafana")):
+        status, _, err = run("cpuonly")
+        assert status == 2
+        assert "'cpuonly'" in err
+        assert err.rstrip().endswith(last)
+    assert not Path("gdscache.yaml").exists()
 
 
 @pytest.mark.parametrize("name", SHIPPED)
