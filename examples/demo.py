@@ -152,10 +152,12 @@ def said(words: str) -> Iterator[None]:
     done = threading.Event()
 
     def dots() -> None:
+        mark = " ."
         while not done.wait(2):
-            print(".", end="", flush=True)
+            print(mark, end="", flush=True)
+            mark = "."
 
-    print(words, end=" ", flush=True)
+    print(words, end="", flush=True)
     ticker = threading.Thread(target=dots)
     ticker.start()
     try:
@@ -210,11 +212,13 @@ def run_phase(phase: str, tiny: bool, directory: Path) -> None:
             ids = model.prompt(question).to(device)
             with said("    without the cache:"):
                 plain = answer(model, ids, None)
-            print(f"{plain['seconds']:.2f} s to the first token")
+            print(f" {plain['seconds']:.2f} s to the first token")
             with said("    with the cache:"):
                 cached = answer(model, ids, PrefixCache(engine, model.model))
             source = f"{cached['cached_tokens']:,} of {ids.shape[1]:,} tokens {SOURCES[cached['source']]}"
-            print(f"{cached['seconds']:.2f} s" + (f", {source}" if cached["cached_tokens"] else ", nothing was cached"))
+            print(
+                f" {cached['seconds']:.2f} s" + (f", {source}" if cached["cached_tokens"] else ", nothing was cached")
+            )
             words = textwrap.shorten(model.decode(cached["answer"]), 66, placeholder=" ...")
             print(f"    answer: {words}", flush=True)
             results += [{"question": question, "cache": result is cached, **result} for result in (plain, cached)]

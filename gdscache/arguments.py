@@ -47,7 +47,8 @@ def start_page(start: Any, page_tokens: int) -> int:
     number = _integer(start)
     if number is None or not 0 <= number < 1 << 63 or number % page_tokens:
         raise TokensError(
-            f"start is {shown(start)}, a page has {page_tokens} tokens", "pass an integer: the token at a page boundary"
+            f"start is {shown(start)}, a page has {page_tokens} tokens",
+            f"pass an integer: 0 or a multiple of {page_tokens}",
         )
     return number // page_tokens
 

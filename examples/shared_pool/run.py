@@ -21,8 +21,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from subscriber import ZmqSubscriber
-from view import CacheView
+try:
+    from subscriber import ZmqSubscriber
+    from view import CacheView
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error.name} is not installed: in a checkout, pip install '.[mooncake,events]'") from None
 
 from gdscache.pages.keys import PageNames, as_tokens
 
@@ -96,8 +99,8 @@ def free_port() -> int:
 def start_pool(ends: contextlib.ExitStack, directory: Path) -> str:
     """Start a master and an owner of memory. Returns the master's address."""
     found = importlib.util.find_spec("mooncake")
-    assert found is not None, "install gdscache[mooncake]"
-    assert found.submodule_search_locations, "mooncake is a package"
+    if found is None or not found.submodule_search_locations:
+        raise SystemExit("mooncake is not installed: in a checkout, pip install '.[mooncake]'")
     port = free_port()
     binary = str(Path(next(iter(found.submodule_search_locations))) / "mooncake_master")
     options = [f"-rpc_port={port}", "-rpc_address=127.0.0.1", "-metrics_host=127.0.0.1", f"-metrics_port={free_port()}"]

@@ -14,7 +14,7 @@ import typer
 from gdscache import __version__
 from gdscache.commands import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED
 from gdscache.commands.bench.commands import bench_app
-from gdscache.commands.config_init import init, print_shipped
+from gdscache.commands.config_init import init, load_any, print_shipped
 from gdscache.commands.console import App, Table, progress_bar, show
 from gdscache.commands.replay.commands import plan_tiers, replay
 from gdscache.commands.top import top
@@ -34,9 +34,6 @@ app.add_typer(config_app, name="config")
 config_app.command("init")(init)
 config_app.command("print")(print_shipped)
 app.add_typer(bench_app, name="bench")
-app.command("replay")(replay)
-app.command("plan")(plan_tiers)
-app.command("top")(top)
 
 
 def _show_version(wanted: bool) -> None:
@@ -65,8 +62,12 @@ def check(
     file: Annotated[Path, typer.Argument(help="A YAML file.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Check a configuration file and show its sizes, its tiers and its namespace. Opens no tier and needs no GPU."""
-    meaning = describe(load_config(file))
+    """Check a configuration file and show its sizes, its tiers and its namespace. Opens no tier and needs no GPU.
+
+    The file may be one for vLLM or SGLang, which describe the model: then pages and the namespace are not known here.
+    """
+    config, described = load_any(file)
+    meaning = describe(config) if described else describe_sizes(config)
     if as_json:
         typer.echo(json.dumps({"file": str(file), **meaning}, indent=2))
         return
@@ -94,7 +95,7 @@ def doctor(
     """
     from gdscache.commands import doctor as checks
 
-    asked = checks.defaults() if file is None else checks.Asked(load_config(file))
+    asked = checks.defaults() if file is None else checks.Asked(load_any(file)[0])
     asked = dataclasses.replace(asked, directory=directory)
     report = checks.examine(checks.find(asked, recalibrate=recalibrate), asked)
     if as_json:
@@ -189,6 +190,11 @@ def verify_directory(
         raise typer.Exit(EXIT_REFUSED)
 
 
+app.command("top")(top)  # the help lists commands in this order
+app.command("replay")(replay)
+app.command("plan")(plan_tiers)
+
+
 def describe(config: Config) -> dict[str, Any]:
     """A configuration's meaning as plain data: sizes in bytes, whole pages a tier, the namespace in hex."""
     layout = max(config.model.pool_layouts, key=lambda one: one.page_tokens)  # a page of states is one row
@@ -212,6 +218,17 @@ def describe(config: Config) -> dict[str, Any]:
         "ssd_path": str(config.ssd.path) if config.ssd else None,
         "groups": _groups(config),
         "namespace": namespace_digest(config.model.namespace_fields()).hex(),
+    }
+
+
+def describe_sizes(config: Config) -> dict[str, Any]:
+    """`describe` of a configuration whose model an inference engine describes: facts of the model are None."""
+    sizes = {"cpu": config.cpu.capacity if config.cpu else None, "ssd": config.ssd.capacity if config.ssd else None}
+    return {
+        **dict.fromkeys(describe(config)),
+        "tiers": {name: None if size is None else {"bytes": size, "pages": None} for name, size in sizes.items()},
+        "ssd_path": str(config.ssd.path) if config.ssd else None,
+        "groups": [],
     }
 
 
@@ -256,24 +273,26 @@ def _show(reports: list[dict[str, Any]], tables: Callable[[dict[str, Any]], list
 
 
 def _table(meaning: dict[str, Any]) -> Table:
-    table = Table()
-    table.add_row("model", f"{meaning['model']}: {meaning['layers']} layers, {meaning['kind']}")
-    for plane in meaning["planes"]:
+    table, described = Table(), meaning["model"] is not None
+    about_model = f"{meaning['model']}: {meaning['layers']} layers, {meaning['kind']}"
+    table.add_row("model", about_model if described else "described by the inference engine that opens this file")
+    for plane in meaning["planes"] or ():
         table.add_row("plane", plane)
     apart = len({group["pool"] for group in meaning["groups"]}) > 1  # pages of several sizes: told with each group
-    if not apart:
+    if described and not apart:
         table.add_row("page", f"{meaning['page_tokens']} tokens, each of {meaning['token_bytes']:,} bytes")
         table.add_row("page bytes", f"{meaning['page_bytes']:,} ({about(meaning['page_bytes'])})")
         table.add_row("extent bytes", f"{meaning['extent_bytes']:,} ({about(meaning['extent_bytes'])})")
     for name, tier in meaning["tiers"].items():
         size = "none" if tier is None else about(tier["bytes"])
-        if tier and not apart:
+        if tier and described and not apart:
             size += f": {tier['pages']:,} pages, {tier['pages'] * meaning['page_tokens']:,} tokens"
         table.add_row(f"{name} tier", size)
     if meaning["ssd_path"]:
         table.add_row("ssd path", meaning["ssd_path"])
     if not meaning["groups"]:
-        table.add_row("namespace", meaning["namespace"])
+        if described:
+            table.add_row("namespace", meaning["namespace"])
         return table
     from gdscache.commands.inspect.names import kept_by
 

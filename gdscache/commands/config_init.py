@@ -10,14 +10,15 @@ import json
 import os
 import shlex
 from collections.abc import Callable
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from gdscache.arguments import shown
 from gdscache.commands.console import size_of
-from gdscache.config import load_config
+from gdscache.config import Config, described_elsewhere, load_config
+from gdscache.config.file import read_mapping
 from gdscache.errors import ConfigFileError, GdsCacheError, InvalidValueError
 from gdscache.sizes import GIB, MIB, about, format_size
 
@@ -25,14 +26,26 @@ _DIRECTORY = "~/.cache/gdscache/{engine}"
 _STEP = 64 * MIB  # granularity of sizes chosen for the machine
 _MOST_CPU, _MOST_SSD = 64 * GIB, 512 * GIB
 _LEAST = 256 * MIB
-_SAMPLE = {"name": "sample", "layers": 1, "kv_heads": 1, "head_dim": 64}  # for the check of written files
+_SAMPLE = {"name": "sample", "layers": 1, "kv_heads": 1, "head_dim": 64}  # where an inference engine has the model
+_FIRST_REPLICA = {"GDSCACHE_DP_RANK": "0"}
 
 
 ENGINES = ("vllm", "sglang", "sglang-hicache")  # the cache linker, and the storage below HiCache
 SHIPPED = ("default", "cpu_only", "three_tier_gds", "ssd_direct", "llama3_8b", "deepseek_v3_mla")
 
-Start = Enum("Start", {name: name for name in (*ENGINES, *SHIPPED)})  # type: ignore[misc]
-Printed = Enum("Printed", {name: name for name in (*SHIPPED, "alerts", "grafana")})  # type: ignore[misc]
+STARTS, PRINTED = (*ENGINES, *SHIPPED), (*SHIPPED, "alerts", "grafana")
+
+
+def _name(names: tuple[str, ...], text: str) -> Any:
+    """An argument that is one of `names`. In the help they stand in the text, whose lines break between them."""
+
+    def known(name: str) -> str:
+        if name not in names:
+            raise InvalidValueError(f"there is no configuration {shown(name)}", f"choose of {', '.join(names)}")
+        return name
+
+    help_text = f"{text}: {', '.join(names)}."
+    return typer.Argument(metavar="NAME", help=help_text, callback=known, autocompletion=lambda: list(names))
 
 
 def shipped_text(name: str) -> str:
@@ -44,17 +57,15 @@ def shipped_text(name: str) -> str:
 
 
 def print_shipped(
-    name: Annotated[Printed, typer.Argument(help="One of the files that gdscache ships.")] = Printed("default"),  # noqa: B008
+    name: Annotated[str, _name(PRINTED, "One of the files that gdscache ships")] = "default",
 ) -> None:
     """Print a file that gdscache ships. `default` is a configuration that has every key with its default value, and
     `alerts` has rules for Prometheus, `grafana` a dashboard."""
-    typer.echo(shipped_text(name.value), nl=False)
+    typer.echo(shipped_text(name), nl=False)
 
 
 def init(
-    name: Annotated[
-        Start, typer.Argument(help="An inference engine, or one of the files that gdscache ships.")
-    ] = Start("default"),  # noqa: B008
+    name: Annotated[str, _name(STARTS, "An inference engine, or one of the files that gdscache ships")] = "default",
     file: Annotated[Path, typer.Argument(help="The file to write.")] = Path("gdscache.yaml"),
     cpu: Annotated[
         str | None, typer.Option("--cpu", metavar="SIZE", help="cpu.capacity for an inference engine, e.g. 32GiB.")
@@ -74,32 +85,32 @@ def init(
     chosen for this machine: a quarter of the available memory, and half of the free disk space. The file is checked
     before it is written. An existing file is replaced only with --force.
     """
-    if name.value in SHIPPED:
+    if name in SHIPPED:
         if given := [option for option, value in (("--cpu", cpu), ("--ssd", ssd), ("--dir", directory)) if value]:
             raise InvalidValueError(
-                f"{' and '.join(given)}: {name.value} has sizes and a path of its own",
+                f"{' and '.join(given)}: {name} has sizes and a path of its own",
                 "leave the option out and edit the file, or name an inference engine",
             )
-        absolute = _write(file, shipped_text(name.value), force=force, model=None)
+        absolute = _write(file, shipped_text(name), force=force, model=None)
         if as_json:
-            typer.echo(json.dumps({"name": name.value, "file": absolute}, indent=2))
+            typer.echo(json.dumps({"name": name, "file": absolute}, indent=2))
         else:
             typer.echo(
                 f"{absolute}: written. Its first lines name its requirements. To check it: gdscache config check {file}"
             )
         return
     if directory is None:
-        directory = _DIRECTORY.format(engine=name.value)
+        directory = _DIRECTORY.format(engine=name)
     if not directory.startswith(("/", "~", "$")):
         directory = str(Path.cwd() / directory)  # the engine's working directory may differ
-    written_for = WRITTEN_FOR[name.value]
+    written_for = WRITTEN_FOR[name]
     if cpu is not None and not written_for.cpu:
         raise InvalidValueError("--cpu is given, but HiCache keeps pages in host memory itself", "leave --cpu out")
     sizes = choose(cpu, ssd, directory)
     absolute = _write(file, written_for.text(sizes, directory), force=force, model=_SAMPLE)
     command = written_for.command(absolute)
     if as_json:
-        said: dict[str, Any] = {"engine": name.value, "file": absolute, "ssd_bytes": sizes.ssd}
+        said: dict[str, Any] = {"engine": name, "file": absolute, "ssd_bytes": sizes.ssd}
         said |= {"cpu_bytes": sizes.cpu} if written_for.cpu else {}
         said |= {written_for.option: json.loads(command[-1]), "command": command}
         typer.echo(json.dumps(said, indent=2))
@@ -110,6 +121,14 @@ def init(
     typer.echo(f"  ssd.capacity {format_size(sizes.ssd)} in {directory}: {sizes.ssd_reason}")
     typer.echo(f"\nStart {written_for.name} with\n")
     typer.echo(f"  {shlex.join(command)}")
+
+
+def load_any(file: Path) -> tuple[Config, bool]:
+    """The configuration of a file, and whether the file describes its model. If an inference engine does that, a small
+    model stands in, and paths are those of the first replica. Raises a `ConfigError`."""
+    if described_elsewhere(read_mapping(file).get("model")):
+        return load_config(file, model=_SAMPLE, variables=_FIRST_REPLICA), False
+    return load_config(file), True
 
 
 def choose(cpu: str | None, ssd: str | None, directory: str) -> Sizes:
@@ -150,7 +169,7 @@ def _write(file: Path, text: str, *, force: bool, model: dict[str, Any] | None) 
     try:
         try:
             beside.write_text(text, encoding="utf-8")
-            load_config(beside, model=model)
+            load_config(beside, model=model, variables=_FIRST_REPLICA)
             if force:
                 beside.replace(file)
             else:

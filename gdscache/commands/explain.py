@@ -58,13 +58,15 @@ def read_ids(given: str) -> Asked:
     try:
         return _ids(given)
     except TokensError:
-        if given.strip()[:1] in ("", "[", "{"):
+        if given.strip()[:1] in ("[", "{") or not given.strip("0123456789, \t\n"):
             raise
     try:
         with Path(given).open(encoding="utf-8") as file:
             text = file.read(_MOST_BYTES)
     except (OSError, ValueError) as error:
-        raise IOFailedError(f"{given} is no ids, and cannot be read: {error}", f"pass {_FORMS}") from None
+        cause = getattr(error, "strerror", None) or error
+        message = f"{given!r} has no ids, and is no file that can be read: {cause}"
+        raise IOFailedError(message, f"pass {_FORMS}") from None
     return _ids(text)
 
 

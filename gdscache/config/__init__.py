@@ -338,7 +338,9 @@ class Config(ConfigSection):
     @classmethod
     def _names_no_directory_twice(cls, ssd: SsdConfig | None) -> SsdConfig | None:
         if ssd is not None and len({ssd.path, *ssd.stripes}) <= len(ssd.stripes):
-            raise ValueError("path and stripes name a directory twice")
+            raise rejected(
+                InvalidValueError, {("stripes",): ("ssd.path and ssd.stripes name a directory twice", _DRIVES)}
+            )
         return ssd
 
     @field_validator("store")
@@ -373,6 +375,8 @@ class Config(ConfigSection):
             raise rejected(CapacityError, small, error)
         return checked
 
+
+_DRIVES = "name each directory once, on a device of its own"
 
 # How many pages a size holds at least, where it is not one.
 _PAGES = {
@@ -449,6 +453,11 @@ def replaced(data: Mapping[Any, Any], variables: Mapping[str, str]) -> dict[Any,
         if isinstance(found.get(section), Mapping):
             found[section] = {key: text(value) if key in keys else value for key, value in found[section].items()}
     return found
+
+
+def described_elsewhere(section: object) -> bool:
+    """Whether a section `model` leaves its model to an inference engine: it is missing, or has `_LABELS` alone."""
+    return section is None or (isinstance(section, Mapping) and set(section) <= {*_LABELS})
 
 
 def labels(section: object, source: str) -> Mapping[str, object]:

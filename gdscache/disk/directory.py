@@ -15,6 +15,7 @@ import shlex
 import socket
 import stat
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -258,7 +259,7 @@ def _owner_message(path: Path, name: str) -> tuple[str, str]:
     owner = _owner(path)
     try:
         pid, host = int(owner["pid"]), str(owner["host"])
-        started, command = str(owner["started"]), str(owner["command"])
+        started, command = str(owner["started"]), textwrap.shorten(str(owner["command"]), 200, placeholder=" ...")
     except (ValueError, KeyError, TypeError, OverflowError):
         return f"{path} is in use by a process that has not said its name yet", hint
     if owner.get("what") == "verification":
@@ -279,9 +280,8 @@ def _owner(path: Path) -> dict[str, Any]:
 
 def _refusal(path: Path, error: OSError) -> StorageError:
     if isinstance(error, (FileExistsError, NotADirectoryError)):
-        return NotADirectoryPathError(
-            f"{path} (or a parent of it) exists and is not a directory", "set ssd.path to a directory"
-        )
+        file = next((one for one in (path, *path.parents) if one.exists() and not one.is_dir()), path)
+        return NotADirectoryPathError(f"{file} is not a directory", "set ssd.path to a directory, or to a new path")
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return NoSpaceError(f"{path}: {error.strerror}", "free space or inodes there, or set another ssd.path")
     if error.errno in (errno.EMFILE, errno.ENFILE):

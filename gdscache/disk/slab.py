@@ -220,7 +220,7 @@ def _check_space(path: Path, total: int, status: os.stat_result) -> None:
         short = -(-(needed - free) // MIB) * MIB
         raise NoSpaceError(
             f"{path} needs {about(needed)} more ({about(total)} in all), and the file system has {about(free)} free",
-            f"lower ssd.capacity, of which this file has a part, or free {about(short)} there",
+            f"lower ssd.capacity, or free {about(short)} there",
         )
 
 

@@ -394,7 +394,7 @@ class CacheEngine:
                 if len(blocks) > len(hit.pages):
                     raise SlotCountError(
                         f"slots for {len(blocks)} pages, the hit has {len(hit.pages)}",
-                        f"pass {planes.blocks_per_page} blocks for each page of the hit",
+                        f"pass blocks for pages of the hit alone; blocks of a page: {planes.blocks_per_page}",
                     )
                 batch.append((hit.pages[: len(blocks)], blocks, hit.start))
             if len(batch) > 1:
@@ -462,7 +462,7 @@ class CacheEngine:
             if len(blocks) != len(pages):
                 raise SlotCountError(
                     f"slots for {len(blocks)} pages, and {len(pages)} names of pages",
-                    f"pass {self.blocks_per_page} blocks for each page",
+                    f"pass blocks for each page; blocks of a page: {self.blocks_per_page}",
                 )
             epoch = self.epoch(salt) if epoch is None else epoch
             return self.submit_store(pages, blocks, epoch, salt, after, retention=retention)
@@ -684,7 +684,7 @@ class CacheEngine:
     def _check_open(self) -> None:
         self.calls.check_whole()
         if self._closed:
-            raise EngineClosedError("the engine is closed", "open a new one with CacheEngine.from_config")
+            raise EngineClosedError("the engine is closed", "open a new one with from_config")
 
     def _check_attached(self) -> None:
         if self.manager.gpu is not None:

@@ -60,7 +60,7 @@ from gdscache.limits import LIMITS, MAX_COUNT, EngineLimits
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.pages.hit import Hit
 from gdscache.pages.keys import PageHashes, PageNames, as_tokens, namespace_digest
-from gdscache.pages.planes import Blocks, PagedPlanes, host_indices
+from gdscache.pages.planes import PLANES, Blocks, PagedPlanes, by_layer, host_indices
 from gdscache.prefetch.handle import Prefetch
 from gdscache.ranks.address import RankAddress
 from gdscache.sizes import about
@@ -354,7 +354,7 @@ class HybridEngine:
         it."""
         size = self.alignment
         if not isinstance(keep_at, Iterable):
-            raise InvalidValueError(f"keep_at is {arguments.shown(keep_at)}", "pass lengths in tokens, in a list")
+            raise InvalidValueError(f"keep_at is {arguments.shown(keep_at)}", "pass a list of lengths: [hit.parted]")
         given = [arguments.whole(one, "keep_at", 0, MAX_COUNT) for one in keep_at]
         ends = {one // size * size for one in (length, *given)}
         behind = length + max(group.span for group in self.groups) + size
@@ -573,7 +573,7 @@ class HybridEngine:
         if len(table) != pages:
             raise SlotCountError(
                 f"group {name!r}: slots for {len(table)} pages, and the hit has {pages}",
-                f"pass {engine.blocks_per_page} blocks for each page of hit.pages[{name!r}]",
+                f"pass blocks for each page of hit.pages[{name!r}]; blocks of a page: {engine.blocks_per_page}",
             )
         return table
 
@@ -615,16 +615,10 @@ def _sum(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def _checked(config: Config, planes: Any) -> list[tuple[torch.Tensor, ...]]:
-    try:
-        found = [tuple(layer) for layer in planes]
-    except TypeError as error:
-        raise PlanesError(f"planes are of type {type(planes).__name__}: {error}", _PLANES) from None
+    found = by_layer(planes)
     if len(found) != config.model.layers:
-        raise PlanesError(f"{len(found)} layers of planes for a model of {config.model.layers}", _PLANES)
+        raise PlanesError(f"{len(found)} layers of planes for a model of {config.model.layers}", PLANES)
     return found
-
-
-_PLANES = "pass tensors of shape (blocks, block_tokens, *row), as planes[layer][plane], of each layer of the model"
 
 
 def _opened(

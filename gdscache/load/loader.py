@@ -112,7 +112,7 @@ class Loader:
         self, requests: Sequence[_Request], owner: str, *, checked: bool = False, most: int | None = None
     ) -> LoadPlan:
         if self._closed:
-            raise EngineClosedError("the engine was closed meanwhile", "open a new one with CacheEngine.from_config")
+            raise EngineClosedError("the engine was closed meanwhile", "open a new one with from_config")
         asked = [pages for pages, _, _ in requests]
         return self.planner.plan(asked, owner, keep=self.keep, checked=checked, most=most)
 

@@ -47,5 +47,5 @@ class _Weakly:
     def stats(self) -> dict[str, Any]:
         engine = self._engine()
         if engine is None:
-            raise EngineClosedError("the engine is closed", "open a new one with CacheEngine.from_config")
+            raise EngineClosedError("the engine is closed", "open a new one with from_config")
         return engine.stats()

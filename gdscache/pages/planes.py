@@ -20,7 +20,7 @@ from gdscache.native import blocks_fault
 from gdscache.pages.layout import DTYPE_BYTES, PageLayout, Plane, PlaneSlice
 
 Blocks = npt.NDArray[np.int64]
-_SHAPE = "pass tensors of shape (blocks, block_tokens, *row), as planes[layer][plane]"
+PLANES = "pass tensors of shape (blocks, block_tokens, *row), as planes[layer][plane], of each layer of the model"
 
 
 class BlockTables:
@@ -67,6 +67,14 @@ class BlockTables:
             raise SlotRangeError("a slot is named twice", "every page needs blocks of its own")
 
 
+def by_layer(planes: Any) -> list[tuple[Any, ...]]:
+    """`planes[layer][plane]` as a list of tuples. Raises `PlanesError` for data of another form."""
+    try:
+        return [tuple(layer) for layer in planes]
+    except TypeError as error:
+        raise PlanesError(f"planes are of type {type(planes).__name__}: {error}", PLANES) from None
+
+
 class PagedPlanes(BlockTables):
     """All planes of a pool, checked against a layout.
 
@@ -75,13 +83,9 @@ class PagedPlanes(BlockTables):
     """
 
     def __init__(self, layout: PageLayout, tensors: Sequence[Sequence[torch.Tensor]]) -> None:
-        try:
-            self.tensors = [tuple(layer) for layer in tensors]
-        except TypeError as error:
-            raise PlanesError(f"planes are of type {type(tensors).__name__}: {error}", _SHAPE) from None
+        self.tensors = by_layer(tensors)
         if len(self.tensors) != layout.n_layers:
-            message = f"{len(self.tensors)} layers of planes for a layout of {layout.n_layers}"
-            raise PlanesError(message, "see model.layers")
+            raise PlanesError(f"{len(self.tensors)} layers of planes for a model of {layout.n_layers}", PLANES)
         first = self._first(self.tensors)
         blocks, block_tokens = int(first.shape[0]), int(first.shape[1])
         if not blocks or not block_tokens:
@@ -90,7 +94,9 @@ class PagedPlanes(BlockTables):
         self.device = first.device
         for number, (planes, given) in enumerate(zip(layout.layers, self.tensors, strict=True)):
             if len(planes) != len(given):
-                raise PlanesError(f"layer {number} has {len(given)} tensors for planes {[p.name for p in planes]}")
+                raise PlanesError(
+                    f"layer {number} has {len(given)} tensors for planes {[p.name for p in planes]}", PLANES
+                )
             for plane, tensor in zip(planes, given, strict=True):
                 self._check(f"layer {number}, plane {plane.name!r}", plane, tensor)
         super().__init__(layout, blocks, block_tokens)
@@ -111,7 +117,7 @@ class PagedPlanes(BlockTables):
     def _first(tensors: Sequence[Sequence[Any]]) -> torch.Tensor:
         first = tensors[0][0] if tensors and len(tensors[0]) else None
         if not isinstance(first, torch.Tensor) or first.dim() < 3:
-            raise PlanesError("the first plane is no tensor of blocks", _SHAPE)
+            raise PlanesError("the first plane is no tensor of blocks", PLANES)
         if first.layout is not torch.strided or first.device.type not in ("cpu", "cuda"):
             raise PlanesError(f"planes are {first.layout} on {first.device}", "pass dense tensors on a GPU or the host")
         return first
@@ -141,12 +147,15 @@ class PagedPlanes(BlockTables):
             raise PlanesError(f"{where} is {type(tensor).__name__}, not a tensor", "planes[layer][plane] are tensors")
         if tuple(tensor.shape) != shape or tensor.dtype != getattr(torch, plane.dtype):
             raise PlanesError(
-                f"{where}: {tensor.dtype} of shape {tuple(tensor.shape)}, expected torch.{plane.dtype} of {shape}"
+                f"{where}: {tensor.dtype} of shape {tuple(tensor.shape)}, expected torch.{plane.dtype} of {shape}",
+                "correct the section model (dtype, kv_heads, head_dim or planes), or the tensors",
             )
         if tensor.layout is not torch.strided:
             raise PlanesError(f"{where} is a tensor of layout {tensor.layout}", "pass dense tensors")
         if tensor.device != self.device:
-            raise PlanesError(f"{where} is on {tensor.device}, layer 0 on {self.device}")
+            raise PlanesError(
+                f"{where} is on {tensor.device}, layer 0 on {self.device}", "put all planes on one device"
+            )
         row_strides = tensor.stride()[2:]
         contiguous = [math.prod(plane.shape[i + 1 :]) for i in range(len(plane.shape))]
         if any(s != c for s, c, n in zip(row_strides, contiguous, plane.shape, strict=True) if n > 1):

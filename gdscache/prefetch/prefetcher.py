@@ -81,9 +81,7 @@ class Prefetcher:
         manager = self._manager
         with manager.lock, contextlib.ExitStack() as undo:
             if self._closed:
-                raise EngineClosedError(
-                    "the engine was closed meanwhile", "open a new one with CacheEngine.from_config"
-                )
+                raise EngineClosedError("the engine was closed meanwhile", "open a new one with from_config")
             request = PrefetchRequest(0, pin, whole=whole)
             self._requests += 1
             self._live.add(request)

@@ -17,6 +17,7 @@ from gdscache.load.plan import CODES
 from gdscache.load.report import LoadPart
 from gdscache.moves import PageStatus
 from gdscache.pages.layout import PageLayout
+from gdscache.pages.planes import by_layer
 from gdscache.ranks import wire
 from gdscache.ranks.address import RankAddress
 from gdscache.ranks.channel import Door
@@ -40,7 +41,7 @@ class Rank:
     """
 
     def __init__(self, planes: Sequence[Sequence[torch.Tensor]], rank: int = 0, *, shard: int | None = None) -> None:
-        self._planes = [tuple(layer) for layer in planes]
+        self._planes = by_layer(planes)
         name = f"gdscache-rank-{secrets.token_hex(16)}"
         self.address = RankAddress(name, rank, rank if shard is None else shard)
         self._service: Service | None = None

@@ -91,7 +91,7 @@ class Calls(Caller):
             self._close_soon()  # repeated calls are fine; an interrupt may have preceded it
             raise EngineClosedError(
                 f"a call was interrupted by {self.broken_by} while it changed the engine, which is closed",
-                "open the engine anew with CacheEngine.from_config",
+                "open a new one with from_config",
             )
 
     def __enter__(self) -> None:

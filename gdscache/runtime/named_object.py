@@ -26,5 +26,9 @@ def named_object(target: str, base: type, refuse: Callable[[str], Exception], *g
     try:
         inspect.signature(found).bind(*given, **keywords)
     except TypeError as error:
-        raise refuse(f"it does not take the keywords {', '.join(sorted(keywords))}: {error}") from error
+        takes = ", ".join(
+            one.name for one in inspect.signature(found).parameters.values() if one.kind is one.KEYWORD_ONLY
+        )
+        cause = f"it does not take the keywords {', '.join(sorted(keywords))}: {error}"
+        raise refuse(f"{cause}. It takes {takes}" if takes else cause) from error
     return found(*given, **keywords)

@@ -160,7 +160,7 @@ class Workers:
         Raises `EngineClosedError` after `shutdown`.
         """
         if self._closed:
-            raise EngineClosedError("the engine was closed meanwhile", "open a new one with CacheEngine.from_config")
+            raise EngineClosedError("the engine was closed meanwhile", "open a new one with from_config")
         self._work.put((work, lost))
 
     def shutdown(self) -> None:

@@ -44,7 +44,7 @@ def choose_and_open(
     if transport not in ("auto", "posix", "uring", "cufile", "kvikio", "nixl") and ":" not in transport:
         raise TransportUnavailableError(
             f"unknown transport {transport!r}",
-            "set transport to auto, posix, uring, cufile, kvikio, nixl or package.module:Class",
+            "set ssd.transport to auto, posix, uring, cufile, kvikio, nixl or package.module:Class",
         )
     choice, compat, reason = _choose(transport, directory, device, gds)
     opened: Transport
@@ -125,15 +125,15 @@ def _choose_for_gpu(transport: str, directory: Path, device: str, *, required: b
     if name == "nixl":
         return "nixl", "on", f"configured, for host memory only; no GPUDirect Storage: {cause}"
     if not ok:
-        raise TransportUnavailableError(f"{name} does not work in {directory}: {cause}", "set transport to posix")
+        raise TransportUnavailableError(f"{name} does not work in {directory}: {cause}", "set ssd.transport to posix")
     # Without proof, kvikio runs without cuFile; for `cufile`, its own compat mode or P2PDMA was asked for.
     return name, "off" if name == "cufile" else "on", f"configured, but no GPUDirect Storage: {cause}"
 
 
 def _no_gds(cause: str) -> TransportUnavailableError:
     return TransportUnavailableError(
-        f"gds is on, but GPUDirect Storage is not proven to work: {cause}",
-        "set gds to auto, or repair GPUDirect Storage (gdscheck -p shows its missing parts)",
+        f"ssd.gds is on, but GPUDirect Storage is not proven to work: {cause}",
+        "set ssd.gds to auto, or repair GPUDirect Storage (gdscheck -p shows its missing parts)",
     )
 
 

@@ -71,7 +71,7 @@ class CufileTransport(NativeTransport):
 
     def _opened(self, gpu: Driver) -> CuFiles:
         if cause := cufile_hangs():
-            raise TransportUnavailableError(cause, "set gds to off, or transport to posix")
+            raise TransportUnavailableError(cause, "set ssd.gds to off, or ssd.transport to posix")
         path = find_cufile()
         try:
             return self._within(
@@ -79,12 +79,12 @@ class CufileTransport(NativeTransport):
             )
         except NativeCallError as error:
             raise TransportUnavailableError(
-                f"cuFile cannot be used: {error.message}", "set gds to off, or transport to posix"
+                f"cuFile cannot be used: {error.message}", "set ssd.gds to off, or ssd.transport to posix"
             ) from error
 
     def _within(self, what: str, work: Callable[[], _T]) -> _T:
         """The result of `work()`. A call of cuFile can hang for ever."""
-        hint = "cuFile hangs: set gds to off, or transport to posix"
+        hint = "cuFile hangs: set ssd.gds to off, or ssd.transport to posix"
         try:
             return within("gdscache-cufile-call", work, f"cuFile: {what}", hint)
         except DeadlineError:
@@ -112,7 +112,7 @@ class CufileTransport(NativeTransport):
         except NativeCallError as error:
             raise TransportUnavailableError(
                 f"cuFile cannot register {about(nbytes)} of GPU memory: {error.message}",
-                "lower host_buffer (BAR1 limits it), or set gds to off",
+                "lower host_buffer (BAR1 limits it), or set ssd.gds to off",
             ) from error
         self._registered[address] = nbytes
 
@@ -159,7 +159,7 @@ def open_cufile(threads: int, direct_io: Switch, device: str) -> CufileTransport
         gpu = Driver(torch.device("cuda", int(device.partition(":")[2] or 0)))
     except DeviceError as error:
         raise TransportUnavailableError(
-            f"cuFile needs the CUDA driver: {error.message}", "set transport to posix or auto"
+            f"cuFile needs the CUDA driver: {error.message}", "set ssd.transport to posix or auto"
         ) from error
     return CufileTransport(threads, direct_io, gpu=gpu)
 

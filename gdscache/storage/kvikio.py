@@ -50,7 +50,7 @@ class KvikioTransport(EitherWay):
             raise InvalidValueError(f"compat is {compat!r}", "set compat to auto, on or off")
         if cause := cufile_hangs():
             if compat == "off":
-                raise TransportUnavailableError(cause, "set gds to auto or off")
+                raise TransportUnavailableError(cause, "set ssd.gds to auto or off")
             compat = "on"
         self._kvikio = _import_kvikio()
         direct = direct_io != "off"
@@ -101,7 +101,7 @@ class KvikioTransport(EitherWay):
             "gdscache-kvikio-open",
             lambda: self._kvikio.CuFile(path, "r+"),
             f"kvikio did not open {path}",
-            "cuFile hangs: set gds to off, or transport to posix",
+            "cuFile hangs: set ssd.gds to off, or ssd.transport to posix",
         )
 
     def register(self, memory: memoryview | torch.Tensor) -> None:
@@ -116,7 +116,7 @@ class KvikioTransport(EitherWay):
         except RuntimeError as error:
             raise TransportUnavailableError(
                 f"cuFile cannot register {about(memory.numel())} of GPU memory: {error}",
-                "make the staging ring smaller (BAR1 limits it), or set gds to off",
+                "make the staging ring smaller (BAR1 limits it), or set ssd.gds to off",
             ) from error
 
     def deregister(self, memory: memoryview | torch.Tensor) -> None:
@@ -168,7 +168,7 @@ def _import_kvikio() -> Any:
         ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         raise TransportUnavailableError(
-            f"kvikio needs the CUDA driver, for host memory too: {error}", "set transport to posix or auto"
+            f"kvikio needs the CUDA driver, for host memory too: {error}", "set ssd.transport to posix or auto"
         ) from error
     try:
         import kvikio
@@ -176,6 +176,6 @@ def _import_kvikio() -> Any:
     except (ImportError, RuntimeError, OSError) as error:
         raise TransportUnavailableError(
             f"kvikio cannot be imported: {error}",
-            "install gdscache[cuda12] or gdscache[cuda13], or set transport to posix",
+            "install gdscache[cuda12] or gdscache[cuda13], or set ssd.transport to posix",
         ) from error
     return kvikio

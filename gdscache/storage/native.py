@@ -45,7 +45,9 @@ class NativeTransport(DirectFiles):
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
                 raise IOFailedError(what, "raise ulimit -n, or free memory", error.errno) from error
             if self.uring:
-                raise TransportUnavailableError(error.message, "set transport to posix, which uses threads") from error
+                raise TransportUnavailableError(
+                    error.message, "set ssd.transport to posix, which uses threads"
+                ) from error
             raise ThreadStartError(
                 f"{what}: {os.strerror(error.errno or 0)}", "raise ulimit -u, or lower ssd.threads"
             ) from error

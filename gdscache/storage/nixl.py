@@ -53,7 +53,7 @@ class NixlTransport(DirectFiles):
     def __init__(self, threads: int, direct_io: Switch = "auto", gds: bool = False) -> None:
         super().__init__(threads, direct_io)
         if gds and (cause := cufile_hangs()):
-            raise TransportUnavailableError(cause, "set gds to auto or off")
+            raise TransportUnavailableError(cause, "set ssd.gds to auto or off")
         self._module, self._version = _import_nixl()
         own = vars(self._module._bindings).values()
         errors = [value for value in own if isinstance(value, type) and issubclass(value, Exception)]
@@ -74,7 +74,7 @@ class NixlTransport(DirectFiles):
             self.close()
             raise TransportUnavailableError(
                 f"NIXL cannot make an agent with {' and '.join(self._plugins)}: {_said(error)}",
-                "set transport to posix, or gds to off" if gds else "set transport to posix",
+                "set ssd.transport to posix, or ssd.gds to off" if gds else "set ssd.transport to posix",
             ) from error
 
     def open(self, path: Path) -> int:
@@ -98,7 +98,7 @@ class NixlTransport(DirectFiles):
         except self._nixl_errors as error:
             raise TransportUnavailableError(
                 f"NIXL cannot register {about(place.nbytes)} of GPU memory: {_said(error)}",
-                "make the staging ring smaller (BAR1 limits it), or set gds to off",
+                "make the staging ring smaller (BAR1 limits it), or set ssd.gds to off",
             ) from error
 
     def deregister(self, memory: memoryview | torch.Tensor) -> None:
@@ -249,7 +249,7 @@ class NixlTransport(DirectFiles):
                 finally:
                     self._release_if_over()
 
-        hint = "the device or cuFile hangs: set transport to posix"
+        hint = "the device or cuFile hangs: set ssd.transport to posix"
         return within("gdscache-nixl-call", locked, f"NIXL did not {what}", hint)
 
 
@@ -258,7 +258,7 @@ def _said(error: Exception) -> str:
 
 
 def _import_nixl() -> tuple[Any, str]:
-    hint = "install gdscache[cuda12] or gdscache[cuda13], or set transport to posix"
+    hint = "install gdscache[cuda12] or gdscache[cuda13], or set ssd.transport to posix"
     try:
         module: Any = importlib.import_module("nixl")
         distribution = module.nixl_agent.__module__.partition(".")[0].replace("_", "-")

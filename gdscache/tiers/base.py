@@ -272,5 +272,6 @@ def open_tier(
 
 def _bad_class(target: str, cause: str) -> TierUnavailableError:
     return TierUnavailableError(
-        f"tier {target!r}: {cause}", "name a subclass of gdscache.tiers.base.DurableTier as package.module:Class"
+        f"tier {target!r}: {cause}",
+        "name a subclass of gdscache.tiers.base.DurableTier as package.module:Class, and its keywords in `options`",
     )

@@ -151,7 +151,7 @@ class SsdTier(DurableTier):
         if lacking:
             _log.warning(
                 "%s: the catalogue may need %s more than are free there. Free them, or lower ssd.capacity. Where "
-                "it finds no room, pages are not stored (io_error), and none is lost",
+                "it finds no room, pages are not stored (disk_full), and none is lost",
                 self.path,
                 about(lacking),
             )

@@ -567,6 +567,11 @@ def test_what_cannot_be_opened_says_why(tmp_path: Path) -> None:
         assert message in str(caught.value)
     with pytest.raises(ConfigError, match="from_config"):
         HybridEngine({"model": model})  # type: ignore[arg-type]
+    with (
+        HybridEngine.from_config(hybrid_config(tmp_path, model), planes) as engine,
+        pytest.raises(InvalidValueError, match="keep_at is 5"),
+    ):
+        engine.window_ends(40, 5)  # type: ignore[arg-type]
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("gdscache-store")]
 
 

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from gdscache import load_config
-from gdscache.commands.config_init import SHIPPED, Printed
+from gdscache.commands.config_init import PRINTED, SHIPPED
 from gdscache.commands.doctor import engines
 from gdscache.commands.main import main
 from gdscache.config import Config
@@ -41,6 +41,27 @@ def sizes(config: Config) -> tuple[int | None, int, str]:
     """The capacities of the CPU tier, None without one, and of the SSD; the directory of the SSD."""
     assert config.ssd is not None
     return config.cpu and config.cpu.capacity, config.ssd.capacity, str(config.ssd.path)
+
+
+@pytest.mark.parametrize("labels", ["", "model: {pack: on}\n"])
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "sglang-hicache"])
+def test_a_file_for_an_engine_is_checked_without_its_model(init: Run, gdscache: Run, engine: str, labels: str) -> None:
+    init(engine, "--ssd", "2GiB", "--dir", "/kv/$GDSCACHE_DP_RANK")
+    file = Path("gdscache.yaml")
+    file.write_text(file.read_text() + labels)
+    status, out, err = gdscache("config", "check", file)
+    assert (status, err) == (0, "")
+    assert "described by the inference engine" in out
+    assert "ssd tier  2GiB\nssd path  /kv/0\n" in out
+    said = json.loads(gdscache("config", "check", file, "--json")[1])
+    assert (said["model"], said["namespace"], said["tiers"]["ssd"]) == (None, None, {"bytes": 2 * GIB, "pages": None})
+    assert gdscache("doctor", "--config", file, "--dir", ".")[0] == 0
+    trace = Path("trace.jsonl")
+    trace.write_text('{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [1]}\n')
+    done = gdscache("replay", trace, "--config", file, "--set", "gpu.staging=1GiB", "--set", "host_buffer=1GiB")
+    assert done[::2] == (0, "")
+    file.write_text("cup: {}\n" + file.read_text())
+    assert "unknown key `cup`" in gdscache("config", "check", file)[2]
 
 
 def test_the_file_is_what_a_connector_reads(init: Run) -> None:
@@ -145,8 +166,17 @@ def test_sizes_follow_from_the_machine(
 
 
 def test_every_file_of_configs_is_shipped() -> None:
-    assert {kind.value for kind in Printed} == {file.stem for file in (ROOT / "configs").iterdir()}
-    assert {kind.value for kind in Printed} - {*SHIPPED} == {"alerts", "grafana"}
+    assert {*PRINTED} == {file.stem for file in (ROOT / "configs").iterdir()}
+    assert {*PRINTED} - {*SHIPPED} == {"alerts", "grafana"}
+
+
+def test_an_unknown_name_is_refused_with_those_that_there_are(init: Run, gdscache: Run) -> None:
+    for run, last in ((init, "deepseek_v3_mla"), (functools.partial(gdscache, "config", "print"), "grafana")):
+        status, _, err = run("cpuonly")
+        assert status == 2
+        assert "'cpuonly'" in err
+        assert err.rstrip().endswith(last)
+    assert not Path("gdscache.yaml").exists()
 
 
 @pytest.mark.parametrize("name", SHIPPED)

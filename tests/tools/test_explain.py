@@ -293,6 +293,12 @@ def test_ids_are_read(given: str, tokens: list[int] | None, digests: int, tmp_pa
         assert len(found.digests) == digests
 
 
+@pytest.mark.parametrize("given", ["1 2 9999999999", "1 2 99999999999"])
+def test_numbers_that_are_no_token_ids_are_not_taken_for_a_file(given: str) -> None:
+    with pytest.raises(TokensError, match="token ids"):
+        read_ids(given)
+
+
 @pytest.mark.parametrize("given", ["", "[]", "x", "1 x", "-1", "[1.5]", "[true]", '{"a": 1}', "a" * 63, "[" * 9999])
 def test_what_is_no_id_is_refused(given: str) -> None:
     with pytest.raises((TokensError, IOFailedError)):

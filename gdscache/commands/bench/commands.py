@@ -22,8 +22,8 @@ _WAYS = (
     "Repeat it for several. Default: all."
 )
 _TRANSPORTS = (
-    "Also measure this ssd.transport: posix, uring, cufile, kvikio or nixl. Repeat it for several. Default: none, with "
-    "--all all."
+    "Also measure this ssd.transport: posix, uring, cufile, kvikio or nixl. Repeat it for several. Default: none; with "
+    "--all, all of them."
 )
 _POLICY = "When HiCache stops to fetch a prompt's files. Default: wait_complete, best_effort from a disk."
 _MINUTES = (

@@ -10,7 +10,7 @@ import yaml
 
 from gdscache.arguments import shown
 from gdscache.commands.replay.trace import BLOCK_TOKENS
-from gdscache.config import Config
+from gdscache.config import Config, described_elsewhere
 from gdscache.config.file import YamlLoader, read_mapping
 from gdscache.errors import InvalidValueError
 
@@ -55,10 +55,10 @@ def base_of(file: Path | None, model: str) -> dict[str, Any]:
     fields: dict[str, Any] = {"gpu": {"staging": "1GiB"}, "host_buffer": "1GiB"}
     if file is not None:
         fields = dict(read_mapping(file))
-    if "model" not in fields:
+    if described_elsewhere(fields.get("model")):
         if model not in MODELS:
             raise InvalidValueError(f"no model is named {shown(model)}", f"--model is one of {', '.join(MODELS)}")
-        fields["model"] = MODELS[model]
+        fields["model"] = {**MODELS[model], **(fields.get("model") or {})}
     return fields
 
 
@@ -76,7 +76,7 @@ def config_of(base: Mapping[str, Any], sets: Sequence[str]) -> Config:
             message = f"--set {shown(text)} is not YAML: {error}"
             raise InvalidValueError(message, "write --set store.queue=8GiB") from None
     if isinstance(fields.get("ssd"), Mapping):
-        fields["ssd"] = {"path": "simulated", **fields["ssd"]}
+        fields["ssd"] = {**fields["ssd"], "path": "simulated"}
     return Config.from_dict(fields, source="the configuration")
 
 

@@ -259,7 +259,7 @@ def test_an_orphan_that_holds_the_lock_is_pointed_at(tmp_path: Path) -> None:
 def test_a_file_in_the_way(tmp_path: Path, below: str) -> None:
     file = tmp_path / "file"
     file.write_text("mine")
-    with pytest.raises(errors.NotADirectoryPathError, match=re.escape(str(file))):
+    with pytest.raises(errors.NotADirectoryPathError, match=re.escape(f"{file} is not a directory")):
         CacheDirectory.open(file / below)
     assert file.read_text() == "mine"
 

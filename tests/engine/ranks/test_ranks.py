@@ -408,6 +408,8 @@ def test_what_ranks_cannot_do_is_refused_by_name(ranks_host: Open, tmp_path: Pat
     some = host.addresses
     with pytest.raises(RankError, match="number them 0 to n - 1"):
         CacheEngine.from_config(host.config, ranks=[some[0], some[0]])
+    with pytest.raises(PlanesError, match="planes are of type list"):
+        Rank([1])  # type: ignore[list-item]
     with pytest.raises(RankError, match="ranks holds nothing, not RankAddress"):
         CacheEngine.from_config(host.config, ranks=[])
     with pytest.raises(InvalidValueError, match="gds is on"):

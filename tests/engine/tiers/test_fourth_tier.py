@@ -176,7 +176,7 @@ def test_it_is_closed_with_the_engine(host: Host) -> None:
         (entry(4, "no_such_module:Tier"), "cannot be imported"),
         (entry(4, "tests.support.dict_tier:DictFiles"), "no subclass"),
         (entry(4, "gdscache.tiers.base:DurableTier"), "it lacks"),
-        (entry(4, sort="fast"), "keywords sort"),
+        (entry(4, sort="fast"), "keywords sort.* It takes name"),
         (entry(4, name="ssd"), "'ssd'"),
         (entry(4, name="dict_plain"), "'dict_plain'"),
         (entry(4, name="first"), "'first'"),

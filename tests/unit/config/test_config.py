@@ -361,7 +361,7 @@ def test_an_invalid_value_names_the_key_the_value_and_what_is_allowed(
 @pytest.mark.parametrize(
     ("model", "parts"),
     [
-        (None, ["`model` is missing"]),
+        (None, ["`model` is missing", "gdscache config init"]),
         ({}, ["`model.name`", "`model.layers`"]),
         ({"name": "m", "kv_heads": 1, "head_dim": 1}, ["`model.layers` is missing"]),
         ({"name": "m", "layers": 1}, ["model says nothing of its planes", "kv_heads", "kv_lora_rank", "a list"]),
@@ -384,6 +384,10 @@ def test_a_geometry_that_describes_no_page(model: dict[str, Any] | None, parts: 
         Config.from_dict({} if model is None else {"model": model}, source="x.yaml")
     assert all(part in str(caught.value) for part in ("x.yaml", *parts))
     assert caught.value.hint
+
+
+def test_a_directory_is_named_once() -> None:
+    refused(errors.InvalidValueError, "directory twice", "each directory once", ssd={"path": "/kv", "stripes": ["/kv"]})
 
 
 @pytest.mark.parametrize(
