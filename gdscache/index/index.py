@@ -174,7 +174,7 @@ class PageIndex(PageTable):
 
     def continuing(self, pages: Sequence[Page]) -> int:
         """The number of `pages` whose whole prefix is in this tier and `others`, on its way there, or among `pages`."""
-        own, known = {page.key for page in pages}, {page.namespace for page in pages}
+        own, known = {page.key for page in pages}, {b"", *(page.namespace for page in pages)}
         ends = {parent: self._end_of_prefix(parent) for parent in {page.parent for page in pages} - own}
         if not known.issuperset(ends.values()):
             known = known.union(self.coming())

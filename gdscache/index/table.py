@@ -264,8 +264,8 @@ class PageTable:
         """For subclasses: these pages have come."""
 
     def end_of_prefix(self, key: bytes) -> bytes:
-        """The absent page that the last of the present pages before `key`, or `key` itself, follows. It is a namespace
-        where the prefix is whole."""
+        """The absent page that the last of the present pages before `key`, or `key` itself, follows; b"" where the
+        prefix is whole."""
         resting, parents, entries = self._resting, self._parents, self._entries
         while True:
             slot = resting.get(key)
@@ -273,9 +273,9 @@ class PageTable:
                 if key not in entries:
                     return key
                 slot = entries[key].slot
-            if not self._orphans:
-                return self._namespaces[slot]
             key = parents[slot] or self._parent_at(slot)
+            if not self._orphans or key == self._namespaces[slot]:
+                return b""
 
     def follows(self, keys: Iterable[bytes]) -> bool:
         """Whether a page follows one of these that is absent."""

@@ -444,3 +444,14 @@ def test_pages_that_follow_each_other_over_two_tiers_are_no_prefix() -> None:
     index.make_room([Page(c, a, NAMESPACE)], 0)
     assert index.free_slots == 0
     assert index.family([Page(c, a, NAMESPACE)]) == {a, b, c}
+
+
+def test_a_prefix_may_begin_in_another_namespace() -> None:
+    """As where groups of layers share a pool, and a window's page comes before the first full one."""
+    window, pages, index = b"w" * 32, chain(1, 2), PageIndex(6)
+    head = Page(name("head"), window, window)
+    put(index, [head, Page(pages[0].key, head.key, NAMESPACE)])
+    put(index, [*chain(2, 3), *chain(3, 2)[1:]])  # the last one's parent never came
+    assert index.free_slots == 0
+    index.make_room(pages[1:], 0)
+    assert index.free_slots == 1
