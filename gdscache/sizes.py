@@ -63,7 +63,7 @@ def about(size: int) -> str:
     for letter in "PTGMK":
         unit = UNITS[f"{letter}iB"]
         if size >= 10 * unit or (letter != "K" and size >= unit):
-            return format_size(size) if size % unit == 0 else f"{significant(size / unit)} {letter}iB"
+            return f"{size // unit if size % unit == 0 else significant(size / unit)} {letter}iB"
     return f"{size} bytes"
 
 

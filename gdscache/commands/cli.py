@@ -304,6 +304,6 @@ def _table(meaning: dict[str, Any]) -> Table:
         )
         pages = ", ".join(f"{name} {count:,}" for name, count in group["pages"].items() if count is not None)
         shared = "" if group["pool"] == group["name"] else f" (with {group['pool']})"
-        table.add_row("", f"{group['share']:.1%} of each size{shared}, in pages: {pages}")
+        table.add_row("", f"{100 * group['share']:.1f} % of each size{shared}, in pages: {pages}")
         table.add_row("", f"namespace {group['namespace']}")
     return table

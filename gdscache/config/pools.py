@@ -157,7 +157,8 @@ def _check(config: Config, own: Sequence[Sequence[Group]], each: Sequence[float]
         pages, key = _SHARED[path], ".".join(path)
         least = max(math.ceil(pages * extent / share) for share, extent in zip(each, extents, strict=True))
         short = [
-            f"{', '.join(group.name for group in some)} {share:.1%} ({int(size * share):,} bytes of {pages * extent:,})"
+            f"{', '.join(group.name for group in some)} {100 * share:.1f} % "
+            f"({int(size * share):,} bytes of {pages * extent:,})"
             for some, share, extent in zip(own, each, extents, strict=True)
             if size * share < pages * extent
         ]

@@ -617,7 +617,10 @@ class CacheEngine:
         self._check_open()
         if not self._parts.storer.drain(arguments.seconds(seconds)):
             self._check_open()
-            raise DeadlineError(f"stores are still on their way after {seconds} s", "see stats()['store_queue']")
+            raise DeadlineError(
+                f"stores are still on their way after {seconds} s",
+                "wait longer; stats()['store_queue'] has the bytes on their way",
+            )
 
     def flush(self, seconds: float | None = None) -> None:
         """`drain`, and write pages that are only in the CPU tier to the SSD, as far as `store.write_policy` writes any.
@@ -628,7 +631,10 @@ class CacheEngine:
         self._check_open()
         if not self._parts.storer.flush(arguments.seconds(seconds), self.calls):
             self._check_open()
-            raise DeadlineError(f"pages are still on their way after {seconds} s", "see stats()['store_queue']")
+            raise DeadlineError(
+                f"pages are still on their way after {seconds} s",
+                "wait longer; stats()['store_queue'] has the bytes on their way",
+            )
 
     def stats(self) -> dict[str, Any]:
         """Counts and sizes as plain data: tiers, hits and misses by cause, loads, stores and drops by cause."""

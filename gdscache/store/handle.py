@@ -54,7 +54,10 @@ class StoreHandle:
 
     def _report(self, over: bool) -> StoreReport:
         if not over:
-            raise DeadlineError(f"{self._left} pages are still on their way", "see stats()['store_queue']")
+            raise DeadlineError(
+                f"{self._left} pages are still on their way",
+                "wait longer; stats()['store_queue'] has the bytes on their way",
+            )
         return StoreReport(tuple(self._tiers), dict(self._dropped))
 
     def reading(self, lands: Callable[[float], Landed | None]) -> None:

@@ -695,7 +695,7 @@ def test_a_share_that_holds_no_page_is_one_error_with_the_setting(
         HybridEngine.from_config(config, planes)
     message = str(caught.value)
     assert f"{key} is 50,000 bytes" in message or f"{key} is 50000" in message
-    assert "window 0.2% (" in message
+    assert "window 0.2 % (" in message
     assert f"raise {key} to " in str(caught.value.hint)
     assert not list(tmp_path.iterdir())
     least = str(caught.value.hint).partition(f"raise {key} to ")[2].split(" ")[0]

@@ -52,7 +52,7 @@ def test_a_file_for_an_engine_is_checked_without_its_model(init: Run, gdscache: 
     status, out, err = gdscache("config", "check", file)
     assert (status, err) == (0, "")
     assert "described by the inference engine" in out
-    assert "ssd tier  2GiB\nssd path  /kv/0\n" in out
+    assert "ssd tier  2 GiB\nssd path  /kv/0\n" in out
     said = json.loads(gdscache("config", "check", file, "--json")[1])
     assert (said["model"], said["namespace"], said["tiers"]["ssd"]) == (None, None, {"bytes": 2 * GIB, "pages": None})
     assert gdscache("doctor", "--config", file, "--dir", ".")[0] == 0

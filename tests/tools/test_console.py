@@ -114,7 +114,7 @@ def test_times_and_shares_choose_their_unit() -> None:
     ]
     assert percent(0.12345) == "12.3 %"
     assert [about(n) for n in (12, 3 * GIB, 1500 * MIB, 100 * GIB + 7, 1000 * KIB + 1)] == [
-        *("12 bytes", "3GiB", "1.46 GiB", "100 GiB", "1,000 KiB")
+        *("12 bytes", "3 GiB", "1.46 GiB", "100 GiB", "1,000 KiB")
     ]
 
 

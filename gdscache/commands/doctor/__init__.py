@@ -34,7 +34,7 @@ def group_rows(facts: Facts, asked: Asked) -> Iterator[Row]:
         yield Row("shares", parts.cause, "fail", parts.hint)
     for part in parts.value or ():
         kept = ", ".join(group.words for group in part.groups)
-        yield Row(part.names, f"{kept}; {part.share:.1%} of each size", "ok", data=part.share)
+        yield Row(part.names, f"{kept}; {100 * part.share:.1f} % of each size", "ok", data=part.share)
 
 
 CHECKS: tuple[tuple[str, Check], ...] = (
