@@ -95,7 +95,7 @@ def test_both_figures_count_what_the_slab_already_occupies(tmp_path: Path, monke
     monkeypatch.setattr(slab_module.shutil, "disk_usage", lambda _: Usage(0, 0, EXTENT - 1))
     with pytest.raises(errors.NoSpaceError, match=f"needs {about(EXTENT)} more .* {about(EXTENT - 1)} free") as caught:
         Slab.open(tmp_path, EXTENT, 6)
-    assert "free 1MiB there" in caught.value.hint  # a part of ssd.capacity: its bytes say nothing of the whole
+    assert "free 1 MiB there" in caught.value.hint  # a part of ssd.capacity: its bytes say nothing of the whole
     slab = Slab.open(tmp_path, EXTENT, 5)
     assert slab.path.read_bytes() == data + bytes(EXTENT)
     monkeypatch.setattr(slab_module.shutil, "disk_usage", lambda _: Usage(0, 0, 0))
