@@ -143,8 +143,7 @@ class HybridEngine:
                 self.engines.append(undo.enter_context(_opened(part, own, of, timeline, limits)))
             if unserved := [tier.name for tier in self.engines[0].manager.files if not tier.served]:
                 raise InvalidValueError(
-                    f"tiers has {', '.join(unserved)}, which a prefetch asks for pages, and no prefetch of a model with "
-                    "groups does",
+                    f"tiers has {', '.join(unserved)}, which a prefetch asks for pages; none does so of a model with groups",
                     "take tiers out",
                 )
             undo.pop_all()
