@@ -143,7 +143,7 @@ class HybridEngine:
                 self.engines.append(undo.enter_context(_opened(part, own, of, timeline, limits)))
             if unserved := [tier.name for tier in self.engines[0].manager.files if not tier.served]:
                 raise InvalidValueError(
-                    f"tiers has {', '.join(unserved)}, which a prefetch asks for pages; none does so of a model with groups",
+                    f"tiers has {', '.join(unserved)}, which a prefetch asks for pages; those of groups do not",
                     "take tiers out",
                 )
             undo.pop_all()
