@@ -284,11 +284,15 @@ class CacheEngine:
 
     def lend(self, named: Named) -> Lender:
         """Lend pages of the SSD to other processes of this host, whose planes have the same bytes, until the `Lender`
-        is closed; close it before this engine. `named`: see `Lender`. Raises `TierUnavailableError` without an SSD, and
-        the errors of `Lender`."""
+        is closed; close it before this engine. `named`: see `Lender`. Raises `TierUnavailableError` without an SSD, or
+        with a CPU tier, and the errors of `Lender`."""
         ssd, section = self.manager.ssd, self.config.ssd
         if ssd is None or section is None:
             raise TierUnavailableError("this engine has no SSD whose pages it could lend", "add a section ssd")
+        if self.manager.landing is not None:
+            raise TierUnavailableError(
+                "this engine has a CPU tier, whose pages no other process reaches", "take the section cpu out"
+            )
         reading = {"transport": section.transport, "threads": section.threads}
         return Lender(self.manager, self.layout, ssd.io.slab, reading, self.namespace(), named)
 

@@ -141,6 +141,11 @@ class HybridEngine:
                 own = [self.planes[layer] for layer in part.pool.layers] if ranks is None else None
                 of = None if ranks is None else ranks[number]
                 self.engines.append(undo.enter_context(_opened(part, own, of, timeline, limits)))
+            if unserved := [tier.name for tier in self.engines[0].manager.files if not tier.served]:
+                raise InvalidValueError(
+                    f"tiers has {', '.join(unserved)}, which a prefetch asks for pages; those of groups do not",
+                    "take tiers out",
+                )
             undo.pop_all()
         self._free = [[*range(engine.blocks)] if self.owns_planes else [] for engine in self.engines]
         self._taken: list[set[int]] = [set() for _ in self.engines]

@@ -37,6 +37,7 @@ from gdscache.gate.fit import ENOUGH
 from gdscache.gate.gate import EXPLORE_EVERY
 from gdscache.metrics import EngineCollector
 from gdscache.storage.base import Op
+from tests.support.dict_tier import DictTier
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import WAIT, flip_file, prompt, read_page, together, until
 from tests.support.hybrid import FULL, KV, MODELS, WINDOW, HybridHost, hybrid_config, pages_for
@@ -550,7 +551,7 @@ def test_fewer_slots_store_fewer_pages(open_hybrid: OpenHybrid) -> None:
     assert host.load(PROMPT).tokens == 24
 
 
-def test_what_cannot_be_opened_says_why(tmp_path: Path) -> None:
+def test_what_cannot_be_opened_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, planes = MODELS["apart"], planes_of(3)
     odd = [*planes[:2], [planes[2][0][:, :, :2]] * 2]
     wrong: list[tuple[dict[str, Any], Any, type[GdsCacheError], str]] = [
@@ -565,6 +566,10 @@ def test_what_cannot_be_opened_says_why(tmp_path: Path) -> None:
         with pytest.raises(kind) as caught:
             HybridEngine.from_config(hybrid_config(tmp_path, model) | changes, given)
         assert message in str(caught.value)
+    monkeypatch.setattr(DictTier, "served", False)
+    asked = {"tiers": [{"tier": "tests.support.dict_tier:DictTier"}], "ssd": None}
+    with pytest.raises(InvalidValueError, match="tiers has dict, which a prefetch asks"):
+        HybridEngine.from_config(hybrid_config(tmp_path, MODELS["together"]) | asked, planes_of(2))
     with pytest.raises(ConfigError, match="from_config"):
         HybridEngine({"model": model})  # type: ignore[arg-type]
     with (

@@ -17,7 +17,7 @@ import torch
 
 from gdscache import CacheEngine
 from gdscache.config import Config
-from gdscache.errors import RankError, RankMismatchError
+from gdscache.errors import RankError, RankMismatchError, TierUnavailableError
 from gdscache.integrations.settings import Rows, planes_section
 from gdscache.integrations.sglang.borrowed import BorrowedPages
 from gdscache.integrations.sglang.host import HostPages
@@ -245,6 +245,13 @@ def test_pages_of_other_weights_are_not_found(tmp_path: Path) -> None:
         assert found.pools[0].view(PAGES, -1)[:4, 0].tolist() == [50, 51, 52, 53]
         found.first.weights_changed()
         assert other.exists(KEYS[:4]) == 0
+
+
+def test_pages_of_memory_are_not_lent(tmp_path: Path) -> None:
+    for sections, missing in (({"cpu": {"capacity": 64 * 4096}}, "a CPU tier"), ({"ssd": None}, "no SSD")):
+        engine = CacheEngine(config(tmp_path, **sections), [(pool(),)])
+        with engine, pytest.raises(TierUnavailableError, match=missing):
+            engine.lend(lambda hashes, parent, epoch: ())
 
 
 def test_other_models_and_no_address_are_refused(tmp_path: Path) -> None:
