@@ -18,7 +18,9 @@ from transformers import Cache
 
 from gdscache.errors import SequenceStateError, UnsupportedRequestError
 
+CACHE_NAMES = ("cache", "past_key_values")  # of a call's cache: since transformers 5.24, and before
 _HARMLESS = {
+    *CACHE_NAMES,
     "cache_position",
     "labels",
     "logits_to_keep",
@@ -27,7 +29,6 @@ _HARMLESS = {
     "output_attentions",
     "output_hidden_states",
     "output_router_logits",
-    "past_key_values",
     "return_dict",
     "use_cache",
 }
@@ -86,7 +87,7 @@ class Forwards:
         def look(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
             given, own = bound(args, kwargs or {}), mine()
             past = 0 if own is None else int(own.get_seq_length())
-            if kwargs is not None and own is not None and given.get("past_key_values") is own:
+            if kwargs is not None and own is not None and _has_cache(given, own):
                 self.check()
                 anew = _begins_anew(given) if past and not self._calls else False
                 if anew is not False and let_go(given.get("input_ids"), anew is True):
@@ -101,7 +102,7 @@ class Forwards:
 
         def seen(_module: torch.nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
             own = mine()
-            if len(rest) == 2 and own is not None and bound(args, rest[0]).get("past_key_values") is own:
+            if len(rest) == 2 and own is not None and _has_cache(bound(args, rest[0]), own):
                 return self._ended(rest[1])
             return None
 
@@ -214,6 +215,11 @@ class Forwards:
         self._calls.append((past, ids.detach().clone()))
         self._cached = min(self._cached, past)  # the part cut off a prefix is computed again
         self._end = end
+
+
+def _has_cache(given: Mapping[str, Any], cache: Cache) -> bool:
+    """Whether a call has this cache, by either name."""
+    return any(given.get(name) is cache for name in CACHE_NAMES)
 
 
 def _wants_more(module: torch.nn.Module, given: Mapping[str, Any]) -> bool:

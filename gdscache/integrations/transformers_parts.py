@@ -7,6 +7,7 @@ layers without a cache (experts alone) none.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ from transformers.cache_utils import (
 
 from gdscache.errors import GeometryError
 from gdscache.groups.base import Keeps
+from gdscache.integrations.forwards import CACHE_NAMES
 
 # Families whose prefill is proven to go on from a state, by `model_type` of their text configuration.
 STATES = (
@@ -107,7 +109,8 @@ def planes_of(model: torch.nn.Module, parts: Sequence[LayerPart]) -> list[dict[s
     cache = layers_of(model)
     with torch.inference_mode(mode=False), torch.no_grad():
         ids = torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device)
-        model(input_ids=ids, past_key_values=cache, use_cache=True)
+        name = next(one for one in CACHE_NAMES if one in inspect.signature(model.forward).parameters)
+        model(input_ids=ids, use_cache=True, **{name: cache})
     planes: dict[tuple[str, tuple[int, ...], str], list[int]] = {}
     for number, part in enumerate(parts):
         layer = cache.layers[part.layer]

@@ -26,6 +26,7 @@ from transformers import (
 from gdscache import CacheEngine
 from gdscache.errors import GeometryError, SequenceStateError, TokensError, UnsupportedRequestError
 from gdscache.integrations.transformers import PrefixCache, model_section
+from gdscache.integrations.transformers_parts import parts_of, planes_of
 
 from tests.support.tiny_transformers import PAGE, PROMPT, SMALL, build, cached, generate, options, serve, tokens  # isort: skip
 
@@ -64,6 +65,31 @@ def test_a_padded_batch_that_was_opened_without_its_mask_publishes_nothing(
     expected, _ = generate(model, whole, None)
     for _ in range(2):
         assert torch.equal(serve(engine, model, whole)["tokens"], expected)
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_a_cache_is_watched_by_its_name_before_transformers_5_24_and_since(
+    model: PreTrainedModel, engine: CacheEngine, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """`generate` of 5.24 calls the model with `cache`."""
+    ids, forward = tokens(), model.forward
+
+    def since(input_ids: torch.Tensor, cache: DynamicCache | None = None, **others: Any) -> Any:
+        return forward(input_ids=input_ids, past_key_values=cache, **others)
+
+    if name == "cache":
+        monkeypatch.setattr(model, "forward", since)
+    assert planes_of(model, parts_of(model.config))
+    mask = torch.ones_like(ids)
+    mask[0, 3] = 0
+    for expected in (0, PROMPT // PAGE * PAGE):
+        with PrefixCache(engine, model).open(ids) as cache:
+            assert cache.cached_tokens == expected
+            with pytest.raises(UnsupportedRequestError, match="hides tokens"):
+                model(input_ids=ids[:, expected:], attention_mask=mask, **{name: cache})
+            model(input_ids=ids[:, expected:], **{name: cache})
+            cache.commit(ids)
+        engine.drain(20)
 
 
 def test_the_mask_that_generate_makes_of_pads_counts(model: PreTrainedModel, engine: CacheEngine) -> None:
