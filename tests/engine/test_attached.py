@@ -287,7 +287,7 @@ def test_many_threads_at_once(open_host: OpenHost, device: str, cpu: int | None,
     def work(number: int) -> None:
         rng = random.Random(number)
         mine = list(range(16 * number, 16 * number + 16))
-        while time.monotonic() < end:
+        while time.monotonic() < end or not done[number]:
             tokens = rng.choice(prompts)
             rng.shuffle(mine)
             names = engine.pages(tokens)

@@ -403,7 +403,7 @@ def test_many_threads_at_once(open_engine: OpenEngine, device: str, seconds: flo
 
     def work(number: int) -> None:
         rng = random.Random(number)
-        while time.monotonic() < end:
+        while time.monotonic() < end or not done[number]:
             tokens = rng.choice(prompts)
             action = rng.random()
             if action < 0.75:

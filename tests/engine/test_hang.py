@@ -618,7 +618,7 @@ def test_many_threads_while_io_hangs_now_and_then(
         rng = random.Random(number)
         mine = list(range(8 * number, 8 * number + 8))
         try:
-            while time.monotonic() < stop:
+            while time.monotonic() < stop or not (loaded[number] or time.monotonic() > stop + WAIT):
                 tokens = rng.choice(prompts)
                 hit = engine.lookup(tokens)
                 if hit.tokens and rng.random() < 0.7:
@@ -702,9 +702,41 @@ sys.exit(3)
 """
 
 
+RETURNING = """
+import ctypes, pathlib, sys, time
+import gdscache.engine.closing as closing
+from gdscache.storage.base import Op
+from tests.support.faulty import PLAN, Fault
+from tests.support.helpers import WAIT, Host, drop_from, make_config, prompt, until
+
+class Last:
+    def __del__(self, sleep=time.sleep):  # Python has begun to end, and threads may no more have its lock
+        sleep(3)
+
+closing.EXIT_S = closing._LEAVE_S = 0.1
+host = Host(make_config(pathlib.Path(sys.argv[1]), transport="tests.support.faulty:FaultyTransport"))
+host.keep(prompt(1, 2))
+drop_from(host.engine, "cpu")
+last = Last()
+rule = PLAN.rule(Op[sys.argv[2]], Fault.DELAY, seconds=2.0)
+rule.__enter__()
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(rule))  # it never ends
+begun = host.begin(prompt(1, 2)) if sys.argv[2] == "READ" else host.store(prompt(2, 2))
+until(lambda: PLAN.held > 0, "I/O is under way")
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("op", ["READ", "WRITE"])
+def test_a_transport_that_returns_to_an_interpreter_that_has_ended_costs_no_status(tmp_path: Path, op: str) -> None:
+    command, environment = [sys.executable, "-c", RETURNING, str(tmp_path), op], os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=4 * WAIT, env=environment)
+    assert done.returncode == 3, (done.returncode, done.stderr[-2000:])
+
+
 def test_a_process_whose_stores_hang_ends_with_its_own_status(tmp_path: Path) -> None:
     command, environment = [sys.executable, "-c", ENDING, str(tmp_path)], os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=4 * WAIT, env=environment)
     assert done.returncode == 3, done.stderr[-2000:]
     assert done.stderr.splitlines() == [
         "stores are still on their way after 0.5 s: they are lost when the process ends"

@@ -261,12 +261,12 @@ def test_300_000_empty_namespaces_cost_little(filled: Path, tmp_path: Path) -> N
     path = tmp_path / "cache"
     shutil.copytree(filled, path)
     crowd(path, 300_000)
-    begun = time.monotonic()
+    begun = time.process_time()  # others may use the processors, too
     with opened(path) as host:
-        seconds = time.monotonic() - begun
+        seconds = time.process_time() - begun
         assert served(host, SINGLE, 1) == dict.fromkeys(SINGLE, 1)
-    print(f"opened in {seconds:.2f} s")
-    assert seconds < 5
+    print(f"opened in {seconds:.2f} s of processors")
+    assert seconds < 2
     assert names(path) == 2
 
 

@@ -65,7 +65,7 @@ def test_kills(tmp_path: Path, setup: str, rounds: int, record_property: Any) ->
         pages += verify(config, found.allowed, found.required if roomy else set())
     assert pages, "no page survived any kill: nothing was tested"
     assert found.cleared, "nothing was cleared: nothing was tested"
-    assert found.kept > pages / rounds, "hardly a store was acknowledged"
+    assert found.kept >= rounds // GOAL_EVERY, "hardly a store was acknowledged"
     summary = f"{rounds} kills, {pages} pages verified, {found.kept} pages acknowledged, {found.cleared} clears"
     record_property("kills", summary)
     print(f"{setup}: {summary}")

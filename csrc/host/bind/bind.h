@@ -9,7 +9,10 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <unistd.h>
+
 #include <cstddef>
+#include <exception>
 #include <optional>
 #include <type_traits>
 
@@ -21,6 +24,54 @@ namespace nb = nanobind;
 namespace gdscache {
 
 using namespace nb::literals;
+
+// Call `work`, which may want the interpreter's lock. When the interpreter has ended, the thread stays here until the
+// process ends. Python before 3.14 ends such a thread by an unwinding of its stack, which aborts the process where a
+// destructor, or anything that is `noexcept`, does not let it pass.
+template <typename Work>
+[[gnu::noinline]] auto or_stay(Work work) {
+    struct Guard {
+        ~Guard() {
+            while (!back && std::uncaught_exceptions() == errors) pause();
+        }
+        const int errors = std::uncaught_exceptions();
+        bool back = false;
+    } guard;
+    if constexpr (std::is_void_v<decltype(work())>) {
+        work();
+        guard.back = true;
+    } else {
+        auto answer = work();
+        guard.back = true;
+        return answer;
+    }
+}
+
+// While this lives, the calling thread has the interpreter's lock.
+class Locked {
+public:
+    Locked() : state_(or_stay(PyGILState_Ensure)) {}
+    ~Locked() {
+        or_stay([this] { PyGILState_Release(state_); });
+    }
+    Locked(Locked&&) = delete;
+
+private:
+    const PyGILState_STATE state_;
+};
+
+// While this lives, other threads may have the interpreter's lock, and this one has not.
+class Unlocked {
+public:
+    Unlocked() : state_(PyEval_SaveThread()) {}
+    ~Unlocked() {
+        or_stay([this] { PyEval_RestoreThread(state_); });
+    }
+    Unlocked(Unlocked&&) = delete;
+
+private:
+    PyThreadState* const state_;
+};
 
 // An error that Python raises as the class `kind` of gdscache.errors.
 struct NamedError : Error {

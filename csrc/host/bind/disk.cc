@@ -32,7 +32,7 @@ struct Shared {
     // The last thread may call it, without the lock.
     static void end(const Shared* shared) {
         if (!nb::is_alive()) return;  // the interpreter has ended: there is nothing to release
-        const nb::gil_scoped_acquire lock;
+        const Locked lock;
         delete shared;
     }
 
@@ -79,7 +79,12 @@ private:
     int64_t move(const Piece& piece, const DeviceRange* device, uint64_t address, int64_t bytes, int64_t offset) const {
         if (!nb::is_alive()) return -ECANCELED;
         if (device && !shared_->to_gpu) return -EFAULT;
-        const nb::gil_scoped_acquire lock;
+        const Locked lock;
+        return or_stay([&] { return move_locked(piece, device, address, bytes, offset); });
+    }
+
+    int64_t move_locked(const Piece& piece, const DeviceRange* device, uint64_t address, int64_t bytes,
+                        int64_t offset) const {
         try {
             if (device) return ask(piece, shared_->device_memory(address, bytes, device->device), bytes, offset);
             const int access = piece.op == Op::kRead ? PyBUF_WRITE : PyBUF_READ;
@@ -101,7 +106,7 @@ private:
     int64_t ask(const Piece& piece, const nb::object& memory, int64_t bytes, int64_t offset) const {
         try {
             const nb::object& way = piece.op == Op::kRead ? shared_->read : shared_->write;
-            const nb::object answer = way(piece.fd, offset, memory);
+            const nb::object answer = or_stay([&] { return way(piece.fd, offset, memory); });
             int64_t moved = -1;
             if (nb::try_cast(answer, moved) && moved >= 0 && moved <= bytes) return moved;
             PyErr_Format(PyExc_ValueError, "a transport says that %R of %zd bytes have moved", answer.ptr(),
@@ -130,7 +135,7 @@ std::unique_ptr<Disk> open_disk_by(const Text& kind, int workers, const OpenCuFi
     constexpr int kDepth = 8;  // pieces under way for each thread of the kernel
     require(workers >= 1 && workers <= 1 << 10, "no sound number of threads");
     if (!transport.is_none()) return open_transport_disk(workers, transport, std::move(devices));
-    const nb::gil_scoped_release others;
+    const Unlocked others;
     if (cufile) return open_cufile_disk(workers, cufile->shared());
     if (!kind) return open_disk(workers, kDepth * workers);
     return *kind == "ring" ? open_ring_disk(workers, kDepth * workers) : open_threads_disk(workers);
@@ -138,7 +143,7 @@ std::unique_ptr<Disk> open_disk_by(const Text& kind, int workers, const OpenCuFi
 
 OpenCuFiles::OpenCuFiles(const char* driver, uint64_t context, const char* library, const Text& log_folder) {
     require(context, "a device without a context");
-    const nb::gil_scoped_release others;  // cuFile may never answer
+    const Unlocked others;  // cuFile may never answer
     files = std::make_shared<CuFiles>(driver, at<void>(context), library);
     files->open(chars(log_folder));
 }
@@ -149,7 +154,7 @@ namespace {
 template <auto kCall, typename... Arguments>
 void ask(const OpenCuFiles& self, Arguments... of) {
     const auto files = self.shared();
-    const nb::gil_scoped_release others;
+    const Unlocked others;
     ((*files).*kCall)(of...);
 }
 
@@ -169,7 +174,7 @@ int64_t move(const OpenCuFiles& self, int file, int64_t offset, uint64_t address
     const iovec one{at<void>(address), static_cast<size_t>(nbytes)};
     const Piece piece{0, &one, 1, file, offset, write ? Op::kWrite : Op::kRead, false};
     require(is_sound(piece), "a piece that makes no sense");
-    const nb::gil_scoped_release others;
+    const Unlocked others;
     return move_once(files, piece, {&one, 1, offset, nbytes});
 }
 
@@ -199,7 +204,7 @@ nb::object move_pieces(const Text& kind, int workers, const Int64s& rows, bool w
         const char* const hint = "allow io_uring, or raise ulimit -n and ulimit -u";
         throw NamedError("RefusedDiskError", error.code, error.what(), hint);
     }
-    const nb::gil_scoped_release others;  // the disk's threads may want it, also at its end
+    const Unlocked others;  // the disk's threads may want it, also at its end
     const int64_t limit = run_bytes(total, static_cast<int>(opened->depth()));
     const Runs runs = cut_and_merge(requests, limit, opened->most_fragments());
     const std::unique_ptr<Disk> disk = std::move(opened);  // ends before its fragments
@@ -228,7 +233,7 @@ nb::object move_pieces(const Text& kind, int workers, const Int64s& rows, bool w
 
 double bare(int file, bool write, int64_t nbytes, int64_t piece_bytes, int threads, uint64_t memory, uint64_t target,
             const Text& driver, uint64_t context) {
-    const nb::gil_scoped_release others;
+    const Unlocked others;
     std::optional<Cuda> cuda;
     if (driver) cuda.emplace(driver->c_str(), at<void>(context));
     return run({file, write ? Op::kWrite : Op::kRead, nbytes, piece_bytes, threads, at<uint8_t>(memory), target,
@@ -250,7 +255,7 @@ void bind_disk(nb::module_& module) {
         .def("move", &move, "file"_a, "offset"_a, "address"_a, "nbytes"_a, nb::kw_only(), "write"_a)
         .def("close", [](OpenCuFiles& self) {
         std::shared_ptr<CuFiles> ended = std::move(self.files);
-        const nb::gil_scoped_release others;
+        const Unlocked others;
         ended.reset();
     });
     module.def("bare_loop", &bare, "file"_a, "write"_a, "nbytes"_a, "piece_bytes"_a, "threads"_a, "memory"_a,

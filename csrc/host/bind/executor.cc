@@ -141,7 +141,7 @@ OpenExecutor::OpenExecutor(const Int64s& bounds, int64_t extent_bytes, int32_t p
         if (between) opened[0] = between(std::move(opened[0]));
     }
     kept_ = spaces;
-    const nb::gil_scoped_release others;
+    const Unlocked others;
     executor_ = std::make_unique<Executor>(sizes, std::move(places), reserve_space, Reserve(first, slots, fence),
                                            pool_.get(), std::move(opened), threads);
     if (gpu_) server_ = std::make_unique<GpuServer>(*executor_, *gpu_->gpu);
@@ -239,7 +239,7 @@ void wait_for(Calls& calls, double seconds, Take take, bool with_lock = false) {
     for (;; with_lock = false) {
         const Nanoseconds slice = std::min(until, now() + (with_lock ? kKept : kSlice));
         {
-            std::optional<nb::gil_scoped_release> others;
+            std::optional<Unlocked> others;
             if (!with_lock) others.emplace();
             const Calls::Inside inside(calls);
             if (inside.over) throw Stopped();

@@ -47,7 +47,7 @@ public:
     void close() {
         if (std::exchange(closed_, true)) return;
         {
-            const nb::gil_scoped_release others;  // a disk's threads and waiting calls may want it
+            const Unlocked others;  // a disk's threads and waiting calls may want it
             executor_->stop();
             calls_.end();
             server_.reset();

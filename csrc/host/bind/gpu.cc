@@ -42,7 +42,7 @@ std::tuple<int64_t, int64_t, int64_t> queue(const OpenGpu& self, uint64_t addres
     const PageCopies asked(load, static_cast<Route>(route), sums, first, last, slots.size(), memory, slots.data(),
                            blocks.data(), {after.data(), static_cast<size_t>(after.size())});
     check(asked, planes);
-    const nb::gil_scoped_release others;
+    const Unlocked others;
     {  // before anything is queued: its errors are of other copies
         const std::lock_guard held(copies->lock);
         while (!copies->unasked.empty() && copies->gpu->reached(copies->unasked.front().point)) {
@@ -68,7 +68,7 @@ nb::object finish(const OpenGpu& self, int64_t ticket) {
         queued = std::move(node.mapped());
     }
     const Fresh<uint64_t> sums(queued.pages, queued.last - queued.first);
-    const nb::gil_scoped_release others;
+    const Unlocked others;
     copies->gpu->finish(queued, sums.data);
     return sums.array;
 }
@@ -87,7 +87,7 @@ void wait(const OpenGpu& self, int64_t point) {
     for (bool over = false; !over;) {
         {
             const Asking asking(self);
-            const nb::gil_scoped_release others;
+            const Unlocked others;
             const Nanoseconds until = now() + kSlice;
             // The driver has no wait with a timeout. Most waits are short; the others cost a look in 50 us.
             over = !asking.gpu();
@@ -108,7 +108,7 @@ void follow(const OpenGpu& self, uint64_t stream, int64_t point) {
 
 void close(OpenGpu& self) {
     std::shared_ptr<GpuCopies> ended = std::move(self.copies);
-    const nb::gil_scoped_release others;
+    const Unlocked others;
     if (ended) ended->calls.end();
     ended.reset();
 }
@@ -139,7 +139,7 @@ OpenGpu::OpenGpu(const char* library, const nb::object& spec) {
     const int64_t staging = number("staging");
     check(planes, kernels, sizes, staging);
     void* const context = function("context");
-    const nb::gil_scoped_release others;
+    const Unlocked others;
     copies = std::make_shared<GpuCopies>(library, context);
     const Cuda::Entered entered(copies->cuda);
     copies->gpu.emplace(copies->cuda, std::move(planes), kernels, sizes, static_cast<size_t>(staging));

@@ -16,7 +16,7 @@ nb::object layer_sums(const UInt64s& extents, const Int64s& bounds) {
     }
     for (int64_t page = 0; page < extents.size(); ++page) require(extents[page], "an extent without an address");
     const Fresh<uint64_t> found(extents.size(), layers);
-    const nb::gil_scoped_release others;
+    const Unlocked others;
     for (int64_t page = 0; page < extents.size(); ++page) {
         const auto* const extent = at<const uint8_t>(extents[page]);
         for (int64_t layer = 0; layer < layers; ++layer) {

@@ -455,8 +455,9 @@ def test_two_groups_of_a_page_are_late_in_slots_of_their_own(
     for rule, late in zip(rules, (1, 0), strict=True):
         PLAN.remove(rule)
         until(lambda late=late: quarantined(host)["held_slots"]["bounce_loads"] == late, "a slot comes back")
+        until(lambda late=late: quarantined(host)["late_reads"] == late, "one page")
         time.sleep(0.02)
-        assert quarantined(host)["late_reads"] == late  # one page
+        assert quarantined(host)["late_reads"] == late
     settle(host.engine)
     assert host.load(tokens).tokens == 4
 

@@ -783,7 +783,7 @@ def test_many_threads_load_what_they_hold(open_host: OpenHost, model: dict[str, 
 
     def work(number: int) -> None:
         rng = random.Random(number)
-        while time.monotonic() < over:
+        while time.monotonic() < over or not (loads.total() or time.monotonic() > over + WAIT):
             if number == len(slots):
                 time.sleep(0.01)
                 press(host)
