@@ -225,7 +225,7 @@ def test_what_breaks_off_a_command_ends_it_without_a_traceback(
     def broken(_: object) -> None:
         raise error
 
-    monkeypatch.setattr("gdscache.commands.cli.load_config", broken)
+    monkeypatch.setattr("gdscache.commands.cli.load_any", broken)
     status, said = run("config", "check", CONFIG)
     assert "Traceback" not in said
     if error is KeyboardInterrupt:
