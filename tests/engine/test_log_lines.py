@@ -267,7 +267,7 @@ def test_a_summary_comes_every_some_seconds_where_something_was_done(
     assert line.message.startswith(f"{slab}: in 10")
     for part in (
         "2 lookups of 8 pages, hit 100.0 % (cpu 50.0 %, ssd 50.0 %), missed 0.0 %",
-        f"loaded {8 * size // 1024}KiB",
+        f"loaded {8 * size // 1024} KiB",
         "refused 0 pages, dropped 0 pages",
     ):
         assert part in line.message

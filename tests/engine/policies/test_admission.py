@@ -355,7 +355,7 @@ def test_each_cause_is_said_once_a_minute_with_figures_and_the_setting(caplog: p
     said = {next(cause for cause in admission.refused if f"({cause})" in r.message): r.message for r in caplog.records}
     for cause, parts in {
         "second_offer": ("fewer than 3 times", "400 offers", "store.admission is second_offer", "set it to all"),
-        "endurance": ("needs 1MiB", "0 bytes left of 16MiB a day", "597 KiB more each hour", "ssd.endurance"),
+        "endurance": ("needs 1 MiB", "0 bytes left of 16 MiB a day", "597 KiB more each hour", "ssd.endurance"),
         "no_prefix": ("10 for second_offer", "1 for endurance", "store.admission", "ssd.endurance"),
     }.items():
         for part in parts:
