@@ -83,6 +83,35 @@ def test_a_promise_that_the_leader_has_lost_fails_on_every_rank_and_is_no_other_
     assert served(ranks, "b", KEYS) == len(KEYS)
 
 
+@pytest.mark.parametrize("left", [0, 2, 5])
+def test_pages_that_are_dropped_while_their_order_is_made_count_as_missing_on_every_rank(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, left: int
+) -> None:
+    """The order has fewer pages than were promised, and the other request's pages would lie in blocks of the first."""
+    ranks, other = opened(), keys_of([9])
+    computed(ranks, KEYS)
+    computed(ranks, other)
+    assert (ranks.lookup("a", KEYS), ranks.lookup("b", other)) == (len(KEYS), 1)
+    blocks = [*map(list.__add__, ranks.load("a", KEYS), ranks.load("b", other))]
+    leading = ranks.of[0].leading
+    assert leading is not None
+    plan = leading.plan
+
+    def planned(hits: list[Any]) -> Any:
+        with ranks.engine.manager.lock:
+            for tier in ranks.engine.manager.tiers.values():
+                for page in hits[0].pages[left:]:
+                    if (entry := tier.index.get(page.key)) is not None:
+                        tier.index.drop(entry)
+        return plan(hits)
+
+    monkeypatch.setattr(leading, "plan", planned)
+    assert ranks.run(ranks.start()) == [False, False]
+    monkeypatch.undo()
+    ranks.give(blocks)
+    assert served(ranks, "c", other) == 1
+
+
 def test_a_process_that_stops_between_lookup_load_and_order_breaks_no_promise(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
