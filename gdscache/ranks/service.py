@@ -339,9 +339,15 @@ class Service:
 
     def mark(self, number: int, event: Event, blocks: Blocks | None = None) -> None:
         """`blocks()`: this rank's blocks of the store, if the leader's numbers are positions in them."""
-        mark = self._marks.setdefault(number, _Mark())
+        mark = self._mark(number)
         mark.event, mark.blocks = event, blocks
         mark.there.set()
+
+    def _mark(self, number: int) -> _Mark:
+        mark = self._marks.setdefault(number, _Mark())
+        if self.over.is_set():  # the rank ends, and its store may never come
+            mark.there.set()
+        return mark
 
     def forget(self, marks: Iterable[int]) -> None:
         for mark in marks:
@@ -349,7 +355,7 @@ class Service:
 
     def _move(self, fields: dict[str, Any], arrays: list[Array]) -> None:
         move, number = wire.move_of(fields["move"], arrays), fields["id"]
-        marks = [self._marks.setdefault(mark, _Mark()) for mark in fields["after"]]
+        marks = [self._mark(mark) for mark in fields["after"]]
         if not all(mark.there.is_set() and mark.blocks is None for mark in marks):
             self._workers.submit(functools.partial(self._begin_behind, number, move, marks))
         elif self._may_begin(number):
@@ -521,7 +527,7 @@ class Service:
         with contextlib.ExitStack() as last_to_first:
             last_to_first.callback(self._channel.close)
             last_to_first.callback(self._channel.send, wire.pack({"closed": True}))
-            for mark in self._marks.values():
+            for mark in [*self._marks.values()]:  # this rank's own threads go on adding some
                 mark.there.set()
             log_failure(failure_of(self._workers.shutdown))
             with self._lock:

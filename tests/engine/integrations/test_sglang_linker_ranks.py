@@ -16,6 +16,7 @@ from gdscache.errors import RankError
 from gdscache.integrations.sglang import linker_ranks as parts
 from gdscache.integrations.sglang.linker_ranks import shard_of
 from gdscache.integrations.sglang.ranks import place_in, together
+from gdscache.ranks.service import _Mark as Mark
 from gdscache.runtime.threads import Flag
 from tests.support.helpers import drop_from, until
 from tests.support.sglang_linker_ranks import BLOCKS, LAYERS, Ranks, keys_of
@@ -262,6 +263,22 @@ def test_a_rank_that_has_left_costs_hits_alone(opened: Open) -> None:
     assert ranks.lookup("a", KEYS) == 0
     computed(ranks, keys_of([1]))
     ranks.reset()
+
+
+def test_a_rank_ends_while_its_own_threads_come_to_stores(opened: Open) -> None:
+    rank = opened().of[1].rank
+    service = rank._service
+    assert service is not None
+
+    class Coming(Flag):
+        def set(self) -> None:
+            service.mark(-8, None)
+            super().set()
+
+    service._marks[-7] = Mark(there=Coming())
+    rank.close()
+    assert not any(thread.is_alive() for thread in service._workers._threads)
+    assert service._mark(-9).there.is_set(), "a store that comes later waits for nobody"
 
 
 def test_a_store_is_over_when_the_last_rank_has_come_to_it(opened: Open) -> None:
