@@ -27,7 +27,14 @@ from gdscache.disk.directory import lock_slab
 from gdscache.disk.locks import FileLock
 from gdscache.disk.slab import Slab
 from gdscache.disk.slab_io import SlabIO
-from gdscache.errors import GdsCacheError, LockLostError, RankMismatchError, ShortIOError, StorageError
+from gdscache.errors import (
+    EngineClosedError,
+    GdsCacheError,
+    LockLostError,
+    RankMismatchError,
+    ShortIOError,
+    StorageError,
+)
 from gdscache.extents.host import HostExtents
 from gdscache.kernels.copies import PageCopies, open_copies
 from gdscache.load.plan import CODES
@@ -436,7 +443,11 @@ class Service:
             moving.cancel()
         if load is not None:
             load.handle.carried_by(moving, last=last)
-        self._workers.submit(functools.partial(ended, moving, ""))
+        try:
+            self._workers.submit(functools.partial(ended, moving, ""))
+        except EngineClosedError:  # this rank ends: when its caller goes on, nothing writes to the planes
+            moving.cancel()
+            ended(moving, "")
 
     def _on_files(self, way: Way) -> bool:
         return way.source in self._files or way.target in self._files
@@ -489,6 +500,7 @@ class Service:
             self._moving.pop(number, None)
             self._refused.discard(number)
             self._late += len(late)
+            self._lock.notify_all()
         if moving is not None and late:
             there = frozenset(late)
             moving.on_end(lambda row: self._late_ended(number, row) if row in there else None)
@@ -531,9 +543,10 @@ class Service:
                 mark.there.set()
             log_failure(failure_of(self._workers.shutdown))
             with self._lock:
-                in_time = self._lock.wait_for(lambda: not self._late, CLOSE_S)
+                in_time = self._lock.wait_for(lambda: not self._late and not self._moving, CLOSE_S)
             if not in_time:
-                _log.error("%d pages of rank %d are late: their memory and files are kept", self._late, self._rank)
+                late = self._late, len(self._moving)
+                _log.error("%d pages and %d moves of rank %d are late: memory and files are kept", *late, self._rank)
                 return
             last_to_first.callback(self._give_locks_back)
             for extents in self._memories.values():
