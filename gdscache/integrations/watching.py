@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gdscache.errors import WeightUpdatesUnsupportedError
+from gdscache.runtime.threads import in_turn
 
 Listener = Callable[[str, tuple[Any, ...], Mapping[str, Any]], object]  # of a method's name and its call's arguments
 _RECORD = "_gdscache_calls"  # of a wrapped method
@@ -32,7 +33,7 @@ class _Calls:
 
 class CallWatch:
     """Calls `before` and `after` around each call of these methods of a class, until `close`. An error of `before`
-    keeps the call from being made.
+    keeps the call from being made; the other watches are told all the same.
 
     `from_start`: none of the methods can have been called yet; a class's first watch decides it for later ones. Raises
     `WeightUpdatesUnsupportedError` if the class lacks a method: changes would be unknown.
@@ -117,17 +118,15 @@ def _calls_of(owner: type[Any], name: str, *, from_start: bool) -> _Calls:
 
     def tell(listeners: list[Listener | None], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         calls.touched = time.monotonic_ns()
-        for listener in listeners:
-            if listener is not None:
-                listener(name, args, kwargs)
+        in_turn(*(functools.partial(listener, name, args, kwargs) for listener in listeners if listener is not None))
 
     @functools.wraps(method)
     def told(*args: Any, **kwargs: Any) -> Any:
-        tell([watch.before for watch in calls.watches], args, kwargs)
+        tell([watch.before for watch in [*calls.watches]], args, kwargs)
         try:
             return method(*args, **kwargs)
         finally:
-            tell([watch.after for watch in calls.watches], args, kwargs)
+            tell([watch.after for watch in [*calls.watches]], args, kwargs)
 
     setattr(told, _RECORD, calls)
     static = isinstance(inspect.getattr_static(owner, name), staticmethod)

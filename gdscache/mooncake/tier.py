@@ -197,7 +197,8 @@ class MooncakeTier(DurableTier):
     # -- removing ----------------------------------------------------------------------------------------------------
 
     def describe_namespace(self, digest: bytes, description: dict[str, object]) -> None:
-        self._namespaces.add(digest)
+        with self.lock:  # a clear goes through them
+            self._namespaces.add(digest)
 
     def commit_all_deletions(self, namespace: bytes | None = None) -> None:
         """Remove the pages of a namespace (None: of all namespaces of this engine) from the pool, for every engine.
@@ -212,12 +213,14 @@ class MooncakeTier(DurableTier):
 
     def _pay(self, client: MooncakeClient) -> None:
         for digest, pattern in list(self._owed.items()):
+            cleared = self._cleared
             code = client.remove_matching(pattern)
             if code < 0:
                 self._lines.breaker.open(f"pages that were cleared cannot be removed: code {code}")
                 return
             with self.lock:
-                self._owed.pop(digest, None)
+                if cleared == self._cleared:  # else a later clear may owe it again, and pays
+                    self._owed.pop(digest, None)
 
     def _remove(self, pages: Sequence[Page]) -> None:
         names = [self._name_of(page) for page in pages]

@@ -27,7 +27,14 @@ from gdscache.disk.directory import lock_slab
 from gdscache.disk.locks import FileLock
 from gdscache.disk.slab import Slab
 from gdscache.disk.slab_io import SlabIO
-from gdscache.errors import GdsCacheError, LockLostError, RankMismatchError, ShortIOError, StorageError
+from gdscache.errors import (
+    EngineClosedError,
+    GdsCacheError,
+    LockLostError,
+    RankMismatchError,
+    ShortIOError,
+    StorageError,
+)
 from gdscache.extents.host import HostExtents
 from gdscache.kernels.copies import PageCopies, open_copies
 from gdscache.load.plan import CODES
@@ -339,9 +346,15 @@ class Service:
 
     def mark(self, number: int, event: Event, blocks: Blocks | None = None) -> None:
         """`blocks()`: this rank's blocks of the store, if the leader's numbers are positions in them."""
-        mark = self._marks.setdefault(number, _Mark())
+        mark = self._mark(number)
         mark.event, mark.blocks = event, blocks
         mark.there.set()
+
+    def _mark(self, number: int) -> _Mark:
+        mark = self._marks.setdefault(number, _Mark())
+        if self.over.is_set():  # the rank ends, and its store may never come
+            mark.there.set()
+        return mark
 
     def forget(self, marks: Iterable[int]) -> None:
         for mark in marks:
@@ -349,7 +362,7 @@ class Service:
 
     def _move(self, fields: dict[str, Any], arrays: list[Array]) -> None:
         move, number = wire.move_of(fields["move"], arrays), fields["id"]
-        marks = [self._marks.setdefault(mark, _Mark()) for mark in fields["after"]]
+        marks = [self._mark(mark) for mark in fields["after"]]
         if not all(mark.there.is_set() and mark.blocks is None for mark in marks):
             self._workers.submit(functools.partial(self._begin_behind, number, move, marks))
         elif self._may_begin(number):
@@ -430,7 +443,11 @@ class Service:
             moving.cancel()
         if load is not None:
             load.handle.carried_by(moving, last=last)
-        self._workers.submit(functools.partial(ended, moving, ""))
+        try:
+            self._workers.submit(functools.partial(ended, moving, ""))
+        except EngineClosedError:  # this rank ends: when its caller goes on, nothing writes to the planes
+            moving.cancel()
+            ended(moving, "")
 
     def _on_files(self, way: Way) -> bool:
         return way.source in self._files or way.target in self._files
@@ -483,6 +500,7 @@ class Service:
             self._moving.pop(number, None)
             self._refused.discard(number)
             self._late += len(late)
+            self._lock.notify_all()
         if moving is not None and late:
             there = frozenset(late)
             moving.on_end(lambda row: self._late_ended(number, row) if row in there else None)
@@ -521,13 +539,14 @@ class Service:
         with contextlib.ExitStack() as last_to_first:
             last_to_first.callback(self._channel.close)
             last_to_first.callback(self._channel.send, wire.pack({"closed": True}))
-            for mark in self._marks.values():
+            for mark in [*self._marks.values()]:  # this rank's own threads go on adding some
                 mark.there.set()
             log_failure(failure_of(self._workers.shutdown))
             with self._lock:
-                in_time = self._lock.wait_for(lambda: not self._late, CLOSE_S)
+                in_time = self._lock.wait_for(lambda: not self._late and not self._moving, CLOSE_S)
             if not in_time:
-                _log.error("%d pages of rank %d are late: their memory and files are kept", self._late, self._rank)
+                late = self._late, len(self._moving)
+                _log.error("%d pages and %d moves of rank %d are late: memory and files are kept", *late, self._rank)
                 return
             last_to_first.callback(self._give_locks_back)
             for extents in self._memories.values():

@@ -539,7 +539,6 @@ class GroupScheduler(Scheduler):
     def _arrived(self, request: Any, order: LoadOrder, good: int) -> None:
         request.failed = good < len(order.blocks)
         if request.failed:  # a bad page is dropped
-            self.table.failed(request.request_id)
             self.cache.stored.discard(order.fetch.unchecked(0, 0).pages[good].key)
 
     def _known(self, request: Any) -> None:

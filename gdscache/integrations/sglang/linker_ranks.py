@@ -143,10 +143,15 @@ class PoolRanks:
     def load(self, orders: Sequence[bytes], queued: Sequence[QueuedLoad]) -> RankedLoad:
         given = [one.blocks() for one in queued]
         loads: list[LayerwiseLoad | None] = []
-        for pool, rank, order in zip(self.pools, self.ranks, orders, strict=True):
-            blocks = [block for one in given for block in one.get(pool.name, ())]
-            loads.append(rank.load(order, blocks) if order else None)
-        return RankedLoad(loads, self.layers, [one.pages for one in queued])
+        filled: list[int] = []
+        with contextlib.ExitStack() as undo:
+            undo.callback(lambda: AllRead([load for load in loads if load is not None]).synchronize())
+            for pool, rank, order in zip(self.pools, self.ranks, orders, strict=True):
+                blocks = [block for one in given for block in one.get(pool.name, ())]
+                filled.append(len(blocks))
+                loads.append(rank.load(order, blocks) if order else None)
+            undo.pop_all()
+        return RankedLoad(loads, self.layers, [one.pages for one in queued], filled)
 
     def place(self, number: int, blocks: Callable[[], Blocks], after: Event) -> None:
         """See `Rank.place`."""
@@ -179,9 +184,10 @@ class RankedLoad:
         loads: Sequence[LayerwiseLoad | None],
         layers: Mapping[int, Sequence[tuple[int, int]]],
         pages: Sequence[int],
+        filled: Sequence[int],
     ) -> None:
-        """`pages`: of each request."""
-        self._loads, self._layers, self._pages = loads, layers, pages
+        """`pages`: of each request. `filled`: the blocks that each pool's load has to fill."""
+        self._loads, self._layers, self._pages, self._filled = loads, layers, pages, filled
         self.release_event = AllRead([load for load in loads if load is not None])
 
     def wait(self, layer: int) -> None:
@@ -191,10 +197,13 @@ class RankedLoad:
                 load.wait(local)
 
     def results(self) -> list[LoadReport]:
-        """All pages are loaded, or none counts: SGLang aborts a batch as a whole."""
-        reports = [report for load in self._loads if load is not None for report in load.results()]
-        whole = all(status is PageStatus.LOADED for report in reports for status in report.pages)
-        status, seconds = PageStatus.LOADED if whole else PageStatus.ABORTED, max(r.seconds for r in reports)
+        """All pages are loaded, or none counts: SGLang aborts a batch as a whole. An order may have fewer pages than
+        were promised: some were dropped meanwhile, and those behind them lie in other blocks."""
+        reports = [load.results() if load is not None else [] for load in self._loads]
+        loaded = [[status is PageStatus.LOADED for one in some for status in one.pages] for some in reports]
+        whole = all(all(good) and len(good) == n for good, n in zip(loaded, self._filled, strict=True))
+        status = PageStatus.LOADED if whole else PageStatus.ABORTED
+        seconds = max((one.seconds for some in reports for one in some), default=0.0)
         return [LoadReport(0, (status,) * pages, {}, seconds) for pages in self._pages]
 
 

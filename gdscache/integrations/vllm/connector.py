@@ -221,8 +221,6 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._states.bind(gpu_block_pool)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        for request_id in connector_output.failed_recving or ():
-            self._table.failed(request_id)
         news = connector_output.kv_connector_worker_meta
         if isinstance(news, RankNews) and self._session is not None:
             for tokens, before, seconds in news.observed:

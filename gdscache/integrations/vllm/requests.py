@@ -20,7 +20,7 @@ from gdscache.integrations.fetching import ENDING_S, Fetch, Fetched
 from gdscache.pages.keys import Page, PageHashes
 
 LOOK_AGAIN_S = 1.0  # a waiting request is looked up again after this time
-_TRIES = 2  # loads between steps of a request that may fail as a whole
+_TRIES = 2  # loads between steps that may fail as a whole until the request is computed
 HASH_BYTES = 32  # of a page hash; vLLM's shorter hashes (xxhash has 16 bytes) are padded with zeros
 
 
@@ -62,9 +62,9 @@ class Known:
     """A request.
 
     `local`: pages in vLLM's own cache. `offered`: pages before this number need no store. `since`: time of the first
-    "not yet" since pages last came. `looked`: time of the last lookup. `failed`: loads between steps that failed as a
-    whole. `asked`: time of vLLM's first question since it last placed the request. `answered`: whether another answer
-    than "not yet" was given since.
+    "not yet" since pages last came. `looked`: time of the last lookup. `loading`: a load between steps was ordered, and
+    vLLM has not gone on from it. `failed`: such loads that failed as a whole. `asked`: time of vLLM's first question
+    since it last placed the request. `answered`: whether another answer than "not yet" was given since.
     """
 
     request: Any
@@ -75,6 +75,7 @@ class Known:
     since: float | None = None
     late: bool = False
     looked: float = 0.0
+    loading: bool = False
     failed: int = 0
     asked: float | None = None
     answered: bool = False
@@ -140,6 +141,8 @@ class RequestTable:
         if known is None:
             return 0, False
         size = self.page_tokens
+        if known.loading:  # a load between steps failed as a whole: vLLM has freed the request's blocks, and asks again
+            known.loading, known.failed = False, known.failed + 1
         known.local, known.between = computed // size, False
         most = (request.num_tokens - 1) // size
         if known.refused or most <= known.local or known.failed >= _TRIES:
@@ -179,6 +182,7 @@ class RequestTable:
         if known is None:
             return
         fetch, there = known.fetch, known.local + tokens // self.page_tokens
+        known.loading = False
         if fetch is None:  # a load between steps is over, or there was nothing to load
             if known.offered is None and not known.refused:
                 self._offer(known, known.local, None)
@@ -190,17 +194,10 @@ class RequestTable:
         self._offer(known, there, fetch)
         known.fetch, known.since, known.asked, known.answered = None, None, None, False
         orders = self._orders(known, fetch, blocks, there) if tokens else []
+        known.loading = known.between and bool(orders)
         if not orders:
             fetch.release()
         self._loads += orders
-
-    def failed(self, request_id: str) -> None:
-        """A load between steps failed as a whole: vLLM frees the request's blocks and asks again.
-
-        The bad page is gone from its tier by then. After `_TRIES` failures the request is computed.
-        """
-        if known := self._known.get(request_id):
-            known.failed += 1
 
     def hit_sources(self, request: Any) -> Mapping[str, int]:
         """Pages of the request's last load, by their tier when the request came."""

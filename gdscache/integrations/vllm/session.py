@@ -7,6 +7,7 @@ scheduler's object has the session (`ranks.py`).
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections import Counter
@@ -17,6 +18,7 @@ from gdscache.engine.engine import CacheEngine
 from gdscache.engine.hybrid import HybridEngine
 from gdscache.errors import InterfaceUnsupportedError
 from gdscache.integrations.fetching import PinningCache
+from gdscache.runtime.threads import in_turn
 
 
 class Storing(Protocol):
@@ -60,13 +62,12 @@ class VllmSession(PinningCache):
         """Drop every page of this model, and all waiting stores.
 
         Later pages have another salt: their weights may be in no file, so an engine that starts with the files' weights
-        must not find them.
+        must not find them. The salt changes first, so that an error of a drop leaves no page to be found.
         """
-        for engine in self.engines:
-            engine.invalidate(*engine.namespaces())
         self.renew_salt()
         if self._stores is not None:
             self._stores.begin_anew(self.salt)
+        in_turn(*(functools.partial(engine.invalidate, *engine.namespaces()) for engine in self.engines))
 
     def on_host(self, tier: str) -> bool:
         """Whether a tier's pages lie in this machine's memory. A pool whose pages are not packed has fewer tiers."""

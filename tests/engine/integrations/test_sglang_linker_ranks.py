@@ -16,6 +16,7 @@ from gdscache.errors import RankError
 from gdscache.integrations.sglang import linker_ranks as parts
 from gdscache.integrations.sglang.linker_ranks import shard_of
 from gdscache.integrations.sglang.ranks import place_in, together
+from gdscache.ranks.service import _Mark as Mark
 from gdscache.runtime.threads import Flag
 from tests.support.helpers import drop_from, until
 from tests.support.sglang_linker_ranks import BLOCKS, LAYERS, Ranks, keys_of
@@ -81,6 +82,35 @@ def test_a_promise_that_the_leader_has_lost_fails_on_every_rank_and_is_no_other_
     assert [one.counts["failed_loads"] for one in ranks.of] == [1, 1]
     ranks.give(blocks)
     assert served(ranks, "b", KEYS) == len(KEYS)
+
+
+@pytest.mark.parametrize("left", [0, 2, 5])
+def test_pages_that_are_dropped_while_their_order_is_made_count_as_missing_on_every_rank(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, left: int
+) -> None:
+    """The order has fewer pages than were promised, and the other request's pages would lie in blocks of the first."""
+    ranks, other = opened(), keys_of([9])
+    computed(ranks, KEYS)
+    computed(ranks, other)
+    assert (ranks.lookup("a", KEYS), ranks.lookup("b", other)) == (len(KEYS), 1)
+    blocks = [*map(list.__add__, ranks.load("a", KEYS), ranks.load("b", other))]
+    leading = ranks.of[0].leading
+    assert leading is not None
+    plan = leading.plan
+
+    def planned(hits: list[Any]) -> Any:
+        with ranks.engine.manager.lock:
+            for tier in ranks.engine.manager.tiers.values():
+                for page in hits[0].pages[left:]:
+                    if (entry := tier.index.get(page.key)) is not None:
+                        tier.index.drop(entry)
+        return plan(hits)
+
+    monkeypatch.setattr(leading, "plan", planned)
+    assert ranks.run(ranks.start()) == [False, False]
+    monkeypatch.undo()
+    ranks.give(blocks)
+    assert served(ranks, "c", other) == 1
 
 
 def test_a_process_that_stops_between_lookup_load_and_order_breaks_no_promise(
@@ -233,6 +263,22 @@ def test_a_rank_that_has_left_costs_hits_alone(opened: Open) -> None:
     assert ranks.lookup("a", KEYS) == 0
     computed(ranks, keys_of([1]))
     ranks.reset()
+
+
+def test_a_rank_ends_while_its_own_threads_come_to_stores(opened: Open) -> None:
+    rank = opened().of[1].rank
+    service = rank._service
+    assert service is not None
+
+    class Coming(Flag):
+        def set(self) -> None:
+            service.mark(-8, None)
+            super().set()
+
+    service._marks[-7] = Mark(there=Coming())
+    rank.close()
+    assert not any(thread.is_alive() for thread in service._workers._threads)
+    assert service._mark(-9).there.is_set(), "a store that comes later waits for nobody"
 
 
 def test_a_store_is_over_when_the_last_rank_has_come_to_it(opened: Open) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from gdscache import CacheEngine, LoadReport, PageHashes, PageStatus
 from gdscache.config import Config
-from gdscache.errors import InterfaceUnsupportedError, LayerHooksError, VerifiedLoadError
+from gdscache.errors import InterfaceUnsupportedError, LayerHooksError, StorageError, VerifiedLoadError
 from gdscache.gate.fit import ENOUGH
 from gdscache.integrations.fetching import PinningCache
 from gdscache.integrations.vllm.planes import planes_of
@@ -217,6 +217,24 @@ def test_pages_of_changed_weights_are_not_those_of_the_files(tmp_path: Path) -> 
 def left(handles: list[StoreHandle]) -> list[int]:
     """Pages of each that have no end yet."""
     return [handle._left for handle in handles]
+
+
+def test_a_tier_that_cannot_be_cleared_has_no_page_of_the_old_weights_to_find(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker.fill([0, 1, 2, 3, 4], 1)
+    worker.stores.begin([StoreOrder("r", hashes(1), 0, (0, 1, 2, 3, 4))])
+    worker.stores.flush()
+    until(lambda: worker.session.cached(hashes(1)) == PAGES, "the pages are stored")
+    worker.session.attend(worker.stores, lambda: False)
+
+    def broken(*namespaces: bytes) -> dict[str, int]:
+        raise StorageError("the catalogue cannot be written", "see the device")
+
+    monkeypatch.setattr(worker.session.engine, "invalidate", broken)
+    with pytest.raises(StorageError):
+        worker.session.weights_changed()
+    assert worker.session.cached(hashes(1)) == 0
 
 
 def test_blocks_that_a_store_reads_are_waited_for() -> None:

@@ -59,6 +59,28 @@ def test_two_listen() -> None:
     second.close()
 
 
+def test_an_error_or_the_end_of_one_watch_leaves_no_other_untold() -> None:
+    kind, told, other = updater(), list[str](), list[CallWatch]()
+
+    class Leaving(CallWatch):
+        def __getattribute__(self, name: str) -> Any:
+            if name == "before":
+                self.close()
+            return super().__getattribute__(name)
+
+    def fails(*call: Any) -> None:
+        raise ValueError("a tier cannot be cleared")
+
+    Leaving(kind, WEIGHT_METHODS)
+    other.append(CallWatch(kind, WEIGHT_METHODS, after=fails))
+    other.append(CallWatch(kind, WEIGHT_METHODS, lambda *call: told.append("a"), lambda *call: told.append("b")))
+    with pytest.raises(ValueError, match="cleared"):
+        kind.update_weights_from_ipc(SimpleNamespace(written=[]))
+    assert told == ["a", "b"]
+    for watch in other:
+        watch.close()
+
+
 def test_an_updater_that_cannot_be_watched_is_refused() -> None:
     kind = updater()
     del kind.update_weights_from_tensor

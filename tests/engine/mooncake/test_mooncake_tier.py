@@ -21,11 +21,12 @@ from gdscache.integrations.sglang.pages import PageLinks
 from gdscache.integrations.vllm.requests import RequestTable
 from gdscache.mooncake import calls as pool_calls
 from gdscache.mooncake import client as pool_link
+from gdscache.mooncake import tier as pool_tier
 from gdscache.mooncake.io import SIDE_BY_SIDE, TRAILER_BYTES
 from gdscache.mooncake.tier import MooncakeTier
 from gdscache.moves import PrefetchEnd
 from gdscache.tiers.manager import WATCH_S
-from tests.support.fake_pool import EXTENT, POOLS, FakePool, pool_entry
+from tests.support.fake_pool import EXTENT, POOLS, FakeClient, FakePool, pool_entry
 from tests.support.helpers import WAIT, Host, OpenHost, drop_from, make_config, prompt, quiet, settle, until
 
 PAGES = 4
@@ -458,6 +459,48 @@ def test_a_put_that_was_under_way_in_a_clear_goes_again(opens: OpenHost, pool: F
     quiet(host.engine)
     until(lambda: state(host)["moved"].get("put") == PAGES, "the put ends")
     until(lambda: not pool.objects, "what came too late goes")
+
+
+def test_a_clear_during_the_removal_of_another_one_removes_again(
+    host: Host, pool: FakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another engine has put a page in between."""
+    stored(host)
+    (name, *_), tier = pool.objects, tier_of(host)
+    again = threading.Thread(target=host.engine.clear)
+    whole = FakeClient.remove_matching
+
+    def removed(client: FakeClient, pattern: str) -> int:
+        found = whole(client, pattern)
+        if again.ident is None:
+            pool.objects[name] = b""
+            again.start()
+            until(lambda: tier._cleared == 2, "the second clear has begun")
+        return found
+
+    monkeypatch.setattr(FakeClient, "remove_matching", removed)
+    host.engine.clear()
+    again.join(WAIT)
+    assert not pool.objects
+    assert state(host)["removals_owed"] == 0
+
+
+def test_a_clear_goes_through_namespaces_while_a_store_names_one(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored(host)
+    tier, naming = tier_of(host), list[threading.Thread]()
+    whole = pool_tier._directory
+
+    def directory(namespace: bytes) -> str:
+        if not naming:
+            naming.append(threading.Thread(target=tier.describe_namespace, args=(bytes(32), {})))
+            naming[0].start()
+            naming[0].join(0.2)
+        return whole(namespace)
+
+    monkeypatch.setattr(pool_tier, "_directory", directory)
+    host.engine.clear()
+    naming[0].join(WAIT)
+    assert bytes(32) in tier._namespaces
 
 
 # -- the adapters ----------------------------------------------------------------------------------------------------

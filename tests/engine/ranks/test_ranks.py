@@ -468,6 +468,28 @@ def test_a_load_that_is_cancelled_before_a_rank_begins_it_is_no_error_of_a_disk(
         assert one.ranks[0].load(load.order).result(WAIT).pages == (GOOD,) * 3
 
 
+def test_a_load_that_begins_while_its_rank_ends_has_a_verdict_and_writes_nothing_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = prompt(1, 3)
+    with here(make_config(tmp_path, cpu=None), pool(layout_of(MHA))) as one:
+        one.store(tokens, range(3))
+        (rank,), load, begun = one.ranks, one.begin(tokens, range(3, 6)), Service._begun
+        service, ending = rank._service, threading.Thread(target=rank.close)
+        assert service is not None
+
+        def late(service: Service, *move: Any) -> Any:
+            ending.start()
+            until(lambda: service._workers._closed, "its threads end")
+            return begun(service, *move)
+
+        monkeypatch.setattr(Service, "_begun", late)
+        assert len(rank.load(load.order).result(WAIT).pages) == 3
+        assert not service._moving
+        ending.join(WAIT)
+        assert not ending.is_alive()
+
+
 def test_a_page_that_is_bad_on_one_rank_is_bad_behind_a_cancel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other rank has read its part on into the CPU tier, and says so first."""
     told, cancel = threading.Semaphore(0), Service._cancel

@@ -129,14 +129,12 @@ def test_a_load_that_fails_as_a_whole_is_asked_again_once() -> None:
         scheduler.place(request, [7, 3, 9, 1], 8)
         (load,) = scheduler.take_loads()
         load.fetch.release()
-        scheduler.failed("r")
         scheduler.ask(request, 0)
     assert scheduler.ask(request, 0) == (0, False)
     scheduler.place(request, [7, 3, 9, 1, 5, 8], 0)
     (order,) = scheduler.stores({"r": 11}, lambda name: [7, 3, 9, 1, 5, 8])
     assert order.first == 0
     scheduler.finish("r")
-    scheduler.failed("r")  # its news come late
     assert [fetch.released for fetch in cache.fetches] == [1, 1]
 
 
