@@ -292,8 +292,9 @@ class HybridPin:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the hit if all its pages are pinned, else 0."""
-        return self._hit.tokens if all(pin.tokens == whole for pin, whole in self._pins) else 0
+        """Tokens of the hit if all its pages are pinned, else 0. A hit at the end of chunks has no pages."""
+        pinned = all(pin.tokens == whole and not pin.over for pin, whole in self._pins)
+        return self._hit.tokens if pinned else 0
 
     def release(self) -> None:
         for pin, _ in self._pins:
