@@ -79,7 +79,8 @@ class HybridReport:
 @dataclasses.dataclass(frozen=True)
 class HybridStoreReport:
     """How a store ended, by group and by page number: the `tiers` that committed the page now, and why it was
-    `dropped`. A page that was stored already has no tiers and no cause."""
+    `dropped`. A page that was stored already, or that another store is bringing, has no tiers and no cause. Until that
+    other store has ended, a lookup may miss the page."""
 
     tiers: dict[str, dict[int, tuple[str, ...]]]
     dropped: dict[str, dict[int, str]]
