@@ -79,7 +79,8 @@ class HybridReport:
 @dataclasses.dataclass(frozen=True)
 class HybridStoreReport:
     """How a store ended, by group and by page number: the `tiers` that committed the page now, and why it was
-    `dropped`. A page that was stored already has no tiers and no cause."""
+    `dropped`. A page that was stored already, or that another store is bringing, has no tiers and no cause. Until that
+    other store has ended, a lookup may miss the page."""
 
     tiers: dict[str, dict[int, tuple[str, ...]]]
     dropped: dict[str, dict[int, str]]
@@ -292,8 +293,9 @@ class HybridPin:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the hit if all its pages are pinned, else 0."""
-        return self._hit.tokens if all(pin.tokens == whole for pin, whole in self._pins) else 0
+        """Tokens of the hit if all its pages are pinned, else 0. A hit at the end of chunks has no pages."""
+        pinned = all(pin.tokens == whole and not pin.over for pin, whole in self._pins)
+        return self._hit.tokens if pinned else 0
 
     def release(self) -> None:
         for pin, _ in self._pins:

@@ -77,8 +77,9 @@ class Forwarder:
 
     def without(self, parcel: Parcel, rows: Sequence[int]) -> Parcel:
         """A parcel that is not sent yet, without pages that do not fit into packed extents."""
+        left = self.planner.without(parcel, rows)
         self._give_bounce(parcel, rows)
-        return self.planner.without(parcel, rows)
+        return left
 
     def tell_idle(self) -> None:
         if not self.planner.queued:

@@ -17,7 +17,8 @@ from gdscache.runtime.threads import Flag
 class StoreReport:
     """How a store ended: for each page the tiers that committed it now, and why pages were dropped, by page.
 
-    A page that was stored already, or that another store is bringing, has no tiers and no cause.
+    A page that was stored already, or that another store is bringing, has no tiers and no cause. Until that other store
+    has ended, a lookup may miss the page.
     """
 
     tiers: tuple[tuple[str, ...], ...]

@@ -366,7 +366,7 @@ class Storer:
 
     def _land(self, job: _Job, round_: _Round) -> Steps[None]:
         """When a round's pages are copied and hashed, publish them, and forward the pages for the SSD."""
-        parcels, unfit = round_.parcels, set[int]()
+        parcels, unfit = list(round_.parcels), set[int]()
         try:
             if round_.moving is not None:
                 unfit.update((yield from round_.moving.end()).unfit)
@@ -376,7 +376,7 @@ class Storer:
         with self._manager.lock:
             try:
                 if unfit:
-                    parcels = self._without(job, parcels, unfit)
+                    self._leave_out(job, parcels, unfit)
                 going = [parcel for parcel in parcels if self._planner.publish(parcel)]
                 self._forwarder.send(going)
                 job.given.update(*(parcel.places for parcel in going))
@@ -386,15 +386,17 @@ class Storer:
             self._forwarder.tell_idle()
             self._forwarder.demote(self._planner.clean())
 
-    def _without(self, job: _Job, parcels: Sequence[Parcel], unfit: set[int]) -> list[Parcel]:
-        """The parcels without the pages that do not fit into packed extents. `unfit`: rows of the round's move."""
-        kept, first = [], 0
-        for parcel in parcels:
+    def _leave_out(self, job: _Job, parcels: list[Parcel], unfit: set[int]) -> None:
+        """Take the pages that do not fit into packed extents out of the parcels. `unfit`: rows of the round's move.
+        After an exception, `parcels` has no page that is in `job.unfit`."""
+        first = 0
+        for at, parcel in enumerate(parcels):
             rows = [] if parcel.copied else [row for row in parcel.rows if first + row in unfit]
             first += 0 if parcel.copied else len(parcel)
-            kept.append(self._forwarder.without(parcel, rows) if rows else parcel)
-            job.unfit += parcel.places_of(rows)
-        return [parcel for parcel in kept if len(parcel)]
+            if rows:
+                parcels[at] = self._forwarder.without(parcel, rows)
+                job.unfit += parcel.places_of(rows)
+        parcels[:] = [parcel for parcel in parcels if len(parcel)]
 
     def _abandon(self, parcels: Sequence[Parcel]) -> None:
         with self._manager.lock:

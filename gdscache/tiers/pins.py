@@ -51,6 +51,13 @@ class Pin:
             self._pins.end_due()
             return self.count() * self._page_tokens
 
+    @property
+    def over(self) -> bool:
+        """Whether it was released, or its time is up."""
+        with self._pins.manager.calls, self._pins.manager.lock:
+            self._pins.end_due()
+            return self._pins.seconds_left(self._lease) is None
+
     def count(self) -> int:
         """Leading pages that are pinned and not dropped. The lock is held."""
         return sum(1 for _ in itertools.takewhile(lambda some: not all(e.dropped for e in some), self._pages))

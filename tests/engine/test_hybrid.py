@@ -458,6 +458,17 @@ def test_a_pin_keeps_all_that_a_hit_needs(open_hybrid: OpenHybrid, model: str) -
     assert host.engine.pin(prompt(9, 3), 0.05).tokens == 0
 
 
+def test_a_pin_of_a_hit_without_pages_ends(open_hybrid: OpenHybrid) -> None:
+    host = open_hybrid(KV | {"layers": 2, "groups": [{"name": "chunk", "layers": [0, 1], "chunk": 16}]})
+    host.store(PROMPT)
+    with host.engine.pin(PROMPT, WAIT) as pin:
+        assert pin.tokens == 48
+        assert not any(host.engine.lookup(PROMPT).pages.values())
+    assert pin.tokens == 0
+    brief = host.engine.pin(PROMPT, 0.01)
+    until(lambda: brief.tokens == 0, "the pin's time is up")
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 

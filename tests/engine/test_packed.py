@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import sqlite3
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from gdscache.moves import PrefetchEnd
 from gdscache.pages.layout import PLAIN
 from gdscache.sizes import about
 from gdscache.storage.base import Op
+from gdscache.store.parcel import Parcel
+from gdscache.store.plan import StorePlanner
 from gdscache.tiers.journal import summed
 from tests.support import fake_gpu
 from tests.support.faults import Fault, FaultPlan
@@ -162,6 +165,34 @@ def test_pages_that_do_not_fit_go_as_they_are_into_tiers_of_their_own(tmp_path: 
         assert rows(pool, range(10)) == wanted
         assert engine.clear()["ssd_plain"] == 1
         assert engine.lookup(TOKENS).tokens == 0
+
+
+@IN_HOST
+@pytest.mark.parametrize("cpu", [True, False])
+@pytest.mark.parametrize("number", [0, 1])
+def test_an_error_while_pages_are_left_out_gives_each_slot_back_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpu: bool, number: int
+) -> None:
+    """`number`: of the parcel at which the error comes."""
+    pool, calls = planes(), iter(range(100))
+    unfit(pool, *range(2 * PAGES))
+    extent, without = ModelConfig(**MODEL, pack="off").layout().extent_bytes, StorePlanner.without
+    sections = {"cpu": {"capacity": 3 * extent} if cpu else None, "ssd": ssd(tmp_path, 200 * extent)}
+
+    def broken(planner: StorePlanner, parcel: Parcel, left_out: Sequence[int]) -> Parcel:
+        if next(calls) == number:
+            raise ValueError("broken")
+        return without(planner, parcel, left_out)
+
+    with CacheEngine(config(tmp_path, "on", **sections), pool) as engine:
+        monkeypatch.setattr(StorePlanner, "without", broken)
+        dropped = engine.store(TOKENS, list(range(2 * PAGES))).result(WAIT).dropped
+        assert next(calls) > number, "no parcel was left out"
+        assert set(dropped.values()) <= {"error"}
+        engine.flush(WAIT)
+        assert engine.stats()["store_queue"]["bytes"] == 0
+        assert all(bounce.stores.free_slots == bounce.stores.slots for bounce in engine._parts.bounces)
+        assert "error" not in engine.store(TOKENS, list(range(2 * PAGES))).result(WAIT).dropped.values()
 
 
 def test_pages_of_which_none_fits_come_back(tmp_path: Path) -> None:

@@ -140,6 +140,9 @@ def test_a_report_of_something_else_is_not_gone_on_with(tmp_path: Path, change: 
     file.write_text("nothing")
     with pytest.raises(InvalidValueError, match="cannot be read"):
         bench.resumed(file, Sized(), tmp_path)
+    file.unlink()
+    with pytest.raises(InvalidValueError, match=r"r.json cannot be read: No such file or directory\n"):
+        bench.resumed(file, Sized(), tmp_path)
 
 
 @dataclasses.dataclass(frozen=True)

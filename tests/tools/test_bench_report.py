@@ -160,3 +160,8 @@ def test_what_is_no_report_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "a").write_text(content)
     with pytest.raises(InvalidValueError):
         compare.compare(tmp_path / "a", written(tmp_path / "b", up=(1.0,) * 4))
+
+
+def test_a_missing_report_is_named_in_words(tmp_path: Path) -> None:
+    with pytest.raises(InvalidValueError, match=r"a cannot be read: No such file or directory\n"):
+        compare.compare(tmp_path / "a", tmp_path)

@@ -118,6 +118,14 @@ def test_hicache_does_not_wait_for_a_slow_disk(monkeypatch: pytest.MonkeyPatch, 
     assert serving_run.caching(order | {"way": "storage", "tp": 2})["hicache_size"] == order["cpu"] >> 31, "of a rank"
 
 
+def test_a_label_names_the_disk_of_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run = serving.Serving(kit.Run({"rows": []}), serving.Settings())
+    run.folders = [tmp_path / "ram", tmp_path / "disk"]
+    monkeypatch.setattr(machine, "in_memory", lambda directory: directory.name == "ram")
+    labels = [run.label(0, serving.Way("gdscache", second=second)) for second in (False, True)]
+    assert [label.rpartition(", ")[2] for label in labels] == ["RAM disk", "disk"]
+
+
 def test_engines_are_spread_over_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     run = serving.Serving(kit.Run({"rows": []}), serving.Settings(gpus=4, tp=2))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

@@ -80,7 +80,8 @@ def _figures(path: Path) -> dict[str, Figure]:
     try:
         report = json.loads(file.read_text())
     except (OSError, ValueError) as error:
-        raise InvalidValueError(f"{file} cannot be read: {error}", "name a report, or the folder of one") from None
+        cause = getattr(error, "strerror", None) or error
+        raise InvalidValueError(f"{file} cannot be read: {cause}", "name a report, or the folder of one") from None
     if not isinstance(report, dict) or not str(report.get("schema", "")).startswith("gdscache.bench."):
         raise InvalidValueError(f"{file} is no report of gdscache bench", "see gdscache bench --help")
     benches = report.get("benches", {report["schema"].split(".")[2].partition("/")[0]: report})

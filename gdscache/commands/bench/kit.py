@@ -277,8 +277,8 @@ class Bench:
         try:
             found = json.loads(path.read_text())
         except (OSError, ValueError) as error:
-            hint = f"name a report of bench {self.name}"
-            raise InvalidValueError(f"--resume {path} cannot be read: {error}", hint) from None
+            cause, hint = getattr(error, "strerror", None) or error, f"name a report of bench {self.name}"
+            raise InvalidValueError(f"--resume {path} cannot be read: {cause}", hint) from None
         if not isinstance(found, dict) or found.get("schema") != self.schema:
             raise InvalidValueError(f"--resume {path} is no report of bench {self.name}", f"its schema: {self.schema}")
         here = {"settings": settings.describe(), "machine": machine.describe(directory)}

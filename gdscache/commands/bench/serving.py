@@ -191,18 +191,18 @@ def chosen(settings: Settings) -> list[list[tuple[Way, bool]]]:
 def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
     """Measure all runs. Files go into temporary directories, which are deleted. Raises `InvalidValueError`."""
     stages, serving = chosen(settings), Serving(run, settings)
-    run.plan([serving.label(at, way, directory) for at, stage in enumerate(stages) for way, _ in stage])
     with contextlib.ExitStack() as undo:
         undo.enter_context(_terminable())
         for one in (directory, settings.disk) if settings.disk else (directory,):
             made = tempfile.TemporaryDirectory(prefix="gdscache-bench-", dir=one)
             serving.folders.append(Path(undo.enter_context(made)))
+        run.plan([serving.label(at, way) for at, stage in enumerate(stages) for way, _ in stage])
         serving.model.mkdir()
         (serving.model / "config.json").write_text(json.dumps(model_config(settings.preset)))
         for at, stage in enumerate(stages):
             some = [(way, traffic) for way, traffic in stage if settings.gpus or way.way not in GPU_ONLY]
             for way, _ in (one for one in stage if one not in some):
-                run.cannot(serving.label(at, way, directory), "vLLM's own offloading needs a GPU")
+                run.cannot(serving.label(at, way), "vLLM's own offloading needs a GPU")
             for first in range(0, len(some), settings.at_once):
                 serving.side_by_side(at, some[first : first + settings.at_once])
 
@@ -263,8 +263,8 @@ class Serving:
         """The directory of the model's configuration; an engine makes up the weights when it opens."""
         return self.folders[0] / "model"
 
-    def label(self, stage: int, way: Way, directory: Path) -> str:
-        where = DISKS[self._where(Path(self.settings.disk or "") if way.second else directory)]
+    def label(self, stage: int, way: Way) -> str:
+        where = DISKS[self._where(self.folders[way.second])]
         return f"stage {stage + 1}: {NAMES[way.way]}{', restarted' if way.restarted else ''}, {where}"
 
     @staticmethod
@@ -330,7 +330,7 @@ class Serving:
     def _start(self, stage: int, way: Way, number: int, *, traffic: bool) -> Running:
         order = self.order(way, traffic=traffic)
         answers = self.folders[0] / f"{self._started}.json"
-        label = self.label(stage, way, self.folders[way.second])
+        label = self.label(stage, way)
         order_file, log = answers.with_suffix(".order"), answers.with_suffix(".log")
         order_file.write_text(json.dumps(order))
         one = {"CUDA_VISIBLE_DEVICES": self.gpus(number)} if self.settings.gpus > 1 else {}
