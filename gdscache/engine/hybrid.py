@@ -43,6 +43,7 @@ from gdscache.engine.hybrid_states import StandingStates
 from gdscache.engine.opening import as_directory, read_config
 from gdscache.errors import (
     CapacityError,
+    GdsCacheError,
     InvalidValueError,
     PlanesError,
     PoolFullError,
@@ -287,9 +288,15 @@ class HybridEngine:
         try:
             for engine, batch in zip(self.engines, batches, strict=True):
                 loads.append(engine.load_many(batch, after) if batch else None)
-        except BaseException:  # no caller gets a handle
-            for load in filter(None, loads):
+        except BaseException as error:  # no caller gets a handle
+            begun = [load for load in loads if load is not None]
+            for load in begun:
                 load.cancel()
+            if (
+                isinstance(error, GdsCacheError) and self.planes
+            ):  # no rank has an order, and an interrupt is not held up
+                for load in begun:  # the caller uses the blocks again
+                    load.release_event.synchronize()
             raise
         return HybridLoad(self, [hit for hit, _ in pairs], loads)
 

@@ -81,9 +81,9 @@ class Prefetch:
         if first < 0:
             message = f"start is {start}, the prefetch begins with token {self._start}"
             raise TokensError(message, "pass that, or a later token at a page boundary")
-        pages = tuple(self._request.pages[first : 0 if claim is None else claim.good])
+        tiers = () if claim is None else tuple(tier.name for tier in claim.tiers[first : claim.good])
+        pages = tuple(self._request.pages[first : first + len(tiers)])  # the claim may have been cut meanwhile
         tokens = len(pages) * page_tokens
-        tiers = () if claim is None else tuple(tier.name for tier in claim.tiers[first : first + len(pages)])
         return Hit(start, tokens, tiers, self._owner.seconds(tiers), pages, pays=tokens, checked=True)
 
     @property

@@ -930,6 +930,31 @@ def test_a_load_that_one_pool_cannot_begin_leaves_none_behind(
     assert host.load(PROMPT).tokens == 48
 
 
+def test_a_load_that_one_pool_refuses_writes_nothing_behind_the_error(
+    open_hybrid: OpenHybrid, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, begun = open_hybrid("apart", transport=FAULTY), list[Any]()
+    host.store(PROMPT)
+    drop(host, "cpu")
+    hit = host.engine.lookup(PROMPT)
+    slots = {name: host.take(name, len(pages)) for name, pages in hit.pages.items()}
+    first, second = host.engine.engines
+    whole = first.load_many
+
+    def refused(*_: Any) -> None:
+        raise EngineClosedError("the engine was closed meanwhile", "open a new one")
+
+    monkeypatch.setattr(first, "load_many", lambda *call: begun.append(whole(*call)) or begun[-1])
+    monkeypatch.setattr(second, "load_many", refused)
+    with PLAN.rule(Op.READ, Fault.DELAY, seconds=0.2):
+        with pytest.raises(EngineClosedError):
+            host.engine.load(hit, slots)
+        assert begun[0].release_event.done()
+    monkeypatch.undo()
+    host.give(slots)
+    assert host.load(PROMPT).tokens == 48
+
+
 def test_waits_share_one_limit(open_hybrid: OpenHybrid) -> None:
     host = open_hybrid("apart", transport=FAULTY)
     host.store(PROMPT)

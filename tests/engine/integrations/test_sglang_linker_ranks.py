@@ -15,6 +15,7 @@ import pytest
 from gdscache.errors import RankError
 from gdscache.integrations.sglang import linker_ranks as parts
 from gdscache.integrations.sglang.linker_ranks import shard_of
+from gdscache.integrations.sglang.planes import PoolPlanes
 from gdscache.integrations.sglang.ranks import place_in, together
 from gdscache.ranks.service import _Mark as Mark
 from gdscache.runtime.threads import Flag
@@ -263,6 +264,24 @@ def test_a_rank_that_has_left_costs_hits_alone(opened: Open) -> None:
     assert ranks.lookup("a", KEYS) == 0
     computed(ranks, keys_of([1]))
     ranks.reset()
+
+
+def test_a_load_that_one_pool_cannot_begin_is_waited_for_in_the_others() -> None:
+    """SGLang uses the blocks again as soon as the batch has failed."""
+    planes = PoolPlanes([], {}, [], [{"name": "kv", "layers": [0]}, {"name": "swa", "layers": [1]}], {0: [0], 1: [1]})
+    waited = list[str]()
+
+    def begun(order: bytes, blocks: list[int]) -> Any:
+        return SimpleNamespace(release_event=SimpleNamespace(synchronize=lambda: waited.append("kv")))
+
+    def fails(order: bytes, blocks: list[int]) -> Any:
+        raise RankError("no leader has connected to this rank", "open the engine first")
+
+    several: Any = [SimpleNamespace(load=begun), SimpleNamespace(load=fails)]
+    queued: Any = SimpleNamespace(pages=1, blocks=lambda: {"kv": [1], "swa": [2]})
+    with pytest.raises(RankError):
+        parts.PoolRanks(planes, several).load([b"a", b"b"], [queued])
+    assert waited == ["kv"]
 
 
 def test_a_rank_ends_while_its_own_threads_come_to_stores(opened: Open) -> None:

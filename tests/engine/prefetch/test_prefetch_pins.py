@@ -405,6 +405,28 @@ def test_a_hit_begins_where_it_is_told_to(open_host: OpenHost) -> None:
                 prefetch.hit(bad)  # type: ignore[arg-type]
 
 
+def test_a_hit_has_a_tier_for_each_page_also_while_its_claim_is_cut(
+    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = open_host(cpu=24)
+    tokens = prompt(1, 8)
+    host.keep(tokens)
+    good = Claim.good.fget
+    assert good is not None
+
+    def cut(claim: Claim) -> int:
+        found = int(good(claim))
+        claim.cut(5)
+        return found
+
+    with host.engine.prefetch(tokens, pin=WAIT) as prefetch:
+        prefetch.result(WAIT)
+        monkeypatch.setattr(Claim, "good", property(cut))
+        hit = prefetch.hit()
+        assert len(hit.tiers) == len(hit.pages)
+        monkeypatch.undo()
+
+
 def test_a_prefetch_of_a_hit_brings_its_pages_and_no_more(open_host: OpenHost) -> None:
     host = slow_host(open_host)
     tokens = prompt(1, 8)
