@@ -43,6 +43,7 @@ from gdscache.events.base import GroupFacts, KVEventHub
 from gdscache.extents.base import Extents, SlotMemory
 from gdscache.extents.device import DeviceExtents
 from gdscache.extents.host import HostExtents
+from gdscache.groups.base import Group
 from gdscache.kernels.copies import PageCopies, open_copies
 from gdscache.limits import EngineLimits
 from gdscache.load.loader import Loader
@@ -283,11 +284,16 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any] | Config) -> 
     return Config.from_dict(config) if isinstance(config, Mapping) else load_config(config)
 
 
-def as_directory(config: Config) -> Config:
-    """The configuration with `model.pack` on or off: for `auto`, as the directory of the SSD tier, or one of a pool's,
-    has its extents. Raises `ConfigError` for an object that is no configuration."""
+def layer_groups(config: Config) -> tuple[Group, ...]:
+    """The groups of the model's layers. Raises `ConfigError` for an object that is no configuration."""
     if not isinstance(config, Config):
         raise ConfigError(f"a configuration was given as {type(config).__name__}", "use from_config, or pass a Config")
+    return config.model.layer_groups()
+
+
+def as_directory(config: Config) -> Config:
+    """The configuration with `model.pack` on or off: for `auto`, as the directory of the SSD tier, or one of a pool's,
+    has its extents. Raises as `pool_parts`."""
     model = config.model
     if model.pack != "auto":
         return config
