@@ -64,10 +64,14 @@ def check(
 ) -> None:
     """Check a configuration file and show its sizes, its tiers and its namespace. Opens no tier and needs no GPU.
 
+    Where `model.pack` is `auto`, pages are packed as the directory of the SSD tier has them.
+
     The file may be one for vLLM or SGLang, which describe the model: then pages and the namespace are not known here.
     """
+    from gdscache.engine.packing import as_directory
+
     config, described = load_any(file)
-    meaning = describe(config) if described else describe_sizes(config)
+    meaning = describe(as_directory(config)) if described else describe_sizes(config)
     if as_json:
         typer.echo(json.dumps({"file": str(file), **meaning}, indent=2))
         return

@@ -17,7 +17,8 @@ from gdscache import arguments
 from gdscache.config import Config
 from gdscache.cuda.streams import Event, on_stream_of_caller
 from gdscache.engine.closing import EngineClosing, at_exit_of_child, serving
-from gdscache.engine.opening import Parts, as_directory, build, layer_groups, read_config
+from gdscache.engine.opening import Parts, build, layer_groups, read_config
+from gdscache.engine.packing import as_directory
 from gdscache.engine.sequence import Sequence as TokenSequence
 from gdscache.errors import (
     DeadlineError,

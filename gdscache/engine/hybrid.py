@@ -40,7 +40,8 @@ from gdscache.engine.hybrid_handles import (
     remaining,
 )
 from gdscache.engine.hybrid_states import StandingStates
-from gdscache.engine.opening import as_directory, layer_groups, read_config
+from gdscache.engine.opening import layer_groups, read_config
+from gdscache.engine.packing import as_directory
 from gdscache.errors import (
     CapacityError,
     InvalidValueError,

@@ -131,6 +131,18 @@ def test_what_was_packed_is_not_found_unpacked_and_the_other_way_round(tmp_path:
 
 
 @IN_HOST
+def test_a_check_of_auto_tells_what_an_engine_finds_in_the_directory(tmp_path: Path) -> None:
+    (file := tmp_path / "c.yaml").write_text(json.dumps(config(tmp_path / "c", "auto").dump()))
+    said = []
+    for _ in range(2):
+        said.append(json.loads(CliRunner().invoke(app, ["config", "check", str(file), "--json"]).stdout))
+        with CacheEngine(config(tmp_path / "c", "on"), planes()) as engine:
+            found = engine.layout.extent_bytes, engine.namespace("").hex(), True
+    assert [(one["extent_bytes"], one["namespace"], "ssd_plain" in one["tiers"]) for one in said][1] == found
+    assert said[0]["extent_bytes"] == engine.layout.packed_as(packed=False).extent_bytes
+
+
+@IN_HOST
 def test_auto_packs_no_new_directory(tmp_path: Path) -> None:
     with CacheEngine(config(tmp_path, "auto"), planes()) as engine:
         assert not engine.layout.packed
