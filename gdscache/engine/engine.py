@@ -564,7 +564,7 @@ class CacheEngine:
         """Keep the cached prefix of `tokens` from eviction, on every tier that has pages of it, for `seconds` at most.
 
         Use it in a `with` block, or call `release`. `pin.tokens` is the number of pinned tokens: fewer if pages are not
-        cached, or if pins hold half of a tier already. Raises `InvalidValueError`.
+        cached, or if pins hold half of a tier (or its only slot) already. Raises `InvalidValueError`.
         """
         return self.pin_pages(self.pages(tokens, salt), seconds)
 

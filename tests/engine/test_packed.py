@@ -345,6 +345,20 @@ class Hostile:
         return found
 
 
+@IN_HOST
+def test_a_prefetch_pins_a_page_in_a_plain_tier_of_one_slot(tmp_path: Path) -> None:
+    pool, extent = planes(), ModelConfig(**MODEL, pack="off").layout().extent_bytes
+    unfit(pool, 2)  # of page 1
+    given = config(tmp_path, "on", cpu={"capacity": 12 * extent})
+    with CacheEngine(given, pool) as engine:
+        assert engine.manager.tiers["cpu_plain"].index.slots == 1
+        assert not store(engine)
+    with CacheEngine(given, pool) as engine, engine.prefetch(TOKENS, pin=WAIT) as prefetch:
+        prefetch.result(WAIT)
+        assert prefetch.hit().tokens == len(TOKENS)
+        assert engine.lookup(TOKENS).tiers == ("cpu", "cpu_plain", "cpu", "cpu", "cpu")
+
+
 @pytest.mark.parametrize("tiers", ["cpu", "ssd", "cpu ssd"])
 def test_hostile_pages_against_a_plain_model(tmp_path: Path, tiers: str) -> None:
     """Packed tiers have room for all pages, the plain tiers for few. So the pages that fit stay, whatever the others
