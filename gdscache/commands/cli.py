@@ -19,6 +19,7 @@ from gdscache.commands.console import App, Table, progress_bar, show
 from gdscache.commands.replay.commands import plan_tiers, replay
 from gdscache.commands.top import top
 from gdscache.config import Config, config_schema, load_config
+from gdscache.config.concerns import concerns
 from gdscache.config.pools import plain_parts, pool_parts
 from gdscache.pages.keys import namespace_digest
 from gdscache.pages.layout import PLAIN, PageLayout
@@ -62,16 +63,21 @@ def check(
     file: Annotated[Path, typer.Argument(help="A YAML file.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Check a configuration file and show its sizes, its tiers and its namespace. Opens no tier and needs no GPU.
+    """Check a configuration file and show its sizes, its tiers, its namespace and settings that are probably
+    unintended. Opens no tier and needs no GPU.
+
+    Where `model.pack` is `auto`, pages are packed as the directory of the SSD tier has them.
 
     The file may be one for vLLM or SGLang, which describe the model: then pages and the namespace are not known here.
     """
+    from gdscache.engine.packing import as_directory
+
     config, described = load_any(file)
-    meaning = describe(config) if described else describe_sizes(config)
+    meaning = describe(as_directory(config)) if described else describe_sizes(config)
     if as_json:
         typer.echo(json.dumps({"file": str(file), **meaning}, indent=2))
         return
-    show(f"{file}: valid", _table(meaning))
+    show(f"{file}: valid", _table(meaning), *(f"warning: {concern}" for concern in meaning["concerns"]))
 
 
 @app.command("doctor")
@@ -218,7 +224,18 @@ def describe(config: Config) -> dict[str, Any]:
         "ssd_path": str(config.ssd.path) if config.ssd else None,
         "groups": _groups(config),
         "namespace": namespace_digest(config.model.namespace_fields()).hex(),
+        "concerns": _concerns(config),
     }
+
+
+def _concerns(config: Config) -> list[str]:
+    """Warnings of an engine that has planes of its own, as far as the file alone tells them."""
+    found: list[str] = []
+    for part in [part.config for part in pool_parts(config)] or [config]:
+        layout = part.model.layout()
+        pages, on_gpu = part.gpu.capacity // layout.plane_bytes, part.gpu.device.startswith("cuda")
+        found += concerns(plain_parts(part)[0] if layout.packed else part, pages, on_gpu=on_gpu)
+    return [*dict.fromkeys(found)]
 
 
 def describe_sizes(config: Config) -> dict[str, Any]:
@@ -229,6 +246,7 @@ def describe_sizes(config: Config) -> dict[str, Any]:
         "tiers": {name: None if size is None else {"bytes": size, "pages": None} for name, size in sizes.items()},
         "ssd_path": str(config.ssd.path) if config.ssd else None,
         "groups": [],
+        "concerns": [],
     }
 
 

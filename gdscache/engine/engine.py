@@ -17,7 +17,8 @@ from gdscache import arguments
 from gdscache.config import Config
 from gdscache.cuda.streams import Event, on_stream_of_caller
 from gdscache.engine.closing import EngineClosing, at_exit_of_child, serving
-from gdscache.engine.opening import Parts, as_directory, build, read_config
+from gdscache.engine.opening import Parts, build, layer_groups, read_config
+from gdscache.engine.packing import as_directory
 from gdscache.engine.sequence import Sequence as TokenSequence
 from gdscache.errors import (
     DeadlineError,
@@ -97,14 +98,13 @@ class CacheEngine:
         """`ranks`: addresses of the processes that have the planes (`Rank`); this one decides, and needs no device.
         `timeline` records events; None: OpenTelemetry with the key `traces`, else NVTX ranges if a profiler is
         attached, else nothing. `limits`: constants without a setting, for trials of small tiers."""
-        self.config = config = as_directory(config)
+        self.groups: tuple[Group, ...] = layer_groups(config)
         if timeline is not None and not isinstance(timeline, Timeline):
             raise InvalidValueError(f"timeline is {arguments.shown(timeline)}", "pass a Timeline, or None")
         if timeline is None:
             timeline = OtelTimeline() if config.traces else timeline_from_environment()
         self.timeline = timeline
         self.calls = calls = Calls()
-        self.groups: tuple[Group, ...] = config.model.layer_groups()
         if self.groups and ranks is None and planes is None:
             raise InvalidValueError(
                 "model.groups is given, and no planes: sequence() knows layers that keep all tokens alone",
@@ -114,6 +114,7 @@ class CacheEngine:
             raise InvalidValueError(
                 f"model.groups has groups with planes of their own, {pools} pools of them", "open a HybridEngine"
             )
+        self.config = config = as_directory(config)
         if ranks is not None and planes is not None:
             raise InvalidValueError("planes are given beside ranks", "make a Rank of them, and pass its address")
 
@@ -563,7 +564,7 @@ class CacheEngine:
         """Keep the cached prefix of `tokens` from eviction, on every tier that has pages of it, for `seconds` at most.
 
         Use it in a `with` block, or call `release`. `pin.tokens` is the number of pinned tokens: fewer if pages are not
-        cached, or if pins hold half of a tier already. Raises `InvalidValueError`.
+        cached, or if pins hold half of a tier (or its only slot) already. Raises `InvalidValueError`.
         """
         return self.pin_pages(self.pages(tokens, salt), seconds)
 

@@ -40,7 +40,8 @@ from gdscache.engine.hybrid_handles import (
     remaining,
 )
 from gdscache.engine.hybrid_states import StandingStates
-from gdscache.engine.opening import as_directory, read_config
+from gdscache.engine.opening import layer_groups, read_config
+from gdscache.engine.packing import as_directory
 from gdscache.errors import (
     CapacityError,
     GdsCacheError,
@@ -105,10 +106,10 @@ class HybridEngine:
 
         `timeline` and `limits` are as for `CacheEngine`.
         """
-        self.config = config = as_directory(config)
-        self.groups: tuple[Group, ...] = config.model.layer_groups()
+        self.groups: tuple[Group, ...] = layer_groups(config)
         if not self.groups:
             raise InvalidValueError("model.groups is empty", "list the groups of layers, or use CacheEngine")
+        self.config = config = as_directory(config)
         parts = pool_parts(config)
         self.pools: list[Pool] = [part.pool for part in parts]
         if config.tiers and len(parts) > 1:

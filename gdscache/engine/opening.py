@@ -19,11 +19,11 @@ import torch
 
 from gdscache.config import Config, EventsConfig, load_config
 from gdscache.config.concerns import concerns
-from gdscache.config.pools import PLAIN_DIRECTORY, plain_parts, pool_parts
+from gdscache.config.pools import plain_parts
 from gdscache.cuda.host_memory import PageLocking
 from gdscache.cuda.numa import near
 from gdscache.cuda.streams import resolve_device
-from gdscache.disk.catalog_file import CATALOG_NAME, FORMAT_VERSION, last_written, slab_extent
+from gdscache.disk.catalog_file import FORMAT_VERSION, last_written
 from gdscache.disk.costs_file import CostsFile
 from gdscache.disk.directory import CacheDirectory
 from gdscache.disk.history_file import HistoryFile
@@ -33,7 +33,6 @@ from gdscache.disk.status_page import LATENCIES, RANKS, SLOWEST, Figures, Queues
 from gdscache.errors import (
     CapacityError,
     ConfigError,
-    GeometryError,
     InvalidValueError,
     IOFailedError,
     StorageError,
@@ -43,6 +42,7 @@ from gdscache.events.base import GroupFacts, KVEventHub
 from gdscache.extents.base import Extents, SlotMemory
 from gdscache.extents.device import DeviceExtents
 from gdscache.extents.host import HostExtents
+from gdscache.groups.base import Group
 from gdscache.kernels.copies import PageCopies, open_copies
 from gdscache.limits import EngineLimits
 from gdscache.load.loader import Loader
@@ -283,29 +283,11 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any] | Config) -> 
     return Config.from_dict(config) if isinstance(config, Mapping) else load_config(config)
 
 
-def as_directory(config: Config) -> Config:
-    """The configuration with `model.pack` on or off: for `auto`, as the directory of the SSD tier, or one of a pool's,
-    has its extents. Raises `ConfigError` for an object that is no configuration."""
+def layer_groups(config: Config) -> tuple[Group, ...]:
+    """The groups of the model's layers. Raises `ConfigError` for an object that is no configuration."""
     if not isinstance(config, Config):
         raise ConfigError(f"a configuration was given as {type(config).__name__}", "use from_config, or pass a Config")
-    model = config.model
-    if model.pack != "auto":
-        return config
-    parts = [part.config for part in pool_parts(config)] or [config]
-    same = any(part.ssd is not None and _is_packed(part.model.layout(), part.ssd.path) for part in parts)
-    return config.model_copy(update={"model": model.model_copy(update={"pack": "on" if same else "off"})})
-
-
-def _is_packed(layout: PageLayout, directory: Path) -> bool:
-    """Whether a directory has packed extents of these pages. Reads nothing where they cannot be packed. Extents of few
-    bytes have one size packed or not; a packed directory has another one below it, for pages that do not fit."""
-    try:
-        wanted = layout.packed_as(packed=True).extent_bytes
-    except GeometryError:
-        return False
-    if wanted == layout.extent_bytes and not (directory / PLAIN_DIRECTORY / CATALOG_NAME).exists():
-        return False
-    return slab_extent(directory) == wanted
+    return config.model.layer_groups()
 
 
 def _open_top(

@@ -46,6 +46,7 @@ from gdscache.integrations.transformers_rows import HybridRows, PoolRows
 from gdscache.integrations.transformers_states import FullStateLayer, StateLayer
 from gdscache.limits import MAX_COUNT
 from gdscache.pages.keys import as_tokens
+from gdscache.pages.layout import DTYPE_BYTES
 from gdscache.store.handle import StoreHandle
 
 
@@ -65,14 +66,17 @@ def model_section(
     that keep all tokens, those of each window size, and those with a state.
 
     `model`: the model itself, needed if it has states: a call with two tokens shows their shapes and types. A layer
-    with attention and a state is two here. Raises `GeometryError` for all other models: states of unproven families,
-    indexers, encoders, attention to later tokens, layers of unequal shapes.
+    with attention and a state is two here. Raises `GeometryError` for an unknown `dtype`, and for all other models:
+    states of unproven families, indexers, encoders, attention to later tokens, layers of unequal shapes.
     """
+    elements = str(dtype).removeprefix("torch.")
+    if elements not in DTYPE_BYTES:
+        raise GeometryError(f"dtype is {elements!r}, an unknown element type", f"one of {', '.join(DTYPE_BYTES)}")
     parts, config = parts_of(hf_config), text_config(hf_config)
     section: dict[str, Any] = {
         "name": name,
         "weights": f"{weights};rope={_rope_digest(config)}",
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": elements,
         "layers": len(parts),
         "page_tokens": page_tokens,
     }

@@ -11,6 +11,7 @@ import torch
 
 from gdscache.config import SsdConfig
 from gdscache.disk.slab import Slab, stretch_slots
+from gdscache.errors import IOFailedError, RankLostError
 from gdscache.pages.layout import PageLayout
 from gdscache.pages.planes import BlockTables
 from gdscache.ranks.leader import RankSet
@@ -87,8 +88,12 @@ class RemoteSlab:
         return [problem for _, message in answers for problem in message.fields["problems"]]
 
     def flush(self) -> None:
-        """Make ended writes of every shard survive a loss of power. Raises `IOFailedError`, `RankLostError`."""
-        self._ranks.call("flush", self._space, self._ranks.owners, seconds=FLUSH_S)
+        """Make ended writes of every shard survive a loss of power. Raises `IOFailedError`, also for a lost rank: a
+        commit fails, and its writer goes on."""
+        try:
+            self._ranks.call("flush", self._space, self._ranks.owners, seconds=FLUSH_S)
+        except RankLostError as error:
+            raise IOFailedError(error.message, error.hint) from error
 
     def register(self, memory: object) -> None:
         """Nothing: the ranks register their memories."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from gdscache.index.index import PageIndex
     from gdscache.tiers.manager import TierManager
 
-PIN_SHARE = 0.5  # most of a tier's slots that pins may hold together
+PIN_SHARE = 0.5  # most of a tier's slots that pins may hold together; of a single slot they may hold it
 
 
 class Pin:
@@ -191,13 +191,13 @@ class Pins:
 
     def _room(self, name: str) -> int:
         owed = self._owed.get(name, ())
-        return int(PIN_SHARE * self.manager.tiers[name].index.slots) - len(self._held[name]) - len(owed)
+        return _most(self.manager.tiers[name]) - len(self._held[name]) - len(owed)
 
     def describe(self) -> dict[str, int]:
         """Of the landing tiers: pinned pages, pages promised to claims, and the bound of both together."""
         landings = self.manager.landings
         held = sum(len(self._held[landing.name]) for landing in landings)
-        most = sum(int(PIN_SHARE * landing.index.slots) for landing in landings)
+        most = sum(map(_most, landings))
         return {"pinned_pages": held, "promised_pages": sum(map(len, self._owed.values())), "pin_quota_pages": most}
 
     # -- claims: the pins of prefetches -------------------------------------------------------------------------------
@@ -332,6 +332,10 @@ class Pins:
         """Seconds that the pin with this lease has left; None for a lease of another kind."""
         pin = self._pins.get(lease)
         return None if pin is None else max(0.0, pin.until - self.clock())
+
+
+def _most(tier: Tier) -> int:
+    return max(1, int(PIN_SHARE * tier.index.slots))
 
 
 def _fitting(new: Sequence[bool], room: int) -> int:

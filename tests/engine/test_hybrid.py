@@ -594,7 +594,9 @@ def test_what_cannot_be_opened_says_why(tmp_path: Path, monkeypatch: pytest.Monk
 def test_an_engine_of_one_pool_refuses_what_it_cannot_do(tmp_path: Path) -> None:
     together = hybrid_config(tmp_path, MODELS["together"])
     with CacheEngine.from_config(together, planes_of(2)) as engine:
+        small = hybrid_config(tmp_path, MODELS["apart"]) | {"cpu": {"capacity": 1 << 13}}
         calls: list[tuple[str, Callable[[], object]]] = [
+            ("2 pools", lambda: CacheEngine.from_config(small, planes_of(3))),
             ("2 pools", lambda: CacheEngine.from_config(hybrid_config(tmp_path, MODELS["apart"]), planes_of(3))),
             ("no planes", lambda: CacheEngine.from_config(together)),
             (r"groups of layers \(full, window\)", lambda: engine.lookup(PROMPT)),

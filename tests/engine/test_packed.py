@@ -131,6 +131,18 @@ def test_what_was_packed_is_not_found_unpacked_and_the_other_way_round(tmp_path:
 
 
 @IN_HOST
+def test_a_check_of_auto_tells_what_an_engine_finds_in_the_directory(tmp_path: Path) -> None:
+    (file := tmp_path / "c.yaml").write_text(json.dumps(config(tmp_path / "c", "auto").dump()))
+    said = []
+    for _ in range(2):
+        said.append(json.loads(CliRunner().invoke(app, ["config", "check", str(file), "--json"]).stdout))
+        with CacheEngine(config(tmp_path / "c", "on"), planes()) as engine:
+            found = engine.layout.extent_bytes, engine.namespace("").hex(), True
+    assert [(one["extent_bytes"], one["namespace"], "ssd_plain" in one["tiers"]) for one in said][1] == found
+    assert said[0]["extent_bytes"] == engine.layout.packed_as(packed=False).extent_bytes
+
+
+@IN_HOST
 def test_auto_packs_no_new_directory(tmp_path: Path) -> None:
     with CacheEngine(config(tmp_path, "auto"), planes()) as engine:
         assert not engine.layout.packed
@@ -331,6 +343,20 @@ class Hostile:
                 assert np.array_equal(bits(plane)[16 + 2 * at : 18 + 2 * at], values), (at, "a wrong bit")
         assert found == PAGES or pages[found] not in self.stored or found % 2 == 1, "a page that fits is gone"
         return found
+
+
+@IN_HOST
+def test_a_prefetch_pins_a_page_in_a_plain_tier_of_one_slot(tmp_path: Path) -> None:
+    pool, extent = planes(), ModelConfig(**MODEL, pack="off").layout().extent_bytes
+    unfit(pool, 2)  # of page 1
+    given = config(tmp_path, "on", cpu={"capacity": 12 * extent})
+    with CacheEngine(given, pool) as engine:
+        assert engine.manager.tiers["cpu_plain"].index.slots == 1
+        assert not store(engine)
+    with CacheEngine(given, pool) as engine, engine.prefetch(TOKENS, pin=WAIT) as prefetch:
+        prefetch.result(WAIT)
+        assert prefetch.hit().tokens == len(TOKENS)
+        assert engine.lookup(TOKENS).tiers == ("cpu", "cpu_plain", "cpu", "cpu", "cpu")
 
 
 @pytest.mark.parametrize("tiers", ["cpu", "ssd", "cpu ssd"])

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import typer.main
 
+from gdscache import CacheEngine
 from gdscache.commands import cli
 from gdscache.config import config_schema, load_config
 from gdscache.pages.keys import namespace_digest
@@ -79,6 +80,19 @@ def test_sizes_of_groups_in_several_pools_are_told_with_each_group(gdscache, tmp
     for group in said["groups"]:
         assert f"extents of {group['extent_bytes']:,} bytes" in out
         assert f"cpu {group['pages']['cpu']:,}" in out
+
+
+@pytest.mark.parametrize("pack", ["on", "off"])
+def test_a_check_of_the_file_shows_what_an_engine_says(gdscache, tmp_path: Path, pack: str) -> None:
+    model = {"name": "m", "layers": 1, "kv_heads": 8, "head_dim": 64, "page_tokens": 64, "pack": pack}
+    small = {"cpu": {"capacity": "4MiB"}, "gpu": {"device": "cpu", "capacity": "16MiB"}, "host_buffer": "2MiB"}
+    (file := tmp_path / "c.yaml").write_text(json.dumps({"model": model, "store": {"queue": "256KiB"}, **small}))
+    with CacheEngine.from_config(file) as engine:
+        expected = engine.stats()["concerns"]
+    assert len(expected) == 2
+    assert json.loads(gdscache("config", "check", file, "--json")[1])["concerns"] == expected
+    _, out, _ = gdscache("config", "check", file)
+    assert [line[9:] for line in out.splitlines() if line.startswith("warning: ")] == expected
 
 
 def test_pages_are_counted_whole_and_an_extent_is_rounded_up(gdscache, tmp_path: Path) -> None:

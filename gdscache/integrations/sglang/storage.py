@@ -32,7 +32,7 @@ from sglang.srt.runtime_context import get_context, get_server_args, process_mod
 from gdscache.config import Config
 from gdscache.engine.engine import CacheEngine
 from gdscache.engine.hybrid import HybridEngine
-from gdscache.engine.opening import as_directory
+from gdscache.engine.packing import as_directory
 from gdscache.errors import CacheGroupsUnsupportedError, InterfaceUnsupportedError, ParallelismUnsupportedError
 from gdscache.integrations.sglang.borrowed import BorrowedPages
 from gdscache.integrations.sglang.facts import resolved

@@ -96,6 +96,14 @@ def test_a_head_of_v_may_have_a_width_of_its_own() -> None:
     assert (section["head_dim"], section["v_head_dim"], section["dtype"]) == (16, 4, "bfloat16")
 
 
+def test_an_unknown_element_type_is_refused_by_name() -> None:
+    config = LlamaConfig(**SMALL, num_key_value_heads=2, head_dim=16)
+    for dtype in ("bf16", torch.float64):
+        with pytest.raises(GeometryError, match="an unknown element type") as caught:
+            model_section(config, dtype=dtype, name="m")
+        assert "bfloat16" in caught.value.hint
+
+
 @pytest.mark.parametrize(
     ("config", "what"),
     [(JambaConfig(), "LinearAttentionLayer"), (T5Config(), "encoder-decoder")],

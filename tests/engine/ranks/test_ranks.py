@@ -16,7 +16,7 @@ import pytest
 
 import gdscache
 from gdscache import CacheEngine, PageStatus, Rank
-from gdscache.errors import CapacityError, InvalidValueError, PlanesError, RankError, RankMismatchError
+from gdscache.errors import CapacityError, InvalidValueError, PlanesError, RankError, RankLostError, RankMismatchError
 from gdscache.gate.busy_periods import BusyPeriods
 from gdscache.load import loader
 from gdscache.load.handle import LayerwiseLoad
@@ -24,6 +24,7 @@ from gdscache.pages.layout import PageLayout
 from gdscache.ranks import executor, wire
 from gdscache.ranks.address import StoreMark
 from gdscache.ranks.executor import RanksMoving
+from gdscache.ranks.leader import RankSet
 from gdscache.ranks.mixed import MixedMoving
 from gdscache.ranks.service import Service
 from gdscache.storage.base import Op
@@ -332,6 +333,23 @@ def test_a_rank_that_is_closed_first_finishes_what_it_has(ranks_host: Open, capl
     stored = 4 - len(handle.result(WAIT).dropped)
     host.restart()
     assert host.engine.lookup(tokens).tokens == stored * host.layout.page_tokens
+
+
+def test_a_rank_that_is_lost_in_a_flush_is_a_failed_write(
+    ranks_host: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    host = ranks_host([0, 1], cpu=None, ssd_options={"durability": "power"})
+    call = RankSet.call
+
+    def lost(ranks: RankSet, do: str, *given: Any, **more: Any) -> Any:
+        if do == "flush":
+            raise RankLostError("rank 1 is lost", "see the log of its process")
+        return call(ranks, do, *given, **more)
+
+    monkeypatch.setattr(RankSet, "call", lost)
+    assert host.store(prompt(1, 4)).dropped == dict.fromkeys(range(4), "io_error")
+    until(lambda: "commits no pages: rank 1 is lost" in caplog.text, "the log has it")
+    assert not any(record.exc_info for record in caplog.records)
 
 
 def test_a_leader_that_dies_leaves_ranks_that_serve_the_next(ranks_host: Open) -> None:
