@@ -19,7 +19,7 @@ import json
 import math
 import numbers
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -177,7 +177,8 @@ class PrefixCache:
         if attention_mask is not None and _hides(attention_mask):
             raise UnsupportedRequestError("the attention mask hides tokens", "run prompts of unequal length one by one")
         least, most, side = self._side(len(prompts[0]), max_length)
-        salt = self.salt(salt, rope=side)
+        request = arguments.text(salt, "salt")
+        salt = self.salt(request, rope=side)
         with contextlib.ExitStack() as opened:
             with torch.inference_mode(mode=False), torch.no_grad():  # makes the cache usable in any mode
                 if isinstance(self.engine, HybridEngine):
@@ -185,9 +186,13 @@ class PrefixCache:
                 else:
                     rows = PoolRows(self.engine, prompts, salt)
             opened.callback(rows.close)
-            cache = GdsCache(rows, self.model, least, most)
+            unchanged = functools.partial(self._is_named, salt, request, side)
+            cache = GdsCache(rows, self.model, least, most, unchanged)
             opened.pop_all()
         return cache
+
+    def _is_named(self, name: str, salt: str, rope: str) -> bool:
+        return self.salt(salt, rope=rope) == name
 
     def _side(self, tokens: int, max_length: int | None) -> tuple[int, float, str]:
         """The least and most tokens at which a call may end, and that side of the rope's limit."""
@@ -213,11 +218,17 @@ class GdsCache(DynamicCache):
     """
 
     def __init__(
-        self, rows: PoolRows | HybridRows, model: torch.nn.Module, least: int = 0, most: float = math.inf
+        self,
+        rows: PoolRows | HybridRows,
+        model: torch.nn.Module,
+        least: int,
+        most: float,
+        unchanged: Callable[[], bool],
     ) -> None:
-        """`least`, `most`: tokens at which a call of the model may end."""
+        """`least`, `most`: tokens at which a call of the model may end. `unchanged`: whether the model is still the one
+        that names the pages."""
         super().__init__()
-        self._rows = rows
+        self._rows, self._unchanged = rows, unchanged
         self.cached_tokens: int = rows.cached_tokens
         self.layer_class_to_replicate = None
         self.layers = list(rows.layers)
@@ -265,8 +276,8 @@ class GdsCache(DynamicCache):
 
         `token_ids`: the prompt and its continuation, (tokens,) or (rows, tokens), as returned by `generate`, or the
         prompt alone; uncomputed tokens (the last generated one) are ignored. Raises `SequenceStateError` for other
-        tokens than this cache's, and `PoolFullError` if the pool has no room for the new ones; nothing of that row is
-        published then.
+        tokens than this cache's, and if the model has other weights or adapters than at `open`; and `PoolFullError` if
+        the pool has no room for the new ones. Nothing of that row is published then.
 
         Sliding layers store the windows that end with these tokens, with the prompt, and where another prompt parted
         from it; layers with a state store the states there. Returns when the tiers have read them.
@@ -298,6 +309,11 @@ class GdsCache(DynamicCache):
         if len(rows) != len(prompts):
             raise SequenceStateError(f"{len(rows)} rows are committed to a cache of {len(prompts)}")
         self._forwards.check()
+        if not self._unchanged():
+            raise SequenceStateError(
+                "the model has other weights or adapters than when the cache was opened",
+                "open a cache behind each change; what this one has computed cannot be stored",
+            )
         attention = [layer for layer in self._rows.layers if isinstance(layer, DynamicLayer)]
         if any(not layer.is_initialized for layer in attention):
             raise SequenceStateError("not every layer has been computed", f"run the model first; {SECTION}")

@@ -13,6 +13,7 @@ import torch
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from gdscache import CacheEngine
+from gdscache.errors import SequenceStateError
 from gdscache.integrations import live_model
 from gdscache.integrations.live_model import LiveModel
 from gdscache.integrations.transformers import PrefixCache
@@ -106,6 +107,19 @@ def test_a_model_that_changed_in_memory_finds_nothing(model: PreTrainedModel, en
     CHANGES[change](model)
     assert prefixes.salt() != before, "noticed by a cache that was made before"
     assert cached(engine, model, tokens()[0]) == 0
+
+
+@pytest.mark.parametrize("change", ["in place", "an adapter"])
+def test_what_another_model_has_computed_is_not_stored(
+    model: PreTrainedModel, engine: CacheEngine, change: str
+) -> None:
+    """The change comes between `open` and the forward call, whose keys are not those of the pages' names."""
+    with PrefixCache(engine, model).open(tokens()) as cache:
+        CHANGES[change](model)
+        model(tokens().to(model.device), past_key_values=cache)
+        with pytest.raises(SequenceStateError, match="other weights or adapters"):
+            cache.commit(tokens())
+    assert engine.stats()["tiers"]["gpu"]["pages"] == engine.stats()["tiers"]["gpu"]["private_slots"] == 0
 
 
 def test_an_adapter_that_is_switched_off_is_another_model(model: PreTrainedModel, engine: CacheEngine) -> None:
