@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
@@ -715,6 +716,15 @@ def test_priorities_and_ends_survive_a_restart(open_host: OpenHost) -> None:
     later = set_clock(engine)
     later.now = clock.now + 5000
     assert [tokens_of(engine, t) for t in (on, high)] == [0, 8]
+
+
+def test_a_transport_that_does_not_close_loses_no_wish(open_host: OpenHost) -> None:
+    host, tokens = open_host(), prompt(1, 2)
+    host.keep(tokens)
+    host.keep(tokens, priority=2)
+    with mock.patch.object(host.engine.manager.ssd.io, "close", side_effect=OSError), contextlib.suppress(OSError):
+        host.engine.close()
+    assert set(resident(open_host().engine, "ssd").values()) == {Retention(2)}
 
 
 def test_a_commit_that_fails_loses_no_wish(open_host: OpenHost) -> None:
