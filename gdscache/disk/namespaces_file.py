@@ -38,8 +38,9 @@ class NamespacesFile:
         disk."""
         if len(described) == self._written:
             return
-        found: dict[bytes, Fields] = {**self._before, namespace_digest(self._own): self._own, **described.copy()}
-        last = [fields for _, fields in list(found.items())[-_KEPT:]]
+        new: dict[bytes, Fields] = {namespace_digest(self._own): self._own, **described.copy()}
+        found = [fields for digest, fields in self._before.items() if digest not in new]
+        last = [*found, *new.values()][-_KEPT:]
         if self._file.write(lambda: json.dumps({"version": _VERSION, "namespaces": last}).encode()):
             self._written = len(described)
 

@@ -355,7 +355,10 @@ class LoadPlanner:
                 for tier, of_tier in self._of_files(plan, some):
                     manager.quarantine.failed_reads.failed(tier, plan.entries(of_tier))
             elif manager.quarantine.failed_reads.watching and (good or status is PageStatus.CHECKSUM):
-                for tier, of_tier in self._of_files(plan, some):
+                # a cancelled page without a slot of the landing tier was not read
+                all_read = status is not PageStatus.CANCELLED
+                read = [row for row in some if all_read or plan.targets[row] is not None]
+                for tier, of_tier in self._of_files(plan, read):
                     manager.quarantine.failed_reads.read(tier, [plan.pages[row].key for row in of_tier])
             if status is not PageStatus.LOADED:
                 manager.counts["misses", status.value] += len(rows)

@@ -33,13 +33,15 @@ class EarnedOffers:
         self._outlets = outlets
         self._selective = policy == "write_through_selective"
         self._wanted = hits
-        self._hits = bytearray(0 if index is None else index.slots)  # hits of the page in each slot, since it came
+        slots = 0 if index is None or not self._selective else index.slots
+        self._hits = bytearray(slots)  # hits of the page in each slot, since it came,
+        self._whose = [b""] * slots  # and its key: a load may have brought another one
         self._earned: dict[bytes, None] = {}
 
     def came(self, slots: Sequence[int]) -> None:
         if self._selective:
             for slot in slots:
-                self._hits[slot] = 0
+                self._whose[slot] = b""
 
     def used(self, keys: Sequence[bytes]) -> None:
         """Pages were hit, tail first. Pages that have earned an offer are noted heads first."""
@@ -52,6 +54,8 @@ class EarnedOffers:
             if slot is None:
                 continue
             if self._selective:
+                if self._whose[slot] != key:
+                    self._whose[slot], self._hits[slot] = key, 0
                 hits = self._hits[slot] = min(_MOST_HITS, self._hits[slot] + 1)
                 if hits < self._wanted:
                     continue

@@ -248,6 +248,7 @@ class StorePlanner:
             self.finish_pages(job, range(at, end), "cleared")
             return end
         pages, landing = job.pages, self._landing
+        self._manager.expiry.stored(pages[at:end], job.retention)  # an earlier store may have brought some since
         while at < end:
             stop = end if landing is None else landing.index.absent_until(pages, at, end)
             if landing is not None and stop == at:

@@ -67,11 +67,12 @@ class _Job:
 
 
 class _Renumbered:
-    """The receipt of some pages of a store, by their numbers there."""
+    """The receipt of some pages of a store, by their numbers there. `give_up` finishes those without an outcome."""
 
     def __init__(self, receipt: Reader, numbers: Sequence[int]) -> None:
         self._receipt = receipt
         self._numbers = numbers
+        self._left = set(range(len(numbers)))
         self.reading = receipt.reading
         self.read = receipt.read
 
@@ -80,6 +81,10 @@ class _Renumbered:
 
     def finish(self, pages: Sequence[int], cause: str = "") -> None:
         self._receipt.finish([self._numbers[page] for page in pages], cause)
+        self._left.difference_update(pages)
+
+    def give_up(self) -> None:
+        self.finish(sorted(self._left), "error")
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -285,11 +290,10 @@ class Storer:
             sources, job.sources = job.sources, None
             receipt = _Renumbered(job.receipt, plan.numbers_of(places))
             pages, blocks = [plan.pages[i] for i in places], take_rows(job.blocks, places)
-            try:
+            with contextlib.ExitStack() as undo:
+                undo.callback(receipt.give_up)
                 going = unfit.store(pages, receipt, blocks, plan.epoch, job.after, sources, plan.retention)
-            except EngineClosedError:
-                receipt.finish(range(len(pages)), "error")
-                raise
+                undo.pop_all()
             if going:
                 job.after = None  # its mark has one user, the other store
                 self._forget(job)

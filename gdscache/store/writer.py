@@ -215,6 +215,8 @@ class TierWriter:
                     self._finish(out, placed, "cleared")
                 elif placed:
                     going.append((out, placed))
+            for key, kept in self._retentions(going).items():  # a store may have asked for more before the reservation
+                self._tier.retain(key, kept)
         return going
 
     def _fly(self, parts: Sequence[_Part], entries: Mapping[bytes, Entry]) -> _WriteBatch:

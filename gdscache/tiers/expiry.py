@@ -71,12 +71,11 @@ class Expiry:
 
     def joined(self, page: Page, retention: Retention) -> Retention:
         for tier in self._manager.tiers.values():
-            if tier.index.retained_pages:
-                known = tier.index.retention(page.key)
-                retention = retention if known is None else retention.joined(known)
+            known = tier.index.retention(page.key)
+            retention = retention if known is None else retention.joined(known)
         return retention
 
     def joined_all(self, pages: Sequence[Page], retention: Retention) -> list[Retention]:
-        if not self.retains:
+        if retention == DEFAULT and not self.retains:
             return [retention] * len(pages)
         return [self.joined(page, retention) for page in pages]

@@ -436,11 +436,10 @@ class SsdTier(DurableTier):
         if self._closed:
             return
         self._closed = True
-        try:
+        with contextlib.ExitStack() as last_to_first:
+            last_to_first.callback(self._directory.close)
+            last_to_first.callback(self._close_catalog)
             self.io.close()
-            self._close_catalog()
-        finally:
-            self._directory.close()
 
     def close_unfinished(self, *, writing: bool) -> Callable[[], None]:
         """While writes hang the directory stays locked, so that they cannot reach the slots of another owner."""
@@ -454,11 +453,10 @@ class SsdTier(DurableTier):
             self._directory.close()
 
         def rest() -> None:
-            try:
+            with contextlib.ExitStack() as last_to_first:
+                last_to_first.callback(self._directory.close)
+                last_to_first.callback(closing.join)
                 self.io.close()
-                closing.join()
-            finally:
-                self._directory.close()
 
         return rest
 

@@ -10,6 +10,7 @@ import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -455,6 +456,23 @@ def test_a_page_that_does_not_fit_is_admitted_with_the_others(tmp_path: Path, cp
         other = [5, *TOKENS[1:]]
         engine.store(other, list(range(2 * PAGES))).result(WAIT)
         assert "ssd" not in str(engine.lookup(other).tiers), "one offer of other pages"
+
+
+@IN_HOST
+@pytest.mark.parametrize("accepted", [False, True])
+def test_pages_that_do_not_fit_have_an_outcome_where_their_store_breaks_off(accepted: bool) -> None:
+    pool = planes()
+    unfit(pool, 2, 3)
+    with CacheEngine.from_config(config(None, "on"), planes=pool) as engine:
+        below = engine._parts.storer._unfit
+        assert below is not None
+        broken = below._lane if accepted else below._planner
+        with mock.patch.object(broken, "start" if accepted else "accept", side_effect=MemoryError):
+            report = engine.store(TOKENS, range(2 * PAGES)).result(WAIT)
+        assert report.dropped == {1: "error"}
+        assert engine.store(TOKENS, range(2 * PAGES)).result(WAIT).tiers[1] == ("cpu_plain",)
+        engine.drain(WAIT)
+        assert engine.check().ok
 
 
 def test_damage_of_plain_pages_is_found(tmp_path: Path) -> None:

@@ -115,6 +115,15 @@ def test_it_keeps_the_last_ones(tmp_path: Path) -> None:
     assert all(namespace_digest(fields) == digest for digest, fields in found.items())
 
 
+def test_what_is_described_again_is_among_the_last(tmp_path: Path) -> None:
+    for number in (*range(32), 0):
+        namespaces_file.NamespacesFile(tmp_path, {"name": number}).save({})
+    names = namespaces_file.NamespacesFile(tmp_path, {"name": 1})
+    names.save({namespace_digest(fields): fields for fields in ({"name": 2}, {"name": 40})})
+    kept = [fields["name"] for fields in namespaces_file.read(tmp_path).values()]
+    assert kept == [*range(4, 32), 0, 1, 2, 40]
+
+
 BAD = ["", "{", "[]", "7", '{"version": 2, "namespaces": []}', '{"version": 1, "namespaces": 3}', "[" * 100_000]
 
 

@@ -11,7 +11,7 @@ from gdscache.config import Config
 from gdscache.errors import DeadlineError, InvalidValueError
 from gdscache.storage.base import Op
 from tests.support.faulty import PLAN, Fault
-from tests.support.helpers import WAIT, Host, OpenHost, make_config, prompt, quiet
+from tests.support.helpers import WAIT, Host, OpenHost, drop_from, make_config, prompt, quiet
 from tests.support.write_parts import dirty, on, written
 
 
@@ -53,6 +53,29 @@ def test_selective_counts_hits_of_the_page_and_not_of_its_slot(policy_host: Open
     host.load(second)
     quiet(host.engine)
     assert on(host, "ssd", second) == [0, 1]
+
+
+def test_selective_counts_no_hits_of_a_page_that_lay_in_the_slot_of_one_that_a_load_brings(
+    policy_host: OpenHost,
+) -> None:
+    host = policy_host("write_through_selective", hits=2, cpu=2, ssd=12)
+    first, second = prompt(1, 2), prompt(2, 2)
+    stored(host, first)
+    for _ in range(2):
+        host.load(first)
+    quiet(host.engine)
+    stored(host, second)  # takes both slots
+    host.engine.lookup(second)
+    host.load(first)  # takes them back, out of the SSD
+    quiet(host.engine)
+    assert on(host, "cpu", first) == on(host, "ssd", first) == [0, 1]
+    drop_from(host.engine, "ssd")
+    host.load(first)
+    quiet(host.engine)
+    assert on(host, "ssd", first) == [], "a hit of another page counted"
+    host.load(first)
+    quiet(host.engine)
+    assert on(host, "ssd", first) == [0, 1]
 
 
 def test_selective_drops_what_finds_no_slot_in_the_cpu_tier(policy_host: OpenHost) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
 import sqlite3
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 from unittest import mock
@@ -26,6 +28,7 @@ from gdscache.index.retention import DEFAULT, LONGEST_TTL, PRIORITIES, Expiries,
 from gdscache.index.table import Entry, PageState
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.load.planner import LoadPlanner
+from gdscache.moves.lanes import Blocking
 from gdscache.pages.keys import Page
 from gdscache.policies import POLICIES, new_policy
 from gdscache.policies.base import EvictionPolicy
@@ -616,6 +619,54 @@ def test_a_store_of_what_is_there_gives_it_the_longer_life(open_host: OpenHost) 
     assert engine.stats()["stored"] == {"cpu": 2, "ssd": 2}
 
 
+def test_stores_of_the_same_pages_that_wait_together_give_them_the_longer_life(open_host: OpenHost) -> None:
+    host, tokens = open_host(), prompt(1, 3)
+    manager, go = host.engine.manager, threading.Event()
+    blocks = host.compute(tokens)
+    host.engine._parts.storer._lane.start(drive_when(go))
+    handles = [host.engine.store(tokens, blocks, **kept) for kept in ({"ttl": 60.0}, {"priority": 1})]
+    go.set()
+    for handle in handles:
+        assert handle.result(WAIT).dropped == {}
+    quiet(host.engine)
+    with manager.lock:
+        for tier in manager.tiers.values():
+            kept = {tier.index.retention(page.key) for page in host.engine.pages(tokens)}
+            assert kept == {Retention(1)}, tier.name
+    assert host.engine.manager.check() == []
+
+
+def test_a_store_with_an_end_gives_none_to_pages_that_had_none(open_host: OpenHost) -> None:
+    host, tokens = open_host(), prompt(1, 3)
+    for lost in ("ssd", "cpu"):
+        host.keep(tokens)
+        drop_from(host.engine, lost)
+        host.keep(tokens, ttl=60.0, priority=-1)
+        assert set(resident(host.engine, lost).values()) == {DEFAULT}, lost
+    assert host.engine.check().ok
+
+
+def drive_when(go: threading.Event) -> Iterator[Blocking]:
+    yield Blocking(go.wait)
+
+
+def test_a_page_that_is_about_to_get_a_slot_on_the_ssd_gets_the_longer_life_there_too(open_host: OpenHost) -> None:
+    host, tokens = open_host(), prompt(1, 3)
+    manager, pages = host.engine.manager, host.engine.pages(tokens)
+    reserve = manager.ssd.reserve
+
+    def later(*given: Any) -> Any:
+        with manager.lock:
+            manager.retain(pages, Retention(1))
+        return reserve(*given)
+
+    with mock.patch.object(manager.ssd, "reserve", later):
+        host.keep(tokens, ttl=60.0)
+    with manager.lock:
+        assert {manager.ssd.index.retention(page.key) for page in pages} == {Retention(1)}
+    assert manager.check() == []
+
+
 def test_the_lower_priority_goes_first_on_every_tier(open_host: OpenHost) -> None:
     host = open_host(cpu=6, ssd=6)
     engine = host.engine
@@ -665,6 +716,15 @@ def test_priorities_and_ends_survive_a_restart(open_host: OpenHost) -> None:
     later = set_clock(engine)
     later.now = clock.now + 5000
     assert [tokens_of(engine, t) for t in (on, high)] == [0, 8]
+
+
+def test_a_transport_that_does_not_close_loses_no_wish(open_host: OpenHost) -> None:
+    host, tokens = open_host(), prompt(1, 2)
+    host.keep(tokens)
+    host.keep(tokens, priority=2)
+    with mock.patch.object(host.engine.manager.ssd.io, "close", side_effect=OSError), contextlib.suppress(OSError):
+        host.engine.close()
+    assert set(resident(open_host().engine, "ssd").values()) == {Retention(2)}
 
 
 def test_a_commit_that_fails_loses_no_wish(open_host: OpenHost) -> None:

@@ -178,3 +178,15 @@ def test_a_part_that_breaks_off_leaves_what_was_planned() -> None:
     assert not any(leases(manager).values())
     assert not planner._filling
     assert len(manager.landing.index) == 0
+
+
+def test_a_cancelled_page_that_was_not_read_is_no_read_that_succeeded() -> None:
+    pages = chain(1, 2)
+    manager, planner = prepare(pages, [("absent", "at rest")] * 2)
+    failed_reads = manager.quarantine.failed_reads
+    for keep, status in ((True, PageStatus.IO_ERROR), (False, PageStatus.CANCELLED), (True, PageStatus.CANCELLED)):
+        plan = planner.plan([pages], "a load", keep=keep)
+        planner.finish(plan, np.arange(2), status)
+        planner.end(plan)
+        read = keep and status is PageStatus.CANCELLED
+        assert [failed_reads.failing("ssd", page.key) for page in pages] == [not read] * 2
