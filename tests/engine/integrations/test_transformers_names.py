@@ -114,12 +114,14 @@ def test_what_another_model_has_computed_is_not_stored(
     model: PreTrainedModel, engine: CacheEngine, change: str
 ) -> None:
     """The change comes between `open` and the forward call, whose keys are not those of the pages' names."""
-    with PrefixCache(engine, model).open(tokens()) as cache:
+    other, before = tokens().flip(1), engine.stats()["tiers"]["gpu"]["pages"]
+    with PrefixCache(engine, model).open(other) as cache:
         CHANGES[change](model)
-        model(tokens().to(model.device), past_key_values=cache)
+        model(other.to(model.device), past_key_values=cache)
         with pytest.raises(SequenceStateError, match="other weights or adapters"):
-            cache.commit(tokens())
-    assert engine.stats()["tiers"]["gpu"]["pages"] == engine.stats()["tiers"]["gpu"]["private_slots"] == 0
+            cache.commit(other)
+    tier = engine.stats()["tiers"]["gpu"]
+    assert (tier["pages"], tier["private_slots"]) == (before, 0)
 
 
 def test_an_adapter_that_is_switched_off_is_another_model(model: PreTrainedModel, engine: CacheEngine) -> None:
