@@ -16,10 +16,12 @@ import pytest
 import yaml
 
 from gdscache import load_config
+from gdscache.commands import doctor
 from gdscache.commands.config_init import PRINTED, SHIPPED
 from gdscache.commands.doctor import engines
 from gdscache.commands.main import main
 from gdscache.config import Config
+from gdscache.errors import InvalidValueError
 from gdscache.integrations.sglang.setup import LinkerOptions, storage_config_of
 from gdscache.sizes import GIB, MIB
 from tests.support.helpers import MHA
@@ -55,13 +57,25 @@ def test_a_file_for_an_engine_is_checked_without_its_model(init: Run, gdscache: 
     assert "ssd tier  2 GiB\nssd path  /kv/0\n" in out
     said = json.loads(gdscache("config", "check", file, "--json")[1])
     assert (said["model"], said["namespace"], said["tiers"]["ssd"]) == (None, None, {"bytes": 2 * GIB, "pages": None})
-    assert gdscache("doctor", "--config", file, "--dir", ".")[0] == 0
     trace = Path("trace.jsonl")
     trace.write_text('{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [1]}\n')
     done = gdscache("replay", trace, "--config", file, "--set", "gpu.staging=1GiB", "--set", "host_buffer=1GiB")
     assert done[::2] == (0, "")
     file.write_text("cup: {}\n" + file.read_text())
     assert "unknown key `cup`" in gdscache("config", "check", file)[2]
+
+
+def test_doctor_takes_a_file_for_an_engine(init: Run, gdscache: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    init("sglang", "--ssd", "2GiB", "--dir", "/kv/$GDSCACHE_DP_RANK")
+    asked: list[doctor.Asked] = []
+
+    def find(asks: doctor.Asked, **_: object) -> None:
+        asked.append(asks)
+        raise InvalidValueError("that was read", "no machine is looked at")
+
+    monkeypatch.setattr(doctor, "find", find)
+    assert "that was read" in gdscache("doctor", "--config", Path("gdscache.yaml"))[2]
+    assert sizes(asked[0].config)[1:] == (2 * GIB, "/kv/0")
 
 
 def test_the_file_is_what_a_connector_reads(init: Run) -> None:

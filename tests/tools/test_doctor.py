@@ -71,7 +71,7 @@ def test_a_whole_machine() -> None:
     said = rows(report)
     assert said["torch"].value == "2.11.0, CUDA 13.0"
     assert said["driver"].value == "580.82.07, CUDA 13.0"
-    assert said["GPU 0"].value == "NVIDIA H200, compute capability 9.0, 140GiB, 132 SMs"
+    assert said["GPU 0"].value == "NVIDIA H200, compute capability 9.0, 140 GiB, 132 SMs"
     assert said["gpu.kernels"].data["implementation"] == "cuda"
 
 

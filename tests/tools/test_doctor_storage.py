@@ -527,7 +527,7 @@ def test_the_best_machine_gets_all_that_can_be_asked_for() -> None:
     rows = judged(wanting(transport="kvikio", gds="on"))
     assert {row.verdict for row in rows.values()} == {"ok"}
     assert rows["ssd.gds"].data == "gds"
-    assert "32MiB of GPU memory (gds)" in rows["transport kvikio"].value
+    assert "32 MiB of GPU memory (gds)" in rows["transport kvikio"].value
     assert rows["transport posix"].data["write_gb_s"] == pytest.approx(3.3554432)
 
 
