@@ -115,13 +115,9 @@ def _rates(
 @contextlib.contextmanager
 def _alone(key: dict[str, str]) -> Iterator[None]:
     """One process at a time; without a place for the lock, any number."""
-    try:
-        path = paths.cache_file(key).with_suffix(".lock")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("w")
-    except OSError:
-        yield
-        return
-    with file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # also of file systems without locks
+            path = paths.cache_file(key).with_suffix(".lock")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fcntl.flock(stack.enter_context(path.open("w")), fcntl.LOCK_EX)
         yield

@@ -28,6 +28,8 @@ from gdscache.storage.base import Descriptors, memory_of
 from gdscache.tracing import OFF, Timeline
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from gdscache.extents.base import Extents
     from gdscache.kernels.copies import PageCopies
     from gdscache.storage.base import Files
@@ -207,12 +209,14 @@ class NativeExecutor(ThreadDriver):
         if self.plain is not None:
             yield from self.plain.end_lost()
         for moving, _, _ in list(self._under_way.values()):
-            if not moving.known:
-                self.moves.cancel(moving.number)
-                with contextlib.suppress(NativeCallError):  # it may have its last ways already
-                    self.moves.extend(moving.number, (), last=True)
-                self.await_move(moving.number)
-                yield moving, moving.lose()
+            if moving.known:
+                yield moving, moving.unheld
+                continue
+            self.moves.cancel(moving.number)
+            with contextlib.suppress(NativeCallError):  # it may have its last ways already
+                self.moves.extend(moving.number, (), last=True)
+            self.await_move(moving.number)
+            yield moving, moving.lose()
 
     # -- for timelines -------------------------------------------------------------------------------------------------
 
@@ -249,9 +253,12 @@ class NativeExecutor(ThreadDriver):
     def _tell_late(self) -> None:
         while True:  # until `stop`
             found = self.moves.take_late(math.inf)
-            self.tell_spans()
-            for number, row in found:
-                self._under_way[number][0].ended(row)
+            log_failure(failure_of(self.tell_spans))
+            for number, row in found:  # each by itself: the others would keep their slots for good
+                log_failure(failure_of(functools.partial(self._ended, number, row)))
+
+    def _ended(self, number: int, row: int) -> None:
+        self._under_way[number][0].ended(row)
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
@@ -322,41 +329,54 @@ class NativeMoving:
     def end(self) -> Steps[End]:
         if self._end is None:
             yield self._executor.over(self.number)
-            self._end = self._finish()
-            if self._end.error is not None and self._listener is None:
-                raise self._end.error
+            end = self._finish()
+            if end.error is not None and self._listener is None:
+                raise end.error
+        assert self._end is not None, "a move that ended without an end"
         return self._end
 
     @property
     def known(self) -> bool:
         return self._end is not None
 
+    @property
+    def unheld(self) -> Sequence[int]:
+        """Late rows that nobody waits for: the call was interrupted when it had just learned of them."""
+        return self._end.late if self._end is not None and self._callback is None else ()
+
     def lose(self) -> Sequence[int]:
         """The move has ended and no caller waits for it. Returns its late rows."""
         self._listener = None
-        self._end = self._finish()
-        return self._end.late
+        return self._finish().late
 
     def _finish(self) -> End:
         statuses, failed, late, why = self._executor.moves.outcome(self.number)
-        self._executor.tell_spans()
-        listener, codes = self._listener, sorted(set(statuses.tobytes()))
-        if listener is not None:
-            for code in codes:
-                if _STATUSES[code] is not PageStatus.PENDING:
-                    listener.judged(np.flatnonzero(statuses == code), self._told(_STATUSES[code]))
-            if self.into_planes:
-                listener.ready(range(self._executor.moves.layers), None)
+        codes = sorted(set(statuses.tobytes()))
         errors = {row: write_error(self.move.ways[0].target, code) for row, code in failed}
         broken = f"a copy failed: {why}" if why else ""
         unfit = np.flatnonzero(statuses == _UNFIT).tolist() if _UNFIT in codes else ()
         end = End(errors, late, DeviceError(broken, "see the system log") if broken else None, unfit=unfit)
         with self._lock:
-            self._late = len(end.late)
+            self._end = end  # before the listener hears of it, which may raise: late rows stay known
+            self._late = len(late)
             over = len(self._ended) == self._late
-        if over:
-            self._executor.forget(self)
+        try:
+            self._executor.tell_spans()
+            self._tell(statuses, codes)
+        finally:
+            if over:
+                self._executor.forget(self)
         return end
+
+    def _tell(self, statuses: npt.NDArray[np.uint8], codes: Sequence[int]) -> None:
+        listener = self._listener
+        if listener is None:
+            return
+        for code in codes:
+            if _STATUSES[code] is not PageStatus.PENDING:
+                listener.judged(np.flatnonzero(statuses == code), self._told(_STATUSES[code]))
+        if self.into_planes:
+            listener.ready(range(self._executor.moves.layers), None)
 
     def _told(self, status: PageStatus) -> PageStatus:
         """`CANCELLED` for pages of a cancelled load into the planes that the library calls loaded: it reads them to the
@@ -377,10 +397,12 @@ class NativeMoving:
             self._ended.add(row)
             over = len(self._ended) == self._late
             callback = self._callback
-        if callback is not None:
-            callback(row)
-        if over:
-            self._executor.forget(self)
+        try:
+            if callback is not None:
+                callback(row)
+        finally:
+            if over:
+                self._executor.forget(self)
 
 
 def write_error(files: str, code: int, why: str = "") -> StorageError:

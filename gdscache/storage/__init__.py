@@ -115,7 +115,12 @@ def _choose_for_gpu(transport: str, directory: Path, device: str, *, required: b
     any_path = transport in ("cufile", "kvikio") and not required
     ok, cause = False, probe.no_gds_driver()
     if any_path or not cause:
-        ok, mode, cause = dataclasses.astuple(probe.probe(name, directory, int(device.partition(":")[2] or 0)))
+        try:
+            ok, mode, cause = dataclasses.astuple(probe.probe(name, directory, int(device.partition(":")[2] or 0)))
+        except IOFailedError as error:  # the disk is full, perhaps of our own slab, which others can read and write
+            if required or transport != "auto":
+                raise
+            mode, cause = "posix", error.message
         if mode == "gds":
             return name, "off", f"GPUDirect Storage works: {cause}"
     if required:

@@ -63,7 +63,8 @@ def carry(
     number of threads.
 
     Raises the first error; `ShortIOError`; `DeadlineError` if a call has not ended in time: its memory must stay then.
-    `memory` releases the memory. On a late call it is taken over, and closed at the call's end.
+    `memory` releases the memory. Where a call outlives this one, by its lateness or any error, it is taken over, and
+    closed at the call's end.
     """
     left, lock, stopped = iter(pieces), threading.Lock(), threading.Event()
     call = transport.read if op is Op.READ else transport.write
@@ -80,16 +81,21 @@ def carry(
         works: list[Callable[[], None]] = [functools.partial(_by_disk, transport, op, list(left))]
     else:
         works = [run] * transport.threads
-    ends = [begin(f"gdscache-{transport.name}-{n}", work) for n, work in enumerate(works)]
     until = None if seconds is None else time.monotonic() + seconds
-    late = wait(ends, seconds, FIRST_EXCEPTION).not_done
-    stopped.set()
+    ends: list[Future[None]] = []
+    try:
+        for n, work in enumerate(works):
+            ends.append(begin(f"gdscache-{transport.name}-{n}", work))
+        wait(ends, seconds, FIRST_EXCEPTION)
+        stopped.set()
+        wait(ends, None if until is None else max(0.0, until - time.monotonic()))
+    finally:  # also where a thread cannot be started, or a wait is interrupted
+        stopped.set()
+        if late := [end for end in ends if not end.done()]:
+            kept = contextlib.ExitStack() if memory is None else memory.pop_all()
+            for end in late:
+                end.add_done_callback(lambda _: kept.close() if all(other.done() for other in late) else None)
     if late:
-        late = wait(ends, None if until is None else max(0.0, until - time.monotonic())).not_done
-    if late:
-        kept = contextlib.ExitStack() if memory is None else memory.pop_all()
-        for end in late:
-            end.add_done_callback(lambda _: kept.close() if all(other.done() for other in late) else None)
         raise DeadlineError(
             f"{op.value}s have not ended within {seconds:g} s", "the device is slow or hangs; its memory stays in use"
         )

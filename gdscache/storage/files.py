@@ -93,10 +93,9 @@ class DirectFiles(EitherWay):
     def close(self) -> None:
         with self._open_lock:
             self._closed = True
-            for file in self._paths:
-                os.close(file)
-            self._paths.clear()
             self._buffered.clear()
+            while self._paths:  # taken out first: a close that raises has closed it, and its number may be another's
+                os.close(self._paths.popitem()[0])
 
     def _refusal(self, directory: Path) -> str:
         """Why O_DIRECT does not work in the directory, probed once; an empty string if it does."""

@@ -146,9 +146,11 @@ class NixlTransport(DirectFiles):
             error = caught
         finally:
             with self._lock:
-                if op is Op.READ:
-                    moved = min(max(os.fstat(file).st_size - offset, 0), moved)
-                self._end(handle)
+                try:
+                    if op is Op.READ:
+                        moved = min(max(os.fstat(file).st_size - offset, 0), moved)
+                finally:
+                    self._end(handle)
         if error is not None and moved == memory.nbytes:
             raise failed(op.value, path, offset, RuntimeError(_said(error))) from error
         return moved

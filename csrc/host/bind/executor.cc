@@ -163,13 +163,17 @@ std::vector<Way> OpenExecutor::read(const nb::sequence& ways) const {
         way.target = number_of(from.attr("target"));
         way.sources = Numbers<int64_t>(from.attr("sources")).copied();
         way.targets = Numbers<int64_t>(from.attr("targets")).copied();
-        way.places = Numbers<int64_t>(from.attr("places")).copied();
-        way.sums = Numbers<uint64_t>(from.attr("sums")).copied();
+        const nb::object places = from.attr("places"), sums = from.attr("sums");
+        way.places = Numbers<int64_t>(places).copied();
+        way.sums = Numbers<uint64_t>(sums).copied();
         if (!way.places.empty()) way.through = number_of(from.attr("through"));
         const bool planes = executor().places()[way.source].kind == Space::Kind::kPlanes;
         const auto count = static_cast<int64_t>(way.sources.size());
         require(!planes || count % page_blocks == 0, "blocks of half a page");
         way.pages = planes ? count / page_blocks : count;
+        // Empty arrays would pass for None: for bytes that are known to be right, and reads that stay nowhere.
+        const bool none = (way.sums.empty() && !sums.is_none()) || (way.places.empty() && !places.is_none());
+        refuse_if(none && way.pages != 0, "checksums or places of no page");
         made.push_back(std::move(way));
     }
     return made;

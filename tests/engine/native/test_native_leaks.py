@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import errno
 import gc
 import logging
@@ -19,7 +20,7 @@ import pytest
 from gdscache import CacheEngine, PageStatus
 from gdscache.arrays import integers
 from gdscache.errors import DirectoryInUseError, NativeCallError
-from gdscache.moves import PLANES, Move, Priority, Way
+from gdscache.moves import PLANES, Move, Moving, Priority, Way
 from tests.support.executor_machine import Heard
 from tests.support.helpers import WAIT, Host, drop_from, make_config, prompt, settle, until
 from tests.support.hooks import hooks
@@ -151,6 +152,53 @@ def test_who_waits_for_a_move_is_told_of_the_stop(path: Path, uring: bool) -> No
     hooks.release(small.executor.moves)
     closer.join(WAIT)
     assert not closer.is_alive()
+
+
+def late_load(small: Small, path: Path, listener: Heard) -> Moving:
+    """A load whose reads hang beyond its deadline."""
+    small.fail((-1, 0, 1 << 40, HANG, 0))
+    return small.executor.begin(dataclasses.replace(a_load(path), seconds=0.05), (), listener)
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_late_pages_stay_known_where_a_listener_raises(path: Path, held: bool) -> None:
+    """Their reads still write: a caller that believed them over would give their slots to others."""
+
+    class Breaks(Heard):
+        def judged(self, rows: object, status: PageStatus) -> None:
+            raise MemoryError
+
+    small, ended = Small(path, uring=False, faulty=True), list[int]()
+    moving = late_load(small, path, Breaks())
+    with pytest.raises(MemoryError):
+        small.executor.finish(moving.end())
+    if held:
+        assert sorted(small.executor.finish(moving.end()).late) == [*range(PAGES)]
+    else:
+        [(lost, rows)] = small.executor.end_lost()
+        assert (lost, sorted(rows)) == (moving, [*range(PAGES)])
+    moving.on_end(ended.append)
+    assert not ended, "a page has ended whose read hangs"
+    hooks.release(small.executor.moves)
+    until(lambda: sorted(ended) == [*range(PAGES)], "every page has ended")
+    assert not any(rows for _, rows in small.executor.end_lost())
+    small.close()
+
+
+def test_who_raises_at_a_late_page_s_end_keeps_no_other_from_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small, ended = Small(path, uring=False, faulty=True), list[int]()
+    moving = late_load(small, path, Heard())
+    assert len(small.executor.finish(moving.end()).late) == PAGES
+
+    def breaks(row: int = -1) -> None:
+        ended.extend([row] * (row >= 0))
+        raise MemoryError
+
+    monkeypatch.setattr(small.executor, "tell_spans", breaks)
+    moving.on_end(breaks)
+    hooks.release(small.executor.moves)
+    until(lambda: sorted(ended) == [*range(PAGES)], "every page has ended")
+    small.close()
 
 
 @pytest.fixture

@@ -169,6 +169,8 @@ def test_moves_that_make_no_sense_are_refused(executor: Executor) -> None:
     refused(ways(targets=blocks.reshape(-1)[:7]))
     refused(ways(places=slots[:3]))
     refused(ways(sums=np.zeros((3, LAYERS), np.uint64)))
+    refused(ways(sums=np.zeros((0, LAYERS), np.uint64)))  # None alone says that the bytes are right,
+    refused(ways(places=slots[:0]))  # or that pages pass through
     for name in ("source", "target", "through"):
         refused(ways(**{name: "tape"}))
     refused(ways(through="ssd"))

@@ -7,12 +7,13 @@ import errno
 import mmap
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
-from gdscache.errors import DeadlineError, IOFailedError, ShortIOError
+from gdscache.errors import DeadlineError, IOFailedError, ShortIOError, ThreadStartError
 from gdscache.storage import calls
 from gdscache.storage.base import Memory, Op
 from gdscache.storage.calls import carry
@@ -94,3 +95,30 @@ def test_what_is_late_gives_its_memory_back_when_all_of_it_has_ended(tmp_path: P
         carry(transport, Op.READ, pieces, WAIT, undo)
         assert given.is_set()  # in time: the memory is the caller's to give back
     assert not given.is_set()
+
+
+@pytest.mark.parametrize("error", [ThreadStartError("no more threads", "raise the limit"), KeyboardInterrupt()])
+def test_what_runs_keeps_its_memory_where_its_caller_breaks_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """A thread that cannot be started, or an interrupt: the threads before still read into the memory."""
+    path, given, begin = tmp_path / "file", threading.Event(), calls.begin
+    path.write_bytes(bytes(8192))
+    memory = memoryview(bytearray(8192))
+
+    def refuses(name: str, work: Callable[[], None]) -> Future[None]:
+        if name.endswith("1"):
+            raise error
+        return begin(name, work)
+
+    monkeypatch.setattr(calls, "begin", refuses)
+    with Hanging() as transport, contextlib.ExitStack() as undo:
+        undo.callback(given.set)
+        file = transport.open(path)
+        pieces = [(file, at, memory[at : at + 4096]) for at in (0, 4096)]
+        with pytest.raises(type(error)):
+            carry(transport, Op.READ, pieces, WAIT, undo)
+        undo.close()
+        assert not given.wait(0.05)
+        transport.go.set()
+        until(given.is_set, "the memory is given back, and no further piece begins")

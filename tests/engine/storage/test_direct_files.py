@@ -85,3 +85,21 @@ def test_too_many_open_files_are_not_taken_for_a_file_system_without_direct_io(
             transport.open(slab)  # the cause is gone, and nothing of it is remembered
             assert transport.direct is not bool(cause)
     assert list(slab.parent.iterdir()) == [slab]
+
+
+def test_a_close_that_fails_closes_no_number_twice(slab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system has closed it all the same, and may give the number to another file."""
+    transport, closed, real = NativeTransport(1, "off", uring=False), list[int](), os.close
+    opened = [transport.open(slab) for _ in range(3)]
+
+    def fails(file: int) -> None:
+        closed.append(file)
+        real(file)
+        if len(closed) == 2:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(files.os, "close", fails)
+    with pytest.raises(OSError, match="Input/output error"):
+        transport.close()
+    transport.close()
+    assert sorted(closed) == sorted(opened)

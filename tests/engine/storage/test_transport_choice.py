@@ -99,6 +99,21 @@ def test_auto_takes_cufile_for_proven_gds_only(
         assert chosen.name in ("uring", "posix")
 
 
+def test_a_disk_too_full_to_probe_is_read_without_gds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be full of our own slab."""
+
+    def full(*_: object) -> probe.ProbeResult:
+        raise IOFailedError("no space left", "free some", errno.ENOSPC)
+
+    monkeypatch.setattr(probe, "no_gds_driver", lambda: "")
+    monkeypatch.setattr(probe, "probe", full)
+    with opened(tmp_path, device="cuda:0") as chosen:
+        assert chosen.name in ("uring", "posix")
+    for transport, gds in (("auto", "on"), ("cufile", "auto")):
+        with pytest.raises(IOFailedError, match="no space left"):
+            opened(tmp_path, transport, device="cuda:0", gds=gds)
+
+
 def test_without_the_driver_nothing_is_probed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "no_gds_driver", lambda: "no driver")
     monkeypatch.setattr(probe, "probe", lambda *_: pytest.fail("nothing could prove it"))

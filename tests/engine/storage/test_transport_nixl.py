@@ -1,3 +1,4 @@
+import errno
 import importlib.metadata
 import importlib.util
 import os
@@ -208,6 +209,24 @@ def test_done_is_not_believed_past_the_end_of_the_file(stand_in, slab: Path, buf
         offset = FILE_BYTES - SECTOR
         (agent.failing if failing else agent.ended).add(offset)
         assert transport.read(file, offset, buffer.view[: 2 * SECTOR]) == SECTOR
+
+
+def test_a_file_whose_size_cannot_be_had_keeps_no_transfer(
+    stand_in, slab: Path, buffer: HostBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with NixlTransport(1, "off") as transport, monkeypatch.context() as patch:
+        [agent] = stand_in
+        file = transport.open(slab)
+        agent.all_end = True
+
+        def stale(_: int) -> os.stat_result:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+        patch.setattr(nixl_module.os, "fstat", stale)
+        with pytest.raises(OSError, match="Stale file handle"):
+            transport.read(file, 0, page(buffer, 0))
+        assert agent.begun[0].released
+    assert agent.registered == []  # the close has given everything back
 
 
 def test_close_leaves_a_hung_transfer_what_it_has(stand_in, slab: Path, buffer: HostBuffer) -> None:

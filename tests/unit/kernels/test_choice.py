@@ -483,3 +483,13 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
     with pytest.raises(FileNotFoundError, match="home"):
         paths.cache_file(KEY)
     survives(monkeypatch, caplog)
+
+
+@pytest.mark.usefixtures("directory")
+def test_a_file_system_without_locks_keeps_nobody_from_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(calibrate.fcntl, "flock", refuses)
+    assert measured_anew(monkeypatch)
+    assert not measured_anew(monkeypatch)
