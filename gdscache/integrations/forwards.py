@@ -124,7 +124,8 @@ class Forwards:
             )
 
     def reset(self) -> None:
-        self._running = False
+        """Forget a call that did not end, and the outputs of its pieces."""
+        self._running, self._before = False, []
 
     def allow(self, end: int) -> None:
         """A layer gets states up to token `end`. Raises `UnsupportedRequestError` if no watched call makes them."""
