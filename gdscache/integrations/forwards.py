@@ -21,7 +21,6 @@ from gdscache.errors import SequenceStateError, UnsupportedRequestError
 CACHE_NAMES = ("cache", "past_key_values")  # of a call's cache: since transformers 5.24, and before
 _HARMLESS = {
     *CACHE_NAMES,
-    "cache_position",
     "labels",
     "logits_to_keep",
     "num_items_in_batch",
@@ -32,7 +31,7 @@ _HARMLESS = {
     "return_dict",
     "use_cache",
 }
-_CHECKED = {"input_ids", "attention_mask", "position_ids"}
+_CHECKED = {"input_ids", "attention_mask", "position_ids", "cache_position"}
 _WHOLE = ("output_attentions", "output_hidden_states", "output_router_logits")  # a call for these is not cut
 
 
@@ -211,7 +210,8 @@ class Forwards:
                 "open(max_length=...) sets the longest; compute a prompt beyond the rope's limit in one call",
             )
         _check_mask(given.get("attention_mask"), end)
-        _check_positions(given.get("position_ids"), past, end)
+        for name in ("position_ids", "cache_position"):  # some models make the first of the second
+            _check_positions(given.get(name), past, end)
         self._calls = [(first, call[:, : past - first]) for first, call in self._calls if first < past]
         self._calls.append((past, ids.detach().clone()))
         self._cached = min(self._cached, past)  # the part cut off a prefix is computed again
