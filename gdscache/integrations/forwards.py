@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -49,12 +48,21 @@ class Forwards:
     """The forward calls of one cache: `watch` before them, `allow` for each layer's states, `tokens` at the end.
 
     `cached`: tokens in the cache at its begin. `rows`: of the batch. `least`, `most`: tokens at which a call may end.
-    `ends`: cuts calls into pieces.
+    `ends`: cuts calls into pieces. `adapters`: how the model's adapters are switched now. `switched`: whether they were
+    switched otherwise in a call than at the begin.
     """
 
     def __init__(
-        self, rows: int, cached: int, least: int = 0, most: float = math.inf, ends: Ends | None = None
+        self,
+        rows: int,
+        cached: int,
+        least: int,
+        most: float,
+        ends: Ends | None,
+        adapters: Callable[[], object],
     ) -> None:
+        self._adapters, self._at_begin = adapters, adapters()
+        self.switched = False
         self._rows = rows
         self._ends = ends
         self._running = False  # a call has begun and not ended; kept with `ends` only
@@ -88,6 +96,7 @@ class Forwards:
             past = 0 if own is None else int(own.get_seq_length())
             if kwargs is not None and own is not None and _has_cache(given, own):
                 self.check()
+                self.switched = self.switched or self._adapters() != self._at_begin
                 anew = _begins_anew(given) if past and not self._calls else False
                 if anew is not False and let_go(given.get("input_ids"), anew is True):
                     past = 0
@@ -124,7 +133,7 @@ class Forwards:
 
     def reset(self) -> None:
         """Forget a call that did not end, and the outputs of its pieces."""
-        self._running, self._before = False, []
+        self._running, self.switched, self._before = False, False, []
 
     def allow(self, end: int) -> None:
         """A layer gets states up to token `end`. Raises `UnsupportedRequestError` if no watched call makes them."""
