@@ -78,6 +78,9 @@ def _policies(config: Config) -> Iterator[str]:
             value = getattr(config.store, key)
             if value != type(config.store).model_fields[key].default:
                 yield f"store.{key} is {value}, but there is no SSD tier: it has no effect. Add ssd"
+    if (events := config.events) is not None and events.endpoint is None and (events.replay or events.topic):
+        key = "replay" if events.replay else "topic"
+        yield f"events.{key} is given, but no endpoint: it has no effect. Add events.endpoint"
 
 
 def _pages(n: int) -> str:

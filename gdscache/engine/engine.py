@@ -497,15 +497,13 @@ class CacheEngine:
         retention: Retention = DEFAULT,
     ) -> StoreHandle:
         """Queue a store; `store` and `Sequence.commit` end here. `sources` pins the blocks."""
-        if pages and pages[0].namespace not in self._described and len(self._described) < _SALTS_KEPT:
-            for number, group in enumerate(self.groups or (None,)):
-                namespace = self.namespace(salt, group)
-                self._described.add(namespace)
-                if group is not None and self._parts.events is not None:
-                    self._parts.events.name(namespace, GroupFacts.of(number, group))
-                for tier in self.manager.files:
-                    tier.describe_namespace(namespace, self._fields(salt, group))
-        event = self._parts.executor.mark(after)
+        with contextlib.ExitStack() as undo:
+            if sources is not None:
+                undo.callback(self.manager.end, sources)
+            if pages and pages[0].namespace not in self._described and len(self._described) < _SALTS_KEPT:
+                self._describe(salt)
+            event = self._parts.executor.mark(after)
+            undo.pop_all()  # the storer ends them
         handle = StoreHandle(len(pages), self.calls)
         if isinstance(event, StoreMark):
             handle.order = event.order
@@ -517,6 +515,16 @@ class CacheEngine:
         handle.order = b""
         handle.read(None)
         return handle
+
+    def _describe(self, salt: str) -> None:
+        """Tell tiers and events what this salt's namespaces are of."""
+        namespaces = self.namespaces(salt)
+        for number, (namespace, group) in enumerate(zip(namespaces, self.groups or (None,), strict=True)):
+            if group is not None and self._parts.events is not None:
+                self._parts.events.name(namespace, GroupFacts.of(number, group))
+            for tier in self.manager.files:
+                tier.describe_namespace(namespace, self._fields(salt, group))
+        self._described.update(namespaces)  # last: then other threads store their pages without this
 
     def tell_ranks(self, number: int, what: bytes) -> None:
         """Send these bytes to every rank under a new number: see `Rank.told`. Does not wait."""

@@ -112,8 +112,9 @@ _ALL = Place("", "", "")  # all tiers are cleared together
 
 
 class KVEventHub:
-    """Gathers the indexes' events, and passes them on in a thread of its own. Events of at most `queue` pages wait:
-    further ones are dropped, counted, and seen as a missing number."""
+    """Gathers the indexes' events, and passes them on in a thread of its own. Events of at most `queue` pages wait,
+    and those of the pages that are there when it begins to watch. Further ones are dropped and counted. They are seen
+    as a missing number behind the batch of those that waited, with an empty batch behind it."""
 
     def __init__(self, page_tokens: int, publisher: ZmqPublisher | None = None, queue: int = QUEUE) -> None:
         self.dropped = 0  # pages
@@ -135,10 +136,12 @@ class KVEventHub:
     def watch(self, tiers: Iterable[Tier]) -> None:
         """Listen to all tiers, and report their present pages. The manager's lock is held."""
         for tier in tiers:
-            note = tier.index.on_change = functools.partial(self.note, Place.of(tier))
-            there = [entry.page for entry in tier.index]
-            for at in range(0, len(there), BATCH_PAGES):
-                note("stored", there[at : at + BATCH_PAGES])
+            place = Place.of(tier)
+            tier.index.on_change = functools.partial(self.note, place)
+            if there := [entry.page for entry in tier.index]:
+                with self._lock:
+                    self._noted.append((place, "stored", there))
+        self._wake.set()
 
     def name(self, namespace: bytes, facts: GroupFacts) -> None:
         """The group of a namespace's pages. Call it for a bounded number of namespaces, before their pages come."""
@@ -146,12 +149,13 @@ class KVEventHub:
 
     def add(self, callback: Callable[[KVEventBatch], object]) -> Callable[[], None]:
         """Call `callback(batch)` for each batch, in a thread of the hub's. Returns a function that stops it."""
+        own = functools.partial(callback)  # the same callback may be added twice
         with self._lock:
-            self._callbacks += (callback,)
+            self._callbacks += (own,)
 
         def remove() -> None:
             with self._lock:
-                self._callbacks = tuple(other for other in self._callbacks if other is not callback)
+                self._callbacks = tuple(other for other in self._callbacks if other is not own)
 
         return remove
 
@@ -162,7 +166,7 @@ class KVEventHub:
         elif not some:
             return
         with self._lock:
-            if self._pages + len(some) > self._limit:
+            if self._lost or self._pages + len(some) > self._limit:  # none behind a lost one before its number
                 self.dropped += len(some)
                 self._lost = True
                 return
@@ -182,7 +186,7 @@ class KVEventHub:
         self._thread.join()
 
     def _serve(self) -> None:
-        while not (self._closed and not self._noted):
+        while not self._closed or self._noted or self._lost:
             if self._wake.wait(WAKE_S) and not self._closed:
                 time.sleep(GATHER_S)
             self._wake.clear()
@@ -193,19 +197,21 @@ class KVEventHub:
     def _publish(self) -> None:
         with self._lock:
             noted, self._noted, self._pages = self._noted, [], 0
-            if self._lost:  # skip a number
-                self._lost = False
-                self._seq += 1
+            lost, self._lost = self._lost, False
             seq, callbacks = self._seq, self._callbacks
-            self._seq += bool(noted)
+            self._seq += bool(noted) + 2 * lost
         if noted:
-            batch = KVEventBatch(seq, time.time(), list(self._events(noted)))
-            for callback in callbacks:
-                log_failure(failure_of(lambda callback=callback: callback(batch)))  # type: ignore[misc]
-            if self._publisher is not None:
-                self._publisher.publish(batch)
+            self._pass_on(KVEventBatch(seq, time.time(), list(self._events(noted))), callbacks)
+        if lost:  # a number is left out, which this batch tells
+            self._pass_on(KVEventBatch(seq + bool(noted) + 1, time.time(), []), callbacks)
         if self._publisher is not None:
             self._publisher.serve()
+
+    def _pass_on(self, batch: KVEventBatch, callbacks: Iterable[Callable[[KVEventBatch], object]]) -> None:
+        for callback in callbacks:
+            log_failure(failure_of(functools.partial(callback, batch)))
+        if self._publisher is not None:
+            self._publisher.publish(batch)
 
     def _events(self, noted: Sequence[tuple[Place, str, Sequence[Any]]]) -> Iterator[KVEvent]:
         for (place, what), alike in itertools.groupby(noted, operator.itemgetter(0, 1)):

@@ -20,6 +20,7 @@ from gdscache.events.base import AllBlocksCleared, BlockStored, KVEventBatch, Pl
 if TYPE_CHECKING:
     from gdscache.tiers.base import Tier
 
+_LOOKED = 1024  # pages that are looked at in one hold of the manager's lock
 EXPECTED = 1 << 16  # names of pages that no tier has, or not yet: about 30 MiB
 
 
@@ -53,24 +54,25 @@ class NamedEvents:
         self._manager_lock = lock
         self._most = expected
         self._lock = threading.Lock()
+        self._next: int | None = None  # the next batch's number
         self._expected: OrderedDict[bytes, BlockName] = OrderedDict()
         self._there: dict[bytes, tuple[BlockName, set[str]]] = {}
         self._told: list[tuple[bool, str, BlockName]] = []
 
     def name(self, keys: Sequence[bytes], names: Sequence[BlockName]) -> None:
         """Name these pages, and report the ones present in tiers."""
-        with self._manager_lock:
-            found = [[tier.name for tier in self._tiers if tier.index.has(key)] for key in keys]
-        with self._lock:
-            for key, name, tiers in zip(keys, names, found, strict=True):
+        with self._lock:  # before the look: `heard` hears of later changes behind it
+            for key, name, tiers in zip(keys, names, self._having(keys), strict=True):
                 if key not in self._there:
                     self._expect(key, name)
                 for tier in tiers:
                     self._got(key, tier)
 
     def heard(self, batch: KVEventBatch) -> None:
-        """Take a batch of the engine's. Its pages may be reported already by `name`, or be gone again."""
+        """Take a batch of the engine's. Its pages may be reported already by `name`, or be gone again. Behind a missing
+        number all tiers are looked at again."""
         with self._lock:
+            missed, self._next = batch.seq != self._next, batch.seq + 1
             for event in batch.events:
                 if isinstance(event, AllBlocksCleared):
                     for key, (_, tiers) in list(self._there.items()):
@@ -80,6 +82,8 @@ class NamedEvents:
                     change = self._got if isinstance(event, BlockStored) else self._lost
                     for key in event.block_hashes:
                         change(key, event.ownership)
+            if missed:
+                self._look_again()
 
     def take(self) -> list[NamedRun]:
         """The changes since the last call, in order."""
@@ -92,6 +96,20 @@ class NamedEvents:
             else:
                 runs.append(NamedRun(stored, medium, [name]))
         return runs
+
+    def _having(self, keys: Sequence[bytes]) -> list[list[str]]:
+        """The tiers that have each page now."""
+        with self._manager_lock:
+            return [[tier.name for tier in self._tiers if tier.index.has(key)] for key in keys]
+
+    def _look_again(self) -> None:
+        keys = [*self._there, *self._expected]
+        for at in range(0, len(keys), _LOOKED):  # others need the manager's lock between
+            some = keys[at : at + _LOOKED]
+            for key, having in zip(some, self._having(some), strict=True):
+                for tier in self._tiers:
+                    change = self._got if tier.name in having else self._lost
+                    change(key, tier.name)
 
     def _got(self, key: bytes, tier: str) -> None:
         name = self._expected.pop(key, None)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -21,7 +20,6 @@ from gdscache.errors import SequenceStateError, UnsupportedRequestError
 CACHE_NAMES = ("cache", "past_key_values")  # of a call's cache: since transformers 5.24, and before
 _HARMLESS = {
     *CACHE_NAMES,
-    "cache_position",
     "labels",
     "logits_to_keep",
     "num_items_in_batch",
@@ -32,7 +30,7 @@ _HARMLESS = {
     "return_dict",
     "use_cache",
 }
-_CHECKED = {"input_ids", "attention_mask", "position_ids"}
+_CHECKED = {"input_ids", "attention_mask", "position_ids", "cache_position"}
 _WHOLE = ("output_attentions", "output_hidden_states", "output_router_logits")  # a call for these is not cut
 
 
@@ -50,12 +48,21 @@ class Forwards:
     """The forward calls of one cache: `watch` before them, `allow` for each layer's states, `tokens` at the end.
 
     `cached`: tokens in the cache at its begin. `rows`: of the batch. `least`, `most`: tokens at which a call may end.
-    `ends`: cuts calls into pieces.
+    `ends`: cuts calls into pieces. `adapters`: how the model's adapters are switched now. `switched`: whether they were
+    switched otherwise in a call than at the begin.
     """
 
     def __init__(
-        self, rows: int, cached: int, least: int = 0, most: float = math.inf, ends: Ends | None = None
+        self,
+        rows: int,
+        cached: int,
+        least: int,
+        most: float,
+        ends: Ends | None,
+        adapters: Callable[[], object],
     ) -> None:
+        self._adapters, self._at_begin = adapters, adapters()
+        self.switched = False
         self._rows = rows
         self._ends = ends
         self._running = False  # a call has begun and not ended; kept with `ends` only
@@ -89,6 +96,7 @@ class Forwards:
             past = 0 if own is None else int(own.get_seq_length())
             if kwargs is not None and own is not None and _has_cache(given, own):
                 self.check()
+                self.switched = self.switched or self._adapters() != self._at_begin
                 anew = _begins_anew(given) if past and not self._calls else False
                 if anew is not False and let_go(given.get("input_ids"), anew is True):
                     past = 0
@@ -124,7 +132,8 @@ class Forwards:
             )
 
     def reset(self) -> None:
-        self._running = False
+        """Forget a call that did not end, and the outputs of its pieces."""
+        self._running, self.switched, self._before = False, False, []
 
     def allow(self, end: int) -> None:
         """A layer gets states up to token `end`. Raises `UnsupportedRequestError` if no watched call makes them."""
@@ -210,7 +219,8 @@ class Forwards:
                 "open(max_length=...) sets the longest; compute a prompt beyond the rope's limit in one call",
             )
         _check_mask(given.get("attention_mask"), end)
-        _check_positions(given.get("position_ids"), past, end)
+        for name in ("position_ids", "cache_position"):  # some models make the first of the second
+            _check_positions(given.get(name), past, end)
         self._calls = [(first, call[:, : past - first]) for first, call in self._calls if first < past]
         self._calls.append((past, ids.detach().clone()))
         self._cached = min(self._cached, past)  # the part cut off a prefix is computed again

@@ -56,6 +56,7 @@ class LiveModel:
         self._probes: list[torch.Tensor] = []
         self._probed = b""
         self._name: dict[str, object] = {}
+        self._adapted: list[torch.nn.Module] = []
 
     def identity(self) -> dict[str, object]:
         """The model's facts by name, with a digest of its tensors, as plain data.
@@ -71,8 +72,13 @@ class LiveModel:
             probed = _read(self._probes)
             if stamp != self._stamp or probed != self._probed:
                 self._name = self._named()
+                self._adapted = [module for _, module in _adapted(self._model)]
                 self._stamp, self._probed = stamp, probed
         return self._name
+
+    def switches(self) -> list[object]:
+        """How the adapters are switched now that were there at the last `identity`. Asks no device."""
+        return [_switched(module) for module in self._adapted]
 
     def _named(self) -> dict[str, object]:
         tensors = list(_tensors(self._model))
@@ -89,7 +95,7 @@ class LiveModel:
             **self._facts,
             "tensors": digest_of(shapes),
             "weights": fresh_salt() if hidden else samples.hexdigest(),
-            "adapters": plain(list(_adapters(self._model))),
+            "adapters": plain([[name, *_switched(module)] for name, module in _adapted(self._model)]),
         }
 
 
@@ -101,10 +107,15 @@ def _stamp(model: torch.nn.Module) -> list[object]:
         if module._buffers:
             volatile = module._non_persistent_buffers_set
             tensors += [one for name, one in module._buffers.items() if name not in volatile]
-        found += [(id(one), one.data_ptr(), one._version) for one in tensors if one is not None]
+        found += [(id(one), one.data_ptr(), _writes(one)) for one in tensors if one is not None]
         if "_disable_adapters" in module.__dict__:
             found.append(_switched(module))
     return found
+
+
+def _writes(tensor: torch.Tensor) -> int:
+    """The count of writes in place. Tensors that were made in inference mode have none."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -119,10 +130,9 @@ def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                     yield f"{prefix}.{name}", tensor
 
 
-def _adapters(model: torch.nn.Module) -> Iterator[object]:
-    for prefix, module in model.named_modules():
-        if "_disable_adapters" in module.__dict__:
-            yield [prefix, *_switched(module)]
+def _adapted(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The modules with adapters, by name."""
+    return ((name, module) for name, module in model.named_modules() if "_disable_adapters" in module.__dict__)
 
 
 def _switched(module: torch.nn.Module) -> list[object]:
@@ -139,8 +149,12 @@ def _bytes(name: str, tensor: torch.Tensor, most: int) -> torch.Tensor:
     if not _has_bytes(tensor) or not tensor.numel():
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     flat = tensor.detach()
-    flat = flat.reshape(-1) if flat.is_contiguous() else flat.as_strided((flat.numel(),), (1,), flat.storage_offset())
     size = flat.element_size()
+    if flat.is_contiguous():
+        flat = flat.reshape(-1)
+    else:  # of an expanded tensor fewer elements are there than it has
+        there = flat.untyped_storage().nbytes() // size - flat.storage_offset()
+        flat = flat.as_strided((min(flat.numel(), there),), (1,), flat.storage_offset())
     count = max(1, min(len(flat), most // size))
     drawn = int.from_bytes(hashlib.blake2b(f"{most}:{name}".encode(), digest_size=8).digest(), "little")
     at = drawn % (len(flat) - count + 1)

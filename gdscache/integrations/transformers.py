@@ -187,7 +187,7 @@ class PrefixCache:
                     rows = PoolRows(self.engine, prompts, salt)
             opened.callback(rows.close)
             unchanged = functools.partial(self._is_named, salt, request, side)
-            cache = GdsCache(rows, self.model, least, most, unchanged)
+            cache = GdsCache(rows, self.model, least, most, unchanged, self._live.switches)
             opened.pop_all()
         return cache
 
@@ -224,16 +224,17 @@ class GdsCache(DynamicCache):
         least: int,
         most: float,
         unchanged: Callable[[], bool],
+        adapters: Callable[[], object],
     ) -> None:
         """`least`, `most`: tokens at which a call of the model may end. `unchanged`: whether the model is still the one
-        that names the pages."""
+        that names the pages. `adapters`: how its adapters are switched now."""
         super().__init__()
         self._rows, self._unchanged = rows, unchanged
         self.cached_tokens: int = rows.cached_tokens
         self.layer_class_to_replicate = None
         self.layers = list(rows.layers)
         ends = rows if isinstance(rows, HybridRows) and rows.has_states else None
-        self._forwards = Forwards(len(rows.prompts), self.cached_tokens, least, most, ends)
+        self._forwards = Forwards(len(rows.prompts), self.cached_tokens, least, most, ends, adapters)
         self._forwards.watch(model, self, functools.partial(_let_go, weakref.ref(self)))
 
     @property
@@ -309,7 +310,7 @@ class GdsCache(DynamicCache):
         if len(rows) != len(prompts):
             raise SequenceStateError(f"{len(rows)} rows are committed to a cache of {len(prompts)}")
         self._forwards.check()
-        if not self._unchanged():
+        if self._forwards.switched or not self._unchanged():
             raise SequenceStateError(
                 "the model has other weights or adapters than when the cache was opened",
                 "open a cache behind each change; what this one has computed cannot be stored",

@@ -21,7 +21,7 @@ class MetricsServer:
         registry.register(EngineCollector(_Weakly(engine)))
         try:
             self._server, self._thread = prometheus_client.start_http_server(port, addr=host, registry=registry)
-        except (OSError, OverflowError) as error:
+        except (OSError, OverflowError, UnicodeError) as error:  # UnicodeError: a host that can be no name
             raise MetricsAddressError(
                 f"metrics cannot be served at {host}:{port}: {error}", "set metrics.port and metrics.host to others"
             ) from error

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import random
+import threading
 from array import array
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from gdscache import PageHashes
+from gdscache.events.base import BlockRemoved, KVEventBatch
 from gdscache.events.names import BlockName, NamedEvents
 from tests.support.helpers import Host, OpenHost, drop_from, prompt, quiet, until
 
@@ -137,6 +141,40 @@ def test_whatever_happens_the_router_has_what_the_tiers_have(open_host: OpenHost
     router.store(prompts[0])
     router.settles(*prompts)
     assert any(router.blocks.values())
+
+
+def test_a_page_that_is_lost_while_it_is_named_is_not_told_as_there() -> None:
+    """The batch with its removal comes right behind the look at the tiers."""
+    key, name = bytes(32), BlockName(b"a", None, array("I", [1, 2, 3, 4]))
+    gone = KVEventBatch(1, 0.0, [BlockRemoved([key], "CPU", "LOCAL", "cpu")])
+    tier: Any = SimpleNamespace(name="cpu", kind="memory", served=True, index=SimpleNamespace(has=lambda _: True))
+    hearing = [threading.Thread(target=lambda: events.heard(gone))]
+
+    class Lock(contextlib.nullcontext[None]):
+        def __exit__(self, *error: object) -> None:
+            hearing[0].start()
+            hearing[0].join(0.2)
+
+    events = NamedEvents([tier], Lock())
+    events.heard(KVEventBatch(0, 0.0, []))
+    events.name([key], [name])
+    hearing[0].join()
+    assert [run.stored for run in events.take()] == [True, False]
+
+
+def test_behind_a_missing_number_the_tiers_are_looked_at_again() -> None:
+    there = {bytes([n]) for n in range(3)}
+    tier: Any = SimpleNamespace(name="cpu", kind="memory", served=True, index=SimpleNamespace(has=lambda k: k in there))
+    events = NamedEvents([tier], threading.Lock())
+    names = [BlockName(n, None, array("I", [n])) for n in range(4)]
+    events.heard(KVEventBatch(0, 0.0, []))
+    events.name([bytes([n]) for n in range(4)], names)
+    assert [len(run.blocks) for run in events.take()] == [1, 1, 1]
+    there.symmetric_difference_update({bytes([0]), bytes([3])})  # no event tells of it
+    events.heard(KVEventBatch(1, 0.0, []))
+    assert events.take() == []
+    events.heard(KVEventBatch(3, 0.0, []))
+    assert {(run.stored, block.digest) for run in events.take() for block in run.blocks} == {(False, 0), (True, 3)}
 
 
 def test_names_of_pages_that_never_come_are_bounded(open_host: OpenHost) -> None:

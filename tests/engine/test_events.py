@@ -116,12 +116,13 @@ def test_what_a_restart_brings_back_is_told(open_host: OpenHost, tmp_path: Any) 
     keys = [page.key for page in host.engine.pages(prompt(1, 4))]
     host.engine.close()
     again = open_host(cpu=8, ssd=16, path=tmp_path)
-    hub, view = KVEventHub(4, queue=1000), CacheView()
+    hub, view = KVEventHub(4, queue=3), CacheView()  # there may be more pages than may wait later
     hub.add(view.apply)
     with again.engine.manager.lock:
         hub.watch(again.engine.manager.tiers.values())
     until(lambda: view.prefix(keys, ["ssd"]) == 4, "what it had is told")
     hub.close()
+    assert hub.describe()["dropped_pages"] == 0
 
 
 def test_without_the_setting_there_are_none(open_host: OpenHost) -> None:
@@ -150,16 +151,41 @@ def test_what_finds_no_room_leaves_a_number_out() -> None:
     hub.note(CPU, "stored", [page(1), page(2)])
     hub.note(CPU, "stored", [page(3), page(4), page(5)])  # two more than there is room for
     gate.set()
-    until(lambda: len(heard) == 2, "the second is told")
-    hub.note(CPU, "removed", [page(0).key])
+    until(lambda: len(heard) == 3, "the second is told, and that one is missing")
+    hub.note(CPU, "stored", [page(6), page(7)])
     hub.close()
-    assert [batch.seq for batch in heard] == [0, 2, 3]
+    assert [batch.seq for batch in heard] == [0, 1, 3, 4]
     assert hub.describe()["dropped_pages"] == 3
-    assert [view.apply(batch) for batch in heard] == [True, False, False]
-    assert view.lacking == 1
-    view.reset(2)
-    assert [view.apply(batch) for batch in heard[1:]] == [True, True]
-    assert view.prefix([page(1).key, page(2).key]) == 2
+    assert [view.apply(batch) for batch in heard] == [True, True, False, False]
+    assert view.lacking == 2
+    view.reset(3)
+    assert [view.apply(batch) for batch in heard[2:]] == [True, True]
+    assert view.prefix([page(6).key, page(7).key]) == 2
+
+
+def test_what_is_lost_is_missing_behind_what_came_before() -> None:
+    """A page whose removal is lost is not in a view that began anew at the missing number."""
+    hub, heard, gate = KVEventHub(4, queue=4), list[KVEventBatch](), threading.Event()
+    view = CacheView()
+
+    def slow(batch: KVEventBatch) -> None:
+        heard.append(batch)
+        gate.wait(WAIT)
+
+    hub.add(slow)
+    hub.note(CPU, "stored", [page(9)])
+    until(lambda: len(heard) == 1, "the first is told")
+    hub.note(CPU, "stored", [page(0), page(1), page(2)])
+    hub.note(CPU, "removed", [page(0).key, page(1).key])  # finds no room
+    hub.note(CPU, "stored", [page(5)])  # would find some
+    gate.set()
+    hub.close()
+    assert hub.describe()["dropped_pages"] == 3
+    for batch in heard:
+        if not view.apply(batch):
+            view.reset(batch.seq)
+            assert view.apply(batch)
+    assert [n for n in range(10) if view.prefix([page(n).key])] == []
 
 
 def test_a_callback_that_raises_harms_no_other(caplog: pytest.LogCaptureFixture) -> None:
@@ -177,6 +203,16 @@ def test_a_callback_that_raises_harms_no_other(caplog: pytest.LogCaptureFixture)
     hub.close()
     assert len(heard) == 1
     assert "background work broke off" in caplog.text
+
+
+def test_a_callback_that_was_added_twice_is_removed_once() -> None:
+    hub, heard = KVEventHub(4, queue=100), list[KVEventBatch]()
+    hear = heard.append
+    remove, _ = hub.add(hear), hub.add(hear)
+    remove()
+    hub.note(CPU, "stored", [page(0)])
+    hub.close()
+    assert len(heard) == 1
 
 
 def test_pages_that_do_not_follow_each_other_are_events_of_their_own() -> None:

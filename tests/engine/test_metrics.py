@@ -379,6 +379,11 @@ def test_metrics_port_serves_them_until_the_engine_is_closed(open_engine: OpenEn
         fetched(f"http://127.0.0.1:{port}/metrics")
 
 
+def test_a_host_that_can_be_no_name_is_refused_in_words(open_engine: OpenEngine) -> None:
+    with pytest.raises(MetricsAddressError, match=r"set metrics\.port and metrics\.host"):
+        open_engine(metrics={"port": free_port(), "host": "a" * 64})
+
+
 def test_an_engine_that_is_dropped_is_closed_whoever_scrapes_it(open_engine: OpenEngine, tmp_path: Any) -> None:
     port = free_port()
     engine = CacheEngine.from_config(

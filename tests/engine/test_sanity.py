@@ -47,6 +47,8 @@ def test_nothing_is_said_of_a_roomy_configuration(tmp_path: Path) -> None:
         ({"ssd": None, "store": {"write_policy": "write_back"}}, "store.write_policy is write_back", "Add ssd"),
         ({"status": {"path": "/page"}}, "status.path has no effect", "Take status out"),
         ({"ssd": None, "store": {"admission": "tinylfu"}}, "store.admission is tinylfu", "Add ssd"),
+        ({"events": {"replay": "tcp://127.0.0.1:5558"}}, "events.replay is given", "Add events.endpoint"),
+        ({"events": {"topic": "pages"}}, "events.topic is given", "Add events.endpoint"),
         (
             {"ssd": 6400, "ssd_options": {"endurance": 8 * EXTENT}},
             "ssd.endurance is 64KiB a day: filling ssd.capacity once takes 800 days",

@@ -150,6 +150,7 @@ CALLS: dict[str, tuple[Callable[[PreTrainedModel, torch.Tensor], dict[str, Any]]
     "embeddings": (lambda m, ids: {"inputs_embeds": m.get_input_embeddings()(ids)}, "embeddings"),
     "both": (lambda m, i: {"input_ids": i, "inputs_embeds": m.get_input_embeddings()(i)}, "embeddings"),
     "positions": (lambda _, i: {"input_ids": i, "position_ids": torch.arange(1, PROMPT + 1)[None]}, "positions"),
+    "cache positions": (lambda _, i: {"input_ids": i, "cache_position": torch.arange(1, PROMPT + 1)}, "positions"),
     "a mask of four dimensions": (
         lambda _, i: {"input_ids": i, "attention_mask": torch.zeros(1, 1, PROMPT, PROMPT)},
         "attention mask of shape",

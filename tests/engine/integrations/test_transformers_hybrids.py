@@ -626,6 +626,22 @@ def test_behind_a_call_that_failed_nothing_is_computed_or_published(
         assert cached(engine, qwen, tokens()[0]) == 0
 
 
+def test_behind_a_call_whose_last_piece_failed_the_outputs_of_its_pieces_are_forgotten(
+    qwen: PreTrainedModel, tmp_path: Path
+) -> None:
+    def fail_behind_the_first(_layer: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        if args[0].shape[1] == PROMPT - WHOLE:
+            fail()
+
+    with opened(qwen, tmp_path) as engine, PrefixCache(engine, qwen).open(tokens()) as cache, torch.no_grad():
+        hook = qwen.model.layers[0].register_forward_pre_hook(fail_behind_the_first)
+        with pytest.raises(RuntimeError, match="no memory"):
+            qwen(tokens(), past_key_values=cache)
+        hook.remove()
+        cache.reset()
+        assert qwen(tokens(), past_key_values=cache).logits.shape[1] == PROMPT
+
+
 def test_an_engine_that_keeps_other_tokens_is_refused(gemma: PreTrainedModel, tmp_path: Path) -> None:
     config = hybrid_options(gemma, tmp_path)
     with pytest.raises(InvalidValueError, match="HybridEngine"):

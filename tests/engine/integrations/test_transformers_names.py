@@ -124,6 +124,24 @@ def test_what_another_model_has_computed_is_not_stored(
     assert (tier["pages"], tier["private_slots"]) == (before, 0)
 
 
+def test_what_an_adapter_computed_that_was_switched_for_one_call_is_not_stored(
+    model: PreTrainedModel, engine: CacheEngine
+) -> None:
+    """At `open` and at `commit` the model is the one that names the pages."""
+    other, layer = tokens().flip(1).to(model.device), model.model.layers[0].mlp
+    layer.__dict__.update(_disable_adapters=False, _active_adapter=["a"])
+    with PrefixCache(engine, model).open(other) as cache, torch.no_grad():
+        layer.__dict__.update(_disable_adapters=True)
+        model(other, past_key_values=cache)
+        layer.__dict__.update(_disable_adapters=False)
+        with pytest.raises(SequenceStateError, match="other weights or adapters"):
+            cache.commit(other)
+        cache.reset()
+        model(other, past_key_values=cache)
+        cache.commit(other)
+    assert cached(engine, model, other[0]) == 40
+
+
 def test_an_adapter_that_is_switched_off_is_another_model(model: PreTrainedModel, engine: CacheEngine) -> None:
     layer, prefixes, salts = model.model.layers[0].mlp, PrefixCache(engine, model), set()
     for state in (
@@ -153,6 +171,25 @@ def test_ropes_that_are_recomputed_are_no_change(model: PreTrainedModel, engine:
     before = prefixes.salt()
     model.model.rotary_emb.inv_freq.mul_(1)
     assert prefixes.salt() == before
+
+
+def test_a_model_that_was_made_in_inference_mode_is_known_and_its_changes_are_noticed(device: str) -> None:
+    with torch.inference_mode():
+        model = build("llama", device)
+    live = LiveModel(model)
+    before = live.identity()
+    assert live.identity() == before == LiveModel(build("llama", device)).identity()
+    with torch.inference_mode():
+        weight(model).mul_(2)
+    assert live.identity() != before
+
+
+def test_a_buffer_that_is_one_value_for_many_is_known(model: PreTrainedModel) -> None:
+    model.model.layers[0].mlp.register_buffer("more", torch.ones(1, device=model.device).expand(4))
+    live = LiveModel(model)
+    before = live.identity()
+    model.model.layers[0].mlp.more.data[0] = 2
+    assert live.identity() != before
 
 
 def test_tensors_without_bytes_are_never_found_again(model: PreTrainedModel, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,7 +11,19 @@ import pytest
 
 from gdscache import CacheEngine, Config, PageStatus, errors
 from tests.support.dict_tier import DictTier
-from tests.support.helpers import MHA, PACKED, Host, OpenHost, drop_from, layout_of, make_config, prompt, quiet, settle
+from tests.support.helpers import (
+    MHA,
+    PACKED,
+    Host,
+    OpenEngine,
+    OpenHost,
+    drop_from,
+    layout_of,
+    make_config,
+    prompt,
+    quiet,
+    settle,
+)
 
 EXTENT = layout_of(MHA).extent_bytes
 PAGES = 4
@@ -41,6 +53,25 @@ def only(host: Host, *names: str) -> None:
     for name in ("cpu", "ssd", "dict"):
         if name not in names:
             drop_from(host.engine, name)
+
+
+def test_a_commit_that_breaks_off_before_its_store_keeps_no_page_and_is_told_again(
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, told = open_engine(gpu=8, cpu=8, ssd=12, tiers=[entry(24)]), list[bytes]()
+
+    def describe(digest: bytes, description: dict[str, object]) -> None:
+        told.append(digest)
+        if len(told) == 1:
+            raise ValueError("no description")
+
+    monkeypatch.setattr(engine.manager.tiers["dict"], "describe_namespace", describe)
+    with engine.sequence(prompt(1, PAGES)) as sequence, pytest.raises(ValueError, match="no description"):
+        sequence.commit()
+    assert not any(lease["pages"] for lease in engine.stats()["leases"])
+    with engine.sequence(prompt(1, PAGES + 1)) as sequence:
+        sequence.commit().result(10.0)
+    assert told == [engine.namespace()] * 2
 
 
 def test_a_store_reaches_every_tier_and_says_so(host: Host) -> None:
