@@ -37,6 +37,7 @@ from gdscache.engine.hybrid_handles import (
     HybridPin,
     HybridPrefetch,
     HybridStore,
+    all_begun,
     remaining,
 )
 from gdscache.engine.hybrid_states import StandingStates
@@ -356,10 +357,11 @@ class HybridEngine:
             rows = [some[g][number - firsts[g]] for g, number in zip(chain.groups, chain.numbers, strict=True)]
             tables.append(np.array(rows, np.int64).reshape(len(chain), engine.blocks_per_page))
         kept_for: dict[str, Any] = {"priority": priority, "ttl": ttl}
-        handles = [
+        stores = (
             engine.store_pages(chain.pages, table, salt, after, **kept_for)
             for engine, chain, table in zip(self.engines, chains, tables, strict=True)
-        ]
+        )
+        handles = all_begun(stores, wait=bool(self.planes))
         return HybridStore([group.name for group in self.groups], handles, chains)
 
     def window_ends(self, length: int, keep_at: Iterable[int]) -> set[int]:

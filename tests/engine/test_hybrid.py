@@ -37,6 +37,7 @@ from gdscache.gate.fit import ENOUGH
 from gdscache.gate.gate import EXPLORE_EVERY
 from gdscache.metrics import EngineCollector
 from gdscache.storage.base import Op
+from gdscache.store.handle import StoreHandle
 from tests.support.dict_tier import DictTier
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import WAIT, flip_file, prompt, read_page, together, until
@@ -955,6 +956,23 @@ def test_a_load_that_one_pool_refuses_writes_nothing_behind_the_error(
     monkeypatch.undo()
     host.give(slots)
     assert host.load(PROMPT).tokens == 48
+
+
+def test_a_store_that_one_pool_refuses_reads_nothing_behind_the_error(
+    open_hybrid: OpenHybrid, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, begun = open_hybrid("apart"), StoreHandle(1)
+    slots = host.compute(PROMPT)
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise EngineClosedError("the engine was closed meanwhile", "open a new one")
+
+    for engine, store in zip(host.engine.engines, (lambda *_, **__: begun, refused), strict=True):
+        monkeypatch.setattr(engine, "store_pages", store)
+    threading.Timer(0.1, begun.read, [None]).start()
+    with pytest.raises(EngineClosedError):
+        host.engine.store(PROMPT, slots)
+    assert begun.release_event.done()
 
 
 def test_waits_share_one_limit(open_hybrid: OpenHybrid) -> None:
