@@ -19,6 +19,8 @@ from prometheus_client import CollectorRegistry
 
 from examples.shared_pool.view import CacheView
 from gdscache import CacheEngine, HybridEngine, PageHashes, PageStatus, RankAddress
+from gdscache.engine.hybrid_handles import HybridHit
+from gdscache.engine.hybrid_states import StandingStates
 from gdscache.errors import (
     CapacityError,
     ConfigError,
@@ -35,6 +37,8 @@ from gdscache.errors import (
 from gdscache.events.base import BlockStored, KVEventBatch
 from gdscache.gate.fit import ENOUGH
 from gdscache.gate.gate import EXPLORE_EVERY
+from gdscache.groups.base import Group
+from gdscache.groups.names import GroupNames
 from gdscache.metrics import EngineCollector
 from gdscache.storage.base import Op
 from gdscache.store.handle import StoreHandle
@@ -650,6 +654,37 @@ def test_a_state_that_is_read_stays_until_then(open_hybrid: OpenHybrid) -> None:
     host.store(prompt(2, 2))
     assert len(states.cpu.index) == 3 + 1
     states.end(lease)
+
+
+def test_an_interrupt_while_a_state_leaves_ends_its_engine(
+    open_hybrid: OpenHybrid, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its index may be half changed."""
+    host = open_hybrid("state", ssd=None)
+    host.store(PROMPT)
+    full, states = (host.engine.by_groups[name] for name in ("full", "state"))
+    with full.manager.lock:
+        full.manager.cpu.index.evict(1)  # the last page, where the last state is
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(states.manager.cpu.index), "drop", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            host.engine.lookup(PROMPT)
+    assert states.calls.broken_by == "KeyboardInterrupt"
+    states.close()
+
+
+def test_a_state_before_the_end_of_the_first_page_stands_behind_none(open_hybrid: OpenHybrid) -> None:
+    groups = (Group("full", (0,), 8), Group("state", (1,), 4, "state"))
+    managers = [engine.manager for engine in open_hybrid("apart").engine.engines]
+    states, names = StandingStates(groups, [(0,), (1,)], managers), GroupNames(groups, [bytes(32)] * 2, 4)
+    for digest in range(3):
+        names.extend([bytes([digest]) * 32])
+        states.stand(names, [[], [0]])
+    assert not states._behind
 
 
 def test_states_are_noted_and_leave_while_many_threads_look(open_hybrid: OpenHybrid) -> None:
