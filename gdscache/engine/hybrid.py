@@ -279,8 +279,7 @@ class HybridEngine:
         """Begin a batch of loads, each a hit and its slots: one submit a pool, and one wait a layer. See
         `CacheEngine.load_many`."""
         pairs = hits_and_slots(requests, HybridHit)
-        if any(len(hit.parts) != len(self.engines) or hit.pages.keys() != self._by_name.keys() for hit, _ in pairs):
-            raise InvalidValueError("a hit is of another engine", "pass the hits that lookup() of this engine returned")
+        self._check_own(hit for hit, _ in pairs)
         batches: list[list[tuple[Hit, Blocks]]] = [[] for _ in self.engines]
         for hit, slots in pairs:
             for batch, part, table in zip(batches, hit.parts, self._tables(hit, slots), strict=True):
@@ -382,7 +381,7 @@ class HybridEngine:
         pages, none is brought or pinned."""
         if isinstance(tokens, HybridHit):
             arguments.hit_alone(start, salt)
-            hit = tokens
+            self._check_own([hit := tokens])
         else:
             names, length = self._request(tokens, salt)
             hit = self._find(names, length, self._start(start))
@@ -562,6 +561,10 @@ class HybridEngine:
 
     def _start(self, start: Any) -> int:
         return arguments.start_page(start, self.alignment) * self.alignment
+
+    def _check_own(self, hits: Iterable[HybridHit]) -> None:
+        if any(len(hit.parts) != len(self.engines) or hit.pages.keys() != self._by_name.keys() for hit in hits):
+            raise InvalidValueError("a hit is of another engine", "pass the hits that lookup() of this engine returned")
 
     def _check_names(self, slots: Any) -> None:
         if not isinstance(slots, Mapping):

@@ -436,6 +436,8 @@ def test_a_prefetch_of_a_hit_and_what_it_refuses(open_hybrid: OpenHybrid) -> Non
             host.engine.prefetch(hit, **wrong)
     with pytest.raises(InvalidValueError, match="pin"):
         host.engine.prefetch(hit, pin=-1)
+    with pytest.raises(InvalidValueError, match="of another engine"):
+        host.engine.prefetch(HybridHit(0, 0, {}, 0))
     assert host.engine.prefetch(prompt(5, 4)).wait() == 0
 
 
