@@ -19,6 +19,7 @@ import logging
 import math
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
@@ -66,6 +67,7 @@ from gdscache.pages.keys import PageHashes, PageNames, as_tokens, namespace_dige
 from gdscache.pages.planes import PLANES, Blocks, PagedPlanes, by_layer, host_indices
 from gdscache.prefetch.handle import Prefetch
 from gdscache.ranks.address import RankAddress
+from gdscache.runtime.threads import in_turn
 from gdscache.sizes import about
 from gdscache.tiers.manager import TierManager
 from gdscache.tiers.measures import TokenCounts
@@ -479,11 +481,11 @@ class HybridEngine:
             return undo.pop_all().close
 
     def clear(self) -> dict[str, int]:
-        return _sum(engine.clear() for engine in self.engines)
+        return _sum(engine.clear for engine in self.engines)
 
     def invalidate(self, salt: str = "") -> dict[str, int]:
         """Drop every page of a request's salt from every tier; returns the pages removed, by tier."""
-        return _sum(engine.invalidate(*engine.namespaces(salt)) for engine in self.engines)
+        return _sum(functools.partial(engine.invalidate, *engine.namespaces(salt)) for engine in self.engines)
 
     def drain(self, seconds: float | None = None) -> None:
         left = remaining(seconds)
@@ -624,12 +626,11 @@ def _reasons(
     return group_reasons(asked, start, stop, declined)
 
 
-def _sum(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    total: dict[str, int] = {}
-    for some in counts:
-        for name, n in some.items():
-            total[name] = total.get(name, 0) + n
-    return total
+def _sum(drops: Iterable[Callable[[], Mapping[str, int]]]) -> dict[str, int]:
+    """The pages that all pools drop, by tier. An error of one keeps none of the others from it."""
+    total = Counter[str]()
+    in_turn(*(functools.partial(lambda drop: total.update(drop()), drop) for drop in drops))
+    return dict(total)
 
 
 def _checked(config: Config, planes: Any) -> list[tuple[torch.Tensor, ...]]:

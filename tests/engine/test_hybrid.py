@@ -32,6 +32,7 @@ from gdscache.errors import (
     PoolFullError,
     SlotCountError,
     SlotRangeError,
+    StorageError,
     TokensError,
 )
 from gdscache.events.base import BlockStored, KVEventBatch
@@ -237,6 +238,26 @@ def test_salts_are_apart_and_go_one_by_one(open_hybrid: OpenHybrid) -> None:
 
 
 # -- pages that go, or are bad -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drop", ["invalidate", "clear"])
+def test_an_error_of_one_pool_leaves_no_page_of_the_others(
+    open_hybrid: OpenHybrid, monkeypatch: pytest.MonkeyPatch, drop: str
+) -> None:
+    host = open_hybrid("apart")
+    host.store(PROMPT)
+
+    def broken(*_: Any) -> None:
+        raise StorageError("the disk is broken")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(host.engine.engines[0], drop, broken)
+        with pytest.raises(StorageError):
+            getattr(host.engine, drop)()
+    assert (host.found(PROMPT), [len(engine.manager.cpu.index) > 0 for engine in host.engine.engines]) == (
+        0,
+        [True, False],
+    )
 
 
 @pytest.mark.parametrize("model", ["apart", "together", "uneven", "mixed"])

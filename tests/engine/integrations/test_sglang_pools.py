@@ -16,7 +16,7 @@ import torch
 from gdscache import PageHashes
 from gdscache.config import Config
 from gdscache.engine.hybrid import HybridEngine
-from gdscache.errors import CacheGroupsUnsupportedError, CacheLayoutUnsupportedError, EngineClosedError
+from gdscache.errors import CacheGroupsUnsupportedError, CacheLayoutUnsupportedError, EngineClosedError, StorageError
 from gdscache.integrations.sglang.pools import PoolPages, pools_planes
 from gdscache.integrations.sglang.served import SeveralPools
 from gdscache.store.handle import StoreHandle
@@ -171,3 +171,15 @@ def test_a_store_that_one_pool_refuses_reads_nothing_behind_the_error(
     with pytest.raises(EngineClosedError):
         pools.store(PageHashes([bytes([page]) * 32 for page in range(2)]), {"full": [1, 2], "window": [3, 4]})
     assert begun.release_event.done()
+
+
+def test_an_error_of_one_pool_leaves_no_page_of_the_others() -> None:
+    def broken() -> None:
+        raise StorageError("the disk is broken")
+
+    cleared: list[str] = []
+    others = {name: SimpleNamespace(clear=lambda: cleared.append("")) for name in ("swa", "mamba")}
+    pools: Any = {"kv": SimpleNamespace(clear=broken), **others}
+    with pytest.raises(StorageError):
+        PoolPages(pools).clear()
+    assert len(cleared) == 2
