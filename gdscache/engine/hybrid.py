@@ -19,6 +19,7 @@ import logging
 import math
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
@@ -37,6 +38,7 @@ from gdscache.engine.hybrid_handles import (
     HybridPin,
     HybridPrefetch,
     HybridStore,
+    all_begun,
     remaining,
 )
 from gdscache.engine.hybrid_states import StandingStates
@@ -65,6 +67,7 @@ from gdscache.pages.keys import PageHashes, PageNames, as_tokens, namespace_dige
 from gdscache.pages.planes import PLANES, Blocks, PagedPlanes, by_layer, host_indices
 from gdscache.prefetch.handle import Prefetch
 from gdscache.ranks.address import RankAddress
+from gdscache.runtime.threads import in_turn
 from gdscache.sizes import about
 from gdscache.tiers.manager import TierManager
 from gdscache.tiers.measures import TokenCounts
@@ -278,8 +281,7 @@ class HybridEngine:
         """Begin a batch of loads, each a hit and its slots: one submit a pool, and one wait a layer. See
         `CacheEngine.load_many`."""
         pairs = hits_and_slots(requests, HybridHit)
-        if any(len(hit.parts) != len(self.engines) or hit.pages.keys() != self._by_name.keys() for hit, _ in pairs):
-            raise InvalidValueError("a hit is of another engine", "pass the hits that lookup() of this engine returned")
+        self._check_own(hit for hit, _ in pairs)
         batches: list[list[tuple[Hit, Blocks]]] = [[] for _ in self.engines]
         for hit, slots in pairs:
             for batch, part, table in zip(batches, hit.parts, self._tables(hit, slots), strict=True):
@@ -356,10 +358,11 @@ class HybridEngine:
             rows = [some[g][number - firsts[g]] for g, number in zip(chain.groups, chain.numbers, strict=True)]
             tables.append(np.array(rows, np.int64).reshape(len(chain), engine.blocks_per_page))
         kept_for: dict[str, Any] = {"priority": priority, "ttl": ttl}
-        handles = [
+        stores = (
             engine.store_pages(chain.pages, table, salt, after, **kept_for)
             for engine, chain, table in zip(self.engines, chains, tables, strict=True)
-        ]
+        )
+        handles = all_begun(stores, wait=bool(self.planes))
         return HybridStore([group.name for group in self.groups], handles, chains)
 
     def window_ends(self, length: int, keep_at: Iterable[int]) -> set[int]:
@@ -380,7 +383,7 @@ class HybridEngine:
         pages, none is brought or pinned."""
         if isinstance(tokens, HybridHit):
             arguments.hit_alone(start, salt)
-            hit = tokens
+            self._check_own([hit := tokens])
         else:
             names, length = self._request(tokens, salt)
             hit = self._find(names, length, self._start(start))
@@ -478,11 +481,11 @@ class HybridEngine:
             return undo.pop_all().close
 
     def clear(self) -> dict[str, int]:
-        return _sum(engine.clear() for engine in self.engines)
+        return _sum(engine.clear for engine in self.engines)
 
     def invalidate(self, salt: str = "") -> dict[str, int]:
         """Drop every page of a request's salt from every tier; returns the pages removed, by tier."""
-        return _sum(engine.invalidate(*engine.namespaces(salt)) for engine in self.engines)
+        return _sum(functools.partial(engine.invalidate, *engine.namespaces(salt)) for engine in self.engines)
 
     def drain(self, seconds: float | None = None) -> None:
         left = remaining(seconds)
@@ -561,6 +564,10 @@ class HybridEngine:
     def _start(self, start: Any) -> int:
         return arguments.start_page(start, self.alignment) * self.alignment
 
+    def _check_own(self, hits: Iterable[HybridHit]) -> None:
+        if any(len(hit.parts) != len(self.engines) or hit.pages.keys() != self._by_name.keys() for hit in hits):
+            raise InvalidValueError("a hit is of another engine", "pass the hits that lookup() of this engine returned")
+
     def _check_names(self, slots: Any) -> None:
         if not isinstance(slots, Mapping):
             raise InvalidValueError(
@@ -619,12 +626,11 @@ def _reasons(
     return group_reasons(asked, start, stop, declined)
 
 
-def _sum(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    total: dict[str, int] = {}
-    for some in counts:
-        for name, n in some.items():
-            total[name] = total.get(name, 0) + n
-    return total
+def _sum(drops: Iterable[Callable[[], Mapping[str, int]]]) -> dict[str, int]:
+    """The pages that all pools drop, by tier. An error of one keeps none of the others from it."""
+    total = Counter[str]()
+    in_turn(*(functools.partial(lambda drop: total.update(drop()), drop) for drop in drops))
+    return dict(total)
 
 
 def _checked(config: Config, planes: Any) -> list[tuple[torch.Tensor, ...]]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from gdscache import arguments
+from gdscache.errors import GdsCacheError
 from gdscache.groups.names import Chain
 from gdscache.groups.reasons import GroupReasons
 from gdscache.load.handle import LayerwiseLoad
@@ -322,6 +323,19 @@ def _came(
         name: joined(hit.pages[name].start * page_tokens[name], page_tokens[name], map(told_of, some, tiers[name]))
         for name, some in statuses.items()
     }
+
+
+def all_begun(stores: Iterable[StoreHandle], *, wait: bool = True) -> list[StoreHandle]:
+    """The handles of a store in several pools, which `stores` begins one after another. If a pool refuses, nothing
+    reads the blocks behind the error, since the caller has no handle to wait by; except with `wait=False`."""
+    begun: list[StoreHandle] = []
+    try:
+        begun.extend(stores)  # keeps those before an error
+    except GdsCacheError:
+        for handle in begun if wait else ():
+            handle.release_event.synchronize()
+        raise
+    return begun
 
 
 def remaining(seconds: float | None) -> Callable[[], float | None]:

@@ -45,6 +45,8 @@ class StandingStates:
             for g, states in self._states:
                 for number in wanted[g]:
                     page = (number + 1) * self._groups[g].page_tokens // size - 1
+                    if page < 0:  # a state before the first full page's end
+                        continue
                     key, state = names.key(whole, page), (states, names.key(g, number))
                     with self._lock:
                         known = self._behind.setdefault(key, [])
@@ -63,7 +65,7 @@ class StandingStates:
             with self._lock:
                 states = self._behind.pop(key, ())
             for manager, state in states:
-                with manager.lock:
+                with manager.calls, manager.lock:  # an interrupt may leave an index half changed
                     for tier in manager.tiers.values():
                         entry = tier.index.find(state)
                         if entry is not None and not entry.leases:  # a leased state stays

@@ -115,8 +115,10 @@ class Borrower:
         """Read the leading stored pages into blocks, int64 (pages, blocks_per_page); returns their statuses.
 
         When it returns, nothing writes to the planes any more. Takes the `deadline` of the configuration twice at most:
-        for the lender's answer, and for the reads.
+        for the lender's answer, and for the reads. Pages without blocks are left out. Raises `SlotRangeError`.
         """
+        hashes = hashes[: len(blocks)]
+        self._planes.check_blocks(blocks)
         with self._lock:
             if self._closed or not hashes:
                 return []

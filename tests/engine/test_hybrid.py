@@ -19,6 +19,8 @@ from prometheus_client import CollectorRegistry
 
 from examples.shared_pool.view import CacheView
 from gdscache import CacheEngine, HybridEngine, PageHashes, PageStatus, RankAddress
+from gdscache.engine.hybrid_handles import HybridHit
+from gdscache.engine.hybrid_states import StandingStates
 from gdscache.errors import (
     CapacityError,
     ConfigError,
@@ -30,13 +32,17 @@ from gdscache.errors import (
     PoolFullError,
     SlotCountError,
     SlotRangeError,
+    StorageError,
     TokensError,
 )
 from gdscache.events.base import BlockStored, KVEventBatch
 from gdscache.gate.fit import ENOUGH
 from gdscache.gate.gate import EXPLORE_EVERY
+from gdscache.groups.base import Group
+from gdscache.groups.names import GroupNames
 from gdscache.metrics import EngineCollector
 from gdscache.storage.base import Op
+from gdscache.store.handle import StoreHandle
 from tests.support.dict_tier import DictTier
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import WAIT, flip_file, prompt, read_page, together, until
@@ -232,6 +238,26 @@ def test_salts_are_apart_and_go_one_by_one(open_hybrid: OpenHybrid) -> None:
 
 
 # -- pages that go, or are bad -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drop", ["invalidate", "clear"])
+def test_an_error_of_one_pool_leaves_no_page_of_the_others(
+    open_hybrid: OpenHybrid, monkeypatch: pytest.MonkeyPatch, drop: str
+) -> None:
+    host = open_hybrid("apart")
+    host.store(PROMPT)
+
+    def broken(*_: Any) -> None:
+        raise StorageError("the disk is broken")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(host.engine.engines[0], drop, broken)
+        with pytest.raises(StorageError):
+            getattr(host.engine, drop)()
+    assert (host.found(PROMPT), [len(engine.manager.cpu.index) > 0 for engine in host.engine.engines]) == (
+        0,
+        [True, False],
+    )
 
 
 @pytest.mark.parametrize("model", ["apart", "together", "uneven", "mixed"])
@@ -431,6 +457,8 @@ def test_a_prefetch_of_a_hit_and_what_it_refuses(open_hybrid: OpenHybrid) -> Non
             host.engine.prefetch(hit, **wrong)
     with pytest.raises(InvalidValueError, match="pin"):
         host.engine.prefetch(hit, pin=-1)
+    with pytest.raises(InvalidValueError, match="of another engine"):
+        host.engine.prefetch(HybridHit(0, 0, {}, 0))
     assert host.engine.prefetch(prompt(5, 4)).wait() == 0
 
 
@@ -649,6 +677,37 @@ def test_a_state_that_is_read_stays_until_then(open_hybrid: OpenHybrid) -> None:
     host.store(prompt(2, 2))
     assert len(states.cpu.index) == 3 + 1
     states.end(lease)
+
+
+def test_an_interrupt_while_a_state_leaves_ends_its_engine(
+    open_hybrid: OpenHybrid, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its index may be half changed."""
+    host = open_hybrid("state", ssd=None)
+    host.store(PROMPT)
+    full, states = (host.engine.by_groups[name] for name in ("full", "state"))
+    with full.manager.lock:
+        full.manager.cpu.index.evict(1)  # the last page, where the last state is
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(states.manager.cpu.index), "drop", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            host.engine.lookup(PROMPT)
+    assert states.calls.broken_by == "KeyboardInterrupt"
+    states.close()
+
+
+def test_a_state_before_the_end_of_the_first_page_stands_behind_none(open_hybrid: OpenHybrid) -> None:
+    groups = (Group("full", (0,), 8), Group("state", (1,), 4, "state"))
+    managers = [engine.manager for engine in open_hybrid("apart").engine.engines]
+    states, names = StandingStates(groups, [(0,), (1,)], managers), GroupNames(groups, [bytes(32)] * 2, 4)
+    for digest in range(3):
+        names.extend([bytes([digest]) * 32])
+        states.stand(names, [[], [0]])
+    assert not states._behind
 
 
 def test_states_are_noted_and_leave_while_many_threads_look(open_hybrid: OpenHybrid) -> None:
@@ -955,6 +1014,23 @@ def test_a_load_that_one_pool_refuses_writes_nothing_behind_the_error(
     monkeypatch.undo()
     host.give(slots)
     assert host.load(PROMPT).tokens == 48
+
+
+def test_a_store_that_one_pool_refuses_reads_nothing_behind_the_error(
+    open_hybrid: OpenHybrid, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, begun = open_hybrid("apart"), StoreHandle(1)
+    slots = host.compute(PROMPT)
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise EngineClosedError("the engine was closed meanwhile", "open a new one")
+
+    for engine, store in zip(host.engine.engines, (lambda *_, **__: begun, refused), strict=True):
+        monkeypatch.setattr(engine, "store_pages", store)
+    threading.Timer(0.1, begun.read, [None]).start()
+    with pytest.raises(EngineClosedError):
+        host.engine.store(PROMPT, slots)
+    assert begun.release_event.done()
 
 
 def test_waits_share_one_limit(open_hybrid: OpenHybrid) -> None:

@@ -116,9 +116,10 @@ def _indexed_planes(pool: Any, page_tokens: int, *, untried: bool) -> PoolPlanes
         )
     _refuse_parts(pool)
     index = [part for part in pool.index_k_with_scale_buffer if part is not None and part.numel()]
-    if getattr(pool, "index_kpool", 1) != 1 or len(index) != len(pool.kv_buffer):
+    tokens = getattr(pool, "index_kpool", 1)
+    if tokens != 1 or len(index) != len(pool.kv_buffer):
         raise CacheLayoutUnsupportedError(
-            f"{len(index)} of {len(pool.kv_buffer)} layers have an indexer's keys, one of {pool.index_kpool} tokens",
+            f"{len(index)} of {len(pool.kv_buffer)} layers have an indexer's keys, one of {tokens} tokens",
             "use a model in which each layer has an indexer's key of each token",
         )
     tensors = list[tuple[torch.Tensor, ...]]()

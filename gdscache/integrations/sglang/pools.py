@@ -25,6 +25,7 @@ from gdscache.integrations.sglang.planes import (
     refuse_layout,
     rows_of,
 )
+from gdscache.runtime.threads import in_turn
 
 _STATES = "MambaPoolHost"
 
@@ -112,8 +113,7 @@ class PoolPages:
         return reach, found
 
     def clear(self) -> None:
-        for pool in self.pools.values():
-            pool.clear()
+        in_turn(*(pool.clear for pool in self.pools.values()))
 
     def weights_changed(self, *, ends: bool = False) -> None:
         for pool in self.pools.values():

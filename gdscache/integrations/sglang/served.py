@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from gdscache.config import Config
 from gdscache.cuda.streams import Event
 from gdscache.engine.engine import CacheEngine
 from gdscache.engine.hybrid import HybridEngine
-from gdscache.engine.hybrid_handles import HybridHit, HybridLoad
+from gdscache.engine.hybrid_handles import HybridHit, HybridLoad, all_begun
 from gdscache.errors import LoadOrderError
 from gdscache.groups.base import kept, needed
 from gdscache.groups.names import GroupNames
@@ -123,12 +123,14 @@ class SeveralPools:
             wanted.append(some)
             own = range(len(given)) if self._ranked else given
             places |= {(g, number): own[number - last] for number in some}
-        handles = []
-        for pool, chain in zip(engine.engines, names.chain(wanted), strict=True):
-            if chain:
-                table = np.array([[places[at]] for at in zip(chain.groups, chain.numbers, strict=True)], np.int64)
-                handles.append(pool.store_pages(chain.pages, table, salt, after))
-        return LinkedStore(handles)
+
+        def begin() -> Iterator[StoreHandle]:
+            for pool, chain in zip(engine.engines, names.chain(wanted), strict=True):
+                if chain:
+                    table = np.array([[places[at]] for at in zip(chain.groups, chain.numbers, strict=True)], np.int64)
+                    yield pool.store_pages(chain.pages, table, salt, after)
+
+        return LinkedStore(all_begun(begin()))
 
     def has(self, name: str, digests: Sequence[bytes], salt: str) -> bool:
         names = self.engine.group_names(salt, self.engine.alignment)

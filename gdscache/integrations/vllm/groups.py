@@ -122,6 +122,12 @@ class GroupTable(RequestTable):
         super().finish(request_id)
         self._fresh |= self.states.finish(request_id)
 
+    def leave_alone(self, *, stale: bool = False) -> None:
+        """See `RequestTable.leave_alone`. No block is kept for a store that is dropped: vLLM's cache can be reset."""
+        super().leave_alone(stale=stale)
+        for request_id in self._known:
+            self._fresh |= self.states.finish(request_id)
+
     def stores(
         self,
         scheduled: Mapping[str, int],

@@ -192,8 +192,8 @@ class RequestTable:
             why = "late" if known.late else "no room in the CPU tier" if fetch.crowded() else "not loaded"
             self._unused(request.request_id, fetch, there, why)
         self._offer(known, there, fetch)
+        orders = self._orders(known, fetch, blocks, there) if tokens else []  # an error leaves the fetch to `finish`
         known.fetch, known.since, known.asked, known.answered = None, None, None, False
-        orders = self._orders(known, fetch, blocks, there) if tokens else []
         known.loading = known.between and bool(orders)
         if not orders:
             fetch.release()

@@ -251,8 +251,10 @@ class Stores:
         except GdsCacheError as error:
             log_failure(error)
             self._held.clear()
-        self.flush()
-        self._thread.close()
+        try:
+            self.flush()
+        finally:
+            self._thread.close()
 
     def _start(self, pool: int, orders: Sequence[StoreOrder]) -> None:
         engine, steps, salt = self._engines[pool], self._steps_of[pool], self._salt

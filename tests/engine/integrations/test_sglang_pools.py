@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +13,14 @@ from typing import Any
 import pytest
 import torch
 
+from gdscache import PageHashes
 from gdscache.config import Config
 from gdscache.engine.hybrid import HybridEngine
-from gdscache.errors import CacheGroupsUnsupportedError, CacheLayoutUnsupportedError
+from gdscache.errors import CacheGroupsUnsupportedError, CacheLayoutUnsupportedError, EngineClosedError, StorageError
 from gdscache.integrations.sglang.pools import PoolPages, pools_planes
+from gdscache.integrations.sglang.served import SeveralPools
+from gdscache.store.handle import StoreHandle
+from tests.support.hybrid import HybridHost
 from tests.support.sglang_fields import kind_of
 
 PAGE, PAGES, SLOTS = 4, 40, 12
@@ -148,3 +153,33 @@ def test_one_pool_is_as_it_was() -> None:
     planes = pools_planes({"kv": tokens_pool(2)}, 8)
     assert not planes.groups
     assert "groups" not in planes.model()
+
+
+def test_a_store_that_one_pool_refuses_reads_nothing_behind_the_error(
+    open_hybrid: Callable[..., HybridHost], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The linker gives blocks back to SGLang where a store was refused."""
+    pools, begun = SeveralPools.__new__(SeveralPools), StoreHandle(1)
+    pools.engine, pools._ranked = open_hybrid("apart").engine, False
+
+    def refused(*_: Any) -> None:
+        raise EngineClosedError("the engine was closed meanwhile", "open a new one")
+
+    for engine, store in zip(pools.engine.engines, (lambda *_: begun, refused), strict=True):
+        monkeypatch.setattr(engine, "store_pages", store)
+    threading.Timer(0.1, begun.read, [None]).start()
+    with pytest.raises(EngineClosedError):
+        pools.store(PageHashes([bytes([page]) * 32 for page in range(2)]), {"full": [1, 2], "window": [3, 4]})
+    assert begun.release_event.done()
+
+
+def test_an_error_of_one_pool_leaves_no_page_of_the_others() -> None:
+    def broken() -> None:
+        raise StorageError("the disk is broken")
+
+    cleared: list[str] = []
+    others = {name: SimpleNamespace(clear=lambda: cleared.append("")) for name in ("swa", "mamba")}
+    pools: Any = {"kv": SimpleNamespace(clear=broken), **others}
+    with pytest.raises(StorageError):
+        PoolPages(pools).clear()
+    assert len(cleared) == 2

@@ -277,3 +277,6 @@ def test_an_indexer_s_keys_are_untried() -> None:
     pool.index_k_with_scale_buffer = [keys, torch.zeros((0, PAGE * 6), dtype=torch.uint8), keys]
     with pytest.raises(errors.CacheLayoutUnsupportedError, match="2 of 3 layers"):
         device_planes(pool, PAGE, untried=True)
+    del pool.index_kpool
+    with pytest.raises(errors.CacheLayoutUnsupportedError, match="2 of 3 layers"):
+        device_planes(pool, PAGE, untried=True)

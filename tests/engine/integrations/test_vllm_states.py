@@ -312,6 +312,21 @@ def test_a_block_with_a_state_is_kept_until_it_is_read(tmp_path: Path, ranks: in
         assert table.take_fresh() == set()
 
 
+def test_a_block_with_a_state_is_not_kept_behind_a_change_of_weights(tmp_path: Path) -> None:
+    """vLLM resets its cache where all blocks are free."""
+    with opened(tmp_path, 1) as engine:
+        first, table, blocks = request("first"), engine.table, tables(FULL_BLOCKS, STATE_BLOCKS)
+        table.add(first)
+        table.ask(first, 0)
+        table.place(first, blocks, 0)
+        offered = [(g, block, 80) for g, block in enumerate(STATE_BLOCKS)]
+        engine.step(stores=list(table.stores({"first": PROMPT}, lambda name: blocks, {"first": offered})))
+        table.take_fresh()
+        table.leave_alone(stale=True)
+        assert engine.pool.owners.total() == 0
+        assert table.take_fresh() == {*STATE_BLOCKS}, "their next owners wait for the stores that read them"
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_states_and_blocks_go_and_come_back(tmp_path: Path, ranks: int) -> None:
     """Through the CPU tier, from the SSD, and behind a restart; what lies behind a state in its block is left alone."""

@@ -18,7 +18,13 @@ import torch
 
 from gdscache import CacheEngine, LoadReport, PageHashes, PageStatus
 from gdscache.config import Config
-from gdscache.errors import InterfaceUnsupportedError, LayerHooksError, StorageError, VerifiedLoadError
+from gdscache.errors import (
+    EngineClosedError,
+    InterfaceUnsupportedError,
+    LayerHooksError,
+    StorageError,
+    VerifiedLoadError,
+)
 from gdscache.gate.fit import ENOUGH
 from gdscache.integrations.fetching import PinningCache
 from gdscache.integrations.vllm.planes import planes_of
@@ -417,6 +423,19 @@ def test_a_page_that_is_read_wrong_is_not_promised(worker: Worker) -> None:
         good = fetch.verified()
         assert good < PAGES
         fetch.release()
+
+
+def test_the_thread_of_stores_ends_also_where_the_last_pages_are_refused(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any) -> int:
+        raise EngineClosedError("the engine was closed meanwhile", "open a new one")
+
+    monkeypatch.setattr(worker.session.engine, "epoch", refused)
+    worker.stores.begin([StoreOrder("r", hashes(1), 0, (1,))])
+    with pytest.raises(EngineClosedError):
+        worker.stores.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("gdscache-stores")]
 
 
 def test_roles_share_an_engine_and_the_last_closes_it(tmp_path: Path) -> None:

@@ -124,6 +124,18 @@ def test_what_the_first_rank_has_stored_comes_to_all(tmp_path: Path) -> None:
         assert again.others[0].exists(KEYS[:6]) == 0
 
 
+def test_slots_that_are_not_the_keys_or_the_pool_s(tmp_path: Path) -> None:
+    """An exception would end SGLang's thread."""
+    with ranks(tmp_path) as found:
+        found.store(KEYS[:3])
+        for one in (found.first, found.others[0]):
+            assert one.get(KEYS[:3], slots(10, 11)) == [True, True, False]
+            assert one.get(KEYS[:2], slots(10, 11, 12)) == [True, True]
+            for wrong in (PAGES, -1, 10):
+                assert one.get(KEYS[:2], slots(10, wrong)) == [False, False]
+        until(lambda: not found.leases, "nothing is lent any more")
+
+
 def test_a_page_that_is_read_is_not_overwritten(tmp_path: Path) -> None:
     """The slab is far too small for what is stored while a rank reads: it gets the right bytes or a miss."""
     with ranks(tmp_path, ssd={"capacity": 12 * 4096, **FAULTY}) as found:

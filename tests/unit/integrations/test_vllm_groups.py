@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 
+from gdscache.errors import InterfaceUnsupportedError
 from gdscache.groups import partings
 from gdscache.groups.base import Group, alignment
 from gdscache.integrations.vllm.requests import LOOK_AGAIN_S
@@ -122,3 +123,16 @@ def test_a_hit_that_needs_no_page_is_no_load() -> None:
     scheduler.table.place(request, ([0, 0, 0, 0, 7],), 16)
     assert scheduler.table.take_loads() == []
     assert [fetch.released for fetch in scheduler.cache.fetches] == [1]
+
+
+def test_pages_are_released_also_where_vllm_wants_others() -> None:
+    scheduler = Alone(GROUPS["equal pages"], 7)
+    scheduler.run(range(18))
+    request = scheduler.ask(tuple(range(18)), 1)
+    fetch = scheduler.cache.fetches[-1]
+    scheduler._land(fetch, "all")
+    assert scheduler.table.ask(request, 0) == (16, False)
+    with pytest.raises(InterfaceUnsupportedError):
+        scheduler.table.place(request, ([7] * 9, [8] * 9), 16)
+    scheduler.table.finish(request.request_id)
+    assert fetch.released == 1
