@@ -11,7 +11,7 @@ import hashlib
 import importlib.resources
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 
 import torch
@@ -19,7 +19,7 @@ import transformers
 
 from gdscache.integrations.fields import FieldTable, plain
 from gdscache.integrations.settings import digest_of
-from gdscache.integrations.weights import fresh_salt
+from gdscache.integrations.weights import FRESH, fresh_salt
 
 SAMPLE, PROBE = 4096, 256  # bytes of a tensor that name it, and that are read for each request
 _log = logging.getLogger("gdscache")
@@ -97,6 +97,11 @@ class LiveModel:
             "weights": fresh_salt() if hidden else samples.hexdigest(),
             "adapters": plain([[name, *_switched(module)] for name, module in _adapted(self._model)]),
         }
+
+
+def nameless(facts: Mapping[str, object]) -> bool:
+    """Whether an identity's weights could not be looked at."""
+    return str(facts["weights"]).startswith(FRESH)
 
 
 def _stamp(model: torch.nn.Module) -> list[object]:

@@ -38,7 +38,7 @@ from gdscache.errors import (
     UnsupportedRequestError,
 )
 from gdscache.integrations.forwards import Forwards
-from gdscache.integrations.live_model import LiveModel
+from gdscache.integrations.live_model import LiveModel, nameless
 from gdscache.integrations.ropes import rope_limit
 from gdscache.integrations.transformers_layers import SECTION, WindowLayer
 from gdscache.integrations.transformers_parts import KEPT, LayerPart, groups_of, parts_of, planes_of, text_config
@@ -152,8 +152,7 @@ class PrefixCache:
         its pages after a restart. `salt`: the request's own. `rope`: `short` or `long`, for a rope that changes with
         the length. Waits for the model's device.
         """
-        facts = {**self._live.identity(), "rope": rope, "salt": salt}
-        return json.dumps(facts, sort_keys=True, separators=(",", ":"))
+        return _salt_of(self._live.identity(), salt, rope)
 
     def open(
         self, input_ids: Any, *, attention_mask: Any = None, salt: str = "", max_length: int | None = None
@@ -177,8 +176,8 @@ class PrefixCache:
         if attention_mask is not None and _hides(attention_mask):
             raise UnsupportedRequestError("the attention mask hides tokens", "run prompts of unequal length one by one")
         least, most, side = self._side(len(prompts[0]), max_length)
-        request = arguments.text(salt, "salt")
-        salt = self.salt(request, rope=side)
+        facts = self._live.identity()
+        salt = _salt_of(facts, salt, side)
         with contextlib.ExitStack() as opened:
             with torch.inference_mode(mode=False), torch.no_grad():  # makes the cache usable in any mode
                 if isinstance(self.engine, HybridEngine):
@@ -186,13 +185,16 @@ class PrefixCache:
                 else:
                     rows = PoolRows(self.engine, prompts, salt)
             opened.callback(rows.close)
-            unchanged = functools.partial(self._is_named, salt, request, side)
+            unchanged = functools.partial(self._is_still, facts)
             cache = GdsCache(rows, self.model, least, most, unchanged, self._live.switches)
             opened.pop_all()
         return cache
 
-    def _is_named(self, name: str, salt: str, rope: str) -> bool:
-        return self.salt(salt, rope=rope) == name
+    def _is_still(self, facts: Mapping[str, object]) -> bool:
+        """Whether the model has these facts now. Weights that cannot be looked at (on `meta` between the calls) have
+        another name each time, and no later request finds their pages."""
+        now = self._live.identity()
+        return {**now, "weights": facts["weights"]} == facts if nameless(now) and nameless(facts) else now == facts
 
     def _side(self, tokens: int, max_length: int | None) -> tuple[int, float, str]:
         """The least and most tokens at which a call may end, and that side of the rope's limit."""
@@ -209,6 +211,10 @@ class PrefixCache:
             f"may grow to {'any length' if max_length is None else max_length}",
             f"open(..., max_length=N) with N of at most {rope.most}, or run the request without the cache",
         )
+
+
+def _salt_of(facts: Mapping[str, object], salt: str, rope: str) -> str:
+    return json.dumps({**facts, "rope": rope, "salt": salt}, sort_keys=True, separators=(",", ":"))
 
 
 class GdsCache(DynamicCache):

@@ -31,12 +31,13 @@ _CLOCK_S = 0.05  # the system's precision of a process's start, and of a file's 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # of git, and of LFS
 _log = logging.getLogger("gdscache")
+FRESH = "weights:"  # what a name begins with that nothing else has
 _HINT = "name the directory that has the files of weights, or set model.weights to a text that names them"
 
 
 def fresh_salt() -> str:
     """A salt for pages of weights without a name, which an inference engine has got at run time."""
-    return f"weights:{secrets.token_hex(16)}"
+    return f"{FRESH}{secrets.token_hex(16)}"
 
 
 def weights_identity(model: str | os.PathLike[str]) -> str:

@@ -142,6 +142,18 @@ def test_what_an_adapter_computed_that_was_switched_for_one_call_is_not_stored(
     assert cached(engine, model, other[0]) == 40
 
 
+def test_weights_that_are_away_between_calls_are_no_change(model: PreTrainedModel, engine: CacheEngine) -> None:
+    """As accelerate's hooks leave them: a new tensor on `meta` behind each call. Later requests find none of its
+    pages."""
+    model.register_buffer("away", torch.empty(3, device="meta"))
+    prefixes, other = PrefixCache(engine, model), tokens().flip(1)
+    with prefixes.open(other) as cache:
+        model(other.to(model.device), past_key_values=cache)
+        model.away = torch.empty(3, device="meta")
+        assert len(cache.commit(other)) == 1
+    assert cached(engine, model, other[0]) == 0
+
+
 def test_an_adapter_that_is_switched_off_is_another_model(model: PreTrainedModel, engine: CacheEngine) -> None:
     layer, prefixes, salts = model.model.layers[0].mlp, PrefixCache(engine, model), set()
     for state in (
