@@ -295,10 +295,9 @@ class HybridEngine:
             begun = [load for load in loads if load is not None]
             for load in begun:
                 load.cancel()
-            if (
-                isinstance(error, GdsCacheError) and self.planes
-            ):  # no rank has an order, and an interrupt is not held up
-                for load in begun:  # the caller uses the blocks again
+            # The caller uses the blocks again. No rank has an order yet, and an interrupt is not held up.
+            if isinstance(error, GdsCacheError) and self.planes:
+                for load in begun:
                     load.release_event.synchronize()
             raise
         return HybridLoad(self, [hit for hit, _ in pairs], loads)

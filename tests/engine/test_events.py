@@ -137,15 +137,21 @@ def page(n: int) -> Page:
     return Page(n.to_bytes(32, "big"), (n - 1).to_bytes(32, "big") if n else bytes(32), bytes(32))
 
 
-def test_what_finds_no_room_leaves_a_number_out() -> None:
+def held_up() -> tuple[KVEventHub, list[KVEventBatch], threading.Event]:
+    """A hub with room for four pages, what its callback has heard, and the event that the callback waits for."""
     hub, heard, gate = KVEventHub(4, queue=4), list[KVEventBatch](), threading.Event()
-    view = CacheView()
 
     def slow(batch: KVEventBatch) -> None:
         heard.append(batch)
         gate.wait(WAIT)
 
     hub.add(slow)
+    return hub, heard, gate
+
+
+def test_what_finds_no_room_leaves_a_number_out() -> None:
+    hub, heard, gate = held_up()
+    view = CacheView()
     hub.note(CPU, "stored", [page(0)])
     until(lambda: len(heard) == 1, "the first is told")
     hub.note(CPU, "stored", [page(1), page(2)])
@@ -165,14 +171,8 @@ def test_what_finds_no_room_leaves_a_number_out() -> None:
 
 def test_what_is_lost_is_missing_behind_what_came_before() -> None:
     """A page whose removal is lost is not in a view that began anew at the missing number."""
-    hub, heard, gate = KVEventHub(4, queue=4), list[KVEventBatch](), threading.Event()
+    hub, heard, gate = held_up()
     view = CacheView()
-
-    def slow(batch: KVEventBatch) -> None:
-        heard.append(batch)
-        gate.wait(WAIT)
-
-    hub.add(slow)
     hub.note(CPU, "stored", [page(9)])
     until(lambda: len(heard) == 1, "the first is told")
     hub.note(CPU, "stored", [page(0), page(1), page(2)])
