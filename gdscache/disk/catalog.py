@@ -17,7 +17,7 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -186,21 +186,22 @@ class Catalog:
             try:
                 with self._transaction() as writer:
                     delete_pages(writer, delete)
-                    ids = self._register(writer, {record.namespace for record in insert})
-                    pages = [
-                        (int(r.slot), r.key, r.parent, ids[r.namespace], int(r.length), int(r.recency), int(r.packed))
-                        for r in insert
-                    ]
+                    slots, keys, parents, namespaces, *rest = zip(*insert, strict=True) if insert else ((),) * 10
+                    lengths, recencies, sums, priorities, expiries, packed = rest
+                    ids, places = self._register(writer, set(namespaces)), list(map(int, slots))
+                    numbers = (map(int, some) for some in (lengths, recencies, packed))
+                    pages = zip(places, keys, parents, map(ids.__getitem__, namespaces), *numbers, strict=True)
                     _insert(writer, "INSERT INTO pages(place, key, parent, namespace, length, recency, packed)", pages)
-                    _insert(
-                        writer,
-                        "INSERT OR REPLACE INTO checksums(place, sums)",
-                        [(int(r.slot), r.checksums.astype("<u8", copy=False).tobytes()) for r in insert],
-                    )
+                    stored = (some.astype("<u8", copy=False).tobytes() for some in sums)
+                    _insert(writer, "INSERT OR REPLACE INTO checksums(place, sums)", zip(places, stored, strict=True))
                     writer.executemany(
                         "UPDATE pages SET recency = ? WHERE place = ?", [(int(r), int(s)) for s, r in touch.items()]
                     )
-                    kept = {r.slot: (r.priority, r.expires) for r in insert if r.priority or r.expires is not None}
+                    kept = {
+                        place: (priority, expires)
+                        for place, priority, expires in zip(places, priorities, expiries, strict=True)
+                        if priority or expires is not None
+                    }
                     for some in filter(None, (kept, retain)):
                         _retain(writer, some, milliseconds(self._wall_clock()))
                 self._namespace_ids = ids
@@ -351,9 +352,10 @@ class Catalog:
         return known | {row[0]: writer.execute(find, row).fetchone()[0] for row in new}
 
 
-def _insert(writer: sqlite3.Connection, into: str, rows: Sequence[tuple[object, ...]]) -> None:
+def _insert(writer: sqlite3.Connection, into: str, rows: Iterable[tuple[object, ...]]) -> None:
     """Add many rows with one statement: SQLite releases the interpreter's lock at each step of one, and getting it back
     may take time."""
+    rows = list(rows)
     for first in range(0, len(rows), _ROWS):
         some = rows[first : first + _ROWS]
         values = f"({', '.join('?' * len(some[0]))})"

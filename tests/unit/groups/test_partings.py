@@ -8,7 +8,8 @@ from gdscache.groups.base import Group
 from gdscache.groups.partings import Partings
 
 FULL, WINDOW = Group("full", (0,), 16), Group("window", (1,), 16, "window", 1024)
-LONGER, STATE = Group("longer", (1,), 16, "window", 4096), Group("state", (2,), 16, "state")
+SHORT, LONGER = Group("short", (1,), 16, "window", 128), Group("longer", (1,), 16, "window", 2048)
+STATE = Group("state", (2,), 16, "state")
 
 
 def spacing(partings: Partings, requests: int, every: int, lost: int = 2048) -> list[int]:
@@ -21,24 +22,26 @@ def test_traffic_that_parts_often_keeps_more_windows_and_other_traffic_does_not(
     assert set(spacing(partings, 4000, 10)) == {8192}
     often = spacing(partings, 200, 3)
     assert often == sorted(often, reverse=True)  # from one request on
-    assert {*often} == {8192, 1024}
-    assert {*often[100:]} == {1024}
+    assert {*often} == {8192, 2048}
+    assert {*often[100:]} == {2048}
     rarely = spacing(partings, 1200, 1200)
-    assert rarely.count(1024) >= 1024
+    assert rarely.count(2048) >= 1024
     assert rarely[-1] == 8192
 
 
 @pytest.mark.parametrize(
     ("groups", "lost", "dense"),
     [
-        ((FULL, WINDOW, LONGER), 8192, 4096),
-        ((FULL, WINDOW), 1023, 8192),
+        ((FULL, WINDOW, LONGER), 4096, 4096),
+        ((FULL, WINDOW, SHORT), 2048, 2048),
+        ((FULL, SHORT), 1024, 1024),
+        ((FULL, WINDOW), 2047, 8192),
         ((FULL, WINDOW, STATE), 8192, 8192),
         ((FULL, STATE), 8192, 8192),
         ((WINDOW,), 8192, 8192),
     ],
 )
-def test_windows_are_as_dense_as_they_are_long_and_only_where_that_can_help(
+def test_at_most_half_of_a_window_is_kept_and_only_where_that_can_help(
     groups: tuple[Group, ...], lost: int, dense: int
 ) -> None:
     assert spacing(Partings(groups, 8192, adapts=True), 100, 1, lost)[-1] == dense
