@@ -152,7 +152,7 @@ def test_quantised_caches(model: Path, tmp_path: Path, kept_as: str, another: st
         pytest.skip("vLLM has these types on a GPU alone")
     if "e5m2" in kept_as and torch.cuda.is_available():
         pytest.skip("vLLM's FlashAttention has no fp8_e5m2")
-    connector, llm = parts.cache(tmp_path / "ssd", options={"untried": True}), {"kv_cache_dtype": kept_as}
+    connector, llm = parts.cache(tmp_path / "ssd"), {"kv_cache_dtype": kept_as}
     alone = parts.run(tmp_path, model, [ask(*parts.PROMPTS)], llm={**llm, "enable_prefix_caching": False}).answers[1]
     steps = [ask(*parts.PROMPTS), DRAIN, RESET, ask(*parts.PROMPTS), TELL]
     for hits in (False, True):

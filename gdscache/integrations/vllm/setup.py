@@ -30,6 +30,7 @@ from gdscache.integrations.vllm.cache_groups import kinds_of, refuse_groups
 
 _DIGEST = re.compile(r"[0-9a-f]{64}|[0-9a-f]{128}")  # of vLLM's hashers: blake3, SHA-256, SHA-512
 _LONGEST = 3600  # seconds, of an option's time
+_SCALED = "int8_per_token_head", "fp8_per_token_head"  # types with scales in the blocks that a GPU has run
 WEIGHT_METHODS = ("reload_weights",)  # methods of vLLM's workers that write weights without telling connectors
 
 
@@ -107,11 +108,11 @@ def refuse_config(vllm: Any, environment: Mapping[str, str] = os.environ) -> Non
             "leave it off, and use a checkpoint that has the scales, or kv_cache_dtype auto",
         )
     kept_as = getattr(vllm.cache_config, "cache_dtype", "auto")
-    if "per_token_head" in kept_as and not _untried(vllm):
+    if "per_token_head" in kept_as and kept_as not in _SCALED and not _untried(vllm):
         raise CacheTypeUnsupportedError(
-            f"kv_cache_dtype is {kept_as}: vLLM's first forward pass writes ones over the scales of all blocks, "
-            "also of loaded ones",
-            'use fp8; to try it, add "untried": true to kv_connector_extra_config, and compare answers',
+            f"kv_cache_dtype is {kept_as}, which no GPU has run with this connector; {' and '.join(_SCALED)} are "
+            "supported",
+            'use one of these; to try it, add "untried": true to kv_connector_extra_config, and compare answers',
         )
     if vllm.model_config.enable_sleep_mode:
         raise SleepModeUnsupportedError(

@@ -54,7 +54,7 @@ from tests.support.vllm_setup import FullAttentionSpec, MambaSpec, MLAAttentionS
         ({"cache__hash_block_size": 8}, "CacheGroupsUnsupportedError", "--prefix-match-unit"),
         ({"cache_config__prefix_caching_hash_algo": "xxhash"}, "HashSeedError", "PYTHONHASHSEED"),
         ({"cache_config__calculate_kv_scales": True}, "DynamicScalesError", "kv_cache_dtype"),
-        ({"cache_config__cache_dtype": "int8_per_token_head"}, "CacheTypeUnsupportedError", '"untried": true'),
+        ({"cache_config__cache_dtype": "int4_per_token_head"}, "CacheTypeUnsupportedError", '"untried": true'),
         ({"model_config__enable_sleep_mode": True}, "SleepModeUnsupportedError", "leave it off"),
         ({"weight_transfer_config": object()}, "WeightUpdatesUnsupportedError", "leave it out"),
         ({"speculative_config": SimpleNamespace(method="eagle")}, "SpeculationUnsupportedError", "ngram"),
@@ -66,6 +66,11 @@ def test_what_is_refused(change: dict[str, Any], error: str, hint: str) -> None:
         refuse_setup(vllm, cache, {})
     assert hint in raised.value.hint
     assert issubclass(type(raised.value), errors.IntegrationError)
+
+
+@pytest.mark.parametrize("kept_as", ["fp8", "int8_per_token_head", "fp8_per_token_head"])
+def test_quantised_caches_that_a_gpu_has_run_are_served(kept_as: str) -> None:
+    refuse_setup(*setup(cache_config__cache_dtype=kept_as), {})
 
 
 def test_scales_per_token_and_head_are_written_before_any_block_is_loaded() -> None:
