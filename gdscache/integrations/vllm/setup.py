@@ -26,7 +26,7 @@ from gdscache.errors import (
 from gdscache.integrations.fetching import ENDING_S
 from gdscache.integrations.ropes import rope_limit
 from gdscache.integrations.settings import config_named, engine_configuration, switches_of
-from gdscache.integrations.vllm.cache_groups import kinds_of, refuse_groups
+from gdscache.integrations.vllm.cache_groups import kinds_of, layers_of, refuse_groups
 
 _DIGEST = re.compile(r"[0-9a-f]{64}|[0-9a-f]{128}")  # of vLLM's hashers: blake3, SHA-256, SHA-512
 _LONGEST = 3600  # seconds, of an option's time
@@ -192,7 +192,7 @@ def _replicas(vllm: Any, cache: Any) -> int:
     specs, model = [group.kv_cache_spec for group in cache.kv_cache_groups], vllm.model_config
     if {kind for spec in specs for kind in kinds_of(spec)} == {"MLAAttentionSpec"}:
         return ranks
-    layers = [layer for spec in specs for layer in getattr(spec, "kv_cache_specs", {"": spec}).values()]
+    layers = [layer for spec in specs for layer in layers_of(spec)]
     uneven = getattr(model.hf_text_config, "block_configs", None) or getattr(
         getattr(model, "model_arch_config", None), "per_layer_overrides", None
     )
