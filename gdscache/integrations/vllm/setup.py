@@ -241,10 +241,12 @@ def leaves_alone(request: Any, *, media: bool) -> str:
 
     An adapter keeps its name when it is loaded anew. A medium's name is a digest of its content, or its client's; a
     client's name hashed with settings also looks like a digest. `media`: no client names media, so every digest is of
-    content.
+    content. vLLM's hash has the bytes of embeddings, and neither their type nor the positions at which tokens stand.
     """
     if getattr(request, "lora_request", None) is not None:
         return "adapter"
+    if getattr(request, "prompt_embeds", None) is not None:
+        return "embeddings"
     features = getattr(request, "mm_features", None)
     if features and not (media and all(_DIGEST.fullmatch(one.identifier) for one in features)):
         return "media"
