@@ -30,7 +30,7 @@ from gdscache.integrations.vllm.cache_groups import kinds_of, layers_of, refuse_
 
 _DIGEST = re.compile(r"[0-9a-f]{64}|[0-9a-f]{128}")  # of vLLM's hashers: blake3, SHA-256, SHA-512
 _LONGEST = 3600  # seconds, of an option's time
-WEIGHT_METHODS = ("reload_weights",)  # methods of vLLM's workers that write weights without telling connectors
+WEIGHT_METHODS = ("reload_weights", "reset_weights")  # methods of vLLM's workers that write weights, untold
 
 
 @dataclasses.dataclass(frozen=True)
