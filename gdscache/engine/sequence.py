@@ -272,6 +272,8 @@ class Sequence:
                     )
                     lease.add(index, entry)
                     gpu.used((slot,), event)
+                elif self._held.entries[i] is None:
+                    gpu.order_after((entry.slot,))  # another sequence's stream may still compute it
                 if not entry.dropped:
                     sources.add(index, entry)
             index.touch([page.key for page in reversed(self._pages[:pages])])

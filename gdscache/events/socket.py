@@ -48,6 +48,7 @@ class ZmqPublisher:
         try:
             self._out.bind(endpoint)
             if self._again is not None:
+                self._again.set(zmq.SNDHWM, kept + 1)  # a whole replay: the socket drops messages above this number
                 self._again.bind(replay)
         except zmq.ZMQError as error:
             self.close()

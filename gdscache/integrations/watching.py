@@ -12,6 +12,7 @@ import inspect
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from gdscache.errors import WeightUpdatesUnsupportedError
@@ -33,7 +34,8 @@ class _Calls:
 
 class CallWatch:
     """Calls `before` and `after` around each call of these methods of a class, until `close`. An error of `before`
-    keeps the call from being made; the other watches are told all the same.
+    keeps the call from being made; the other watches are told all the same. `also`: methods of other classes, whose
+    names are others.
 
     `from_start`: none of the methods can have been called yet; a class's first watch decides it for later ones. Raises
     `WeightUpdatesUnsupportedError` if the class lacks a method: changes would be unknown.
@@ -46,18 +48,23 @@ class CallWatch:
         before: Listener | None = None,
         after: Listener | None = None,
         *,
+        also: Mapping[type[Any], Sequence[str]] = MappingProxyType({}),
         from_start: bool = True,
     ) -> None:
-        missing = [name for name in methods if not callable(getattr(owner, name, None))]
-        if missing:
-            raise WeightUpdatesUnsupportedError(
-                f"{owner.__module__}.{owner.__name__} has no {', '.join(missing)}: a change of weights would go "
-                "unnoticed, and pages of the old ones would be served",
-                "use a version of the inference engine that was tried: docs/vllm.md, docs/sglang.md",
-            )
+        watched = [(owner, methods), *also.items()]
+        for kind, names in watched:
+            missing = [name for name in names if not callable(getattr(kind, name, None))]
+            if missing:
+                raise WeightUpdatesUnsupportedError(
+                    f"{kind.__module__}.{kind.__name__} has no {', '.join(missing)}: a change of weights would go "
+                    "unnoticed, and pages of the old ones would be served",
+                    "use a version of the inference engine that was tried: docs/vllm.md, docs/sglang.md",
+                )
         self.before, self.after = before, after
         with _lock:
-            self._calls = {name: _calls_of(owner, name, from_start=from_start) for name in methods}
+            self._calls = {
+                name: _calls_of(kind, name, from_start=from_start) for kind, names in watched for name in names
+            }
             for calls in self._calls.values():
                 calls.watches.append(self)
 

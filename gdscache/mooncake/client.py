@@ -64,7 +64,7 @@ class MooncakeAddress:
 
     def checked(self) -> Self:
         host, _, port = str(self.master).rpartition(":")
-        if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
             raise InvalidValueError(f"the mooncake tier's master is {self.master!r}", "give host:port")
         if not isinstance(self.replicas, int) or not 1 <= self.replicas <= _MOST_REPLICAS:
             raise InvalidValueError(

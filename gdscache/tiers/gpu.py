@@ -1,7 +1,7 @@
 """The GPU tier: paged planes of the engine's own. On a machine without a GPU they are in host memory.
 
 Published pages are in the index. Private slots belong to a sequence that is still computing, and have no key. Work on
-the caller's stream may still read a slot when it is given back: the event of that work stays with the slot, and the
+callers' streams may still read a slot when it is given back: the events of that work stay with the slot, and the
 slot's next owner is ordered after it.
 """
 
@@ -34,7 +34,7 @@ class GpuTier(Tier):
         self.index = PageIndex(slots, new_policy(eviction))
         self.private: set[int] = set()  # slots of sequences, not published
         self._capacity = slots * layout.plane_bytes
-        self._last_use: dict[int, Event] = {}
+        self._last_uses: dict[int, dict[object, Event]] = {}  # by slot and stream
 
     @property
     def capacity(self) -> int:
@@ -57,13 +57,16 @@ class GpuTier(Tier):
             self.index.free((slot,))
 
     def used(self, slots: Iterable[int], event: Event) -> None:
+        """`event` is behind the current stream's last use of these slots."""
         if event is not None:
-            self._last_use.update(dict.fromkeys(slots, event))
+            stream = torch.cuda.current_stream(self.paged.device)
+            for slot in slots:
+                self._last_uses.setdefault(slot, {})[stream] = event
 
     def order_after(self, slots: Iterable[int], *, forget: bool = False) -> None:
         """Order the current stream after the work that still uses these slots; `forget` it when they change hands."""
-        look = self._last_use.pop if forget else self._last_use.get
-        for event in {look(slot, None) for slot in slots}:
+        look = self._last_uses.pop if forget else self._last_uses.get
+        for event in {event for slot in slots for event in look(slot, {}).values()}:
             if event is not None:
                 event.wait(torch.cuda.current_stream(self.paged.device))
 

@@ -144,6 +144,17 @@ def test_two_sequences_share_slots_and_the_last_one_to_leave_counts(open_engine:
         holds(engine, first)  # its pages were not given away
 
 
+def test_a_page_that_another_sequence_published_is_stored_behind_its_stream(
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, tokens, behind = open_engine(), prompt(1, 2), list[int]()
+    with engine.sequence(tokens) as first, engine.sequence(tokens) as second:
+        first.commit().result(WAIT)
+        monkeypatch.setattr(engine.gpu, "order_after", lambda slots: behind.extend(slots))
+        second.commit().result(WAIT)
+    assert behind == first.slots.tolist()
+
+
 def test_append_grows_a_sequence_page_by_page(open_engine: OpenEngine, device: str) -> None:
     engine = open_engine(device=device)
     tokens = prompt(1, 5)

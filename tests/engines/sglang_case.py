@@ -11,6 +11,9 @@ from types import SimpleNamespace
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+from sglang.srt.utils.weight_checker import WeightChecker
+
+from gdscache.integrations.sglang.setup import RESETS_WEIGHTS
 
 FAULTY = {"ssd": {"transport": "tests.support.faulty:FaultyTransport"}}
 _CASES: dict[str, Callable[[Path], None]] = {}
@@ -31,12 +34,12 @@ def run_case() -> None:
 def change_weights(name: str = "update_weights_from_tensor") -> None:
     """SGLang's method is called, and fails at once, for there is no model: weights may have changed even so."""
     with contextlib.suppress(Exception):
-        getattr(WeightUpdater, name)(SimpleNamespace(), None)
+        getattr(WeightChecker if name == RESETS_WEIGHTS else WeightUpdater, name)(SimpleNamespace(), None)
 
 
 def restart() -> None:
     """SGLang's classes are as in a process that has just begun: nobody has watched them."""
-    for kind in (WeightUpdater, MHATokenToKVPoolHost, MLATokenToKVPoolHost):
+    for kind in (WeightUpdater, WeightChecker, MHATokenToKVPoolHost, MLATokenToKVPoolHost):
         for name, method in list(vars(kind).items()):
             if hasattr(method, "_gdscache_calls"):
                 setattr(kind, name, method.__wrapped__)

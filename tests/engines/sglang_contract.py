@@ -50,6 +50,7 @@ SOURCES = [  # whose order of calls the integrations rest on
     "sglang.srt.managers.schedule_policy:SchedulePolicy.calc_priority",  # when requests are looked up
     "sglang.srt.managers.scheduler:Scheduler._get_new_batch_prefill_raw",
     "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager",  # when it flushes
+    "sglang.srt.utils.weight_checker:WeightChecker.handle",  # which actions write weights
     f"{_CACHE}.memory_pool:ReqToTokenPool",  # whether a request runs
     "sglang.srt.managers.tp_worker:TpModelWorker.forward_batch_generation",  # names the batch first
     "sglang.srt.model_executor.runner.prefill_cuda_graph_runner:PrefillCudaGraphRunner._wait_for_layer_loads",

@@ -15,7 +15,7 @@ import torch
 
 from gdscache.errors import GdsCacheError
 from gdscache.integrations.sglang import linker as linkers
-from gdscache.integrations.sglang.setup import WEIGHT_METHODS
+from gdscache.integrations.sglang.setup import RESETS_WEIGHTS, WEIGHT_METHODS
 from gdscache.storage.base import Op
 from tests.engines import sglang_rig as rig
 from tests.engines.sglang_case import FAULTY, change_weights, restart
@@ -267,7 +267,7 @@ def new_weights_find_nothing(ranks: Ranks) -> None:
     found, tokens = ranks.rig(), rig.prompt(1, 61)
     found.serve(tokens)
     found.settle()
-    for number, name in enumerate(WEIGHT_METHODS):
+    for number, name in enumerate([*WEIGHT_METHODS, RESETS_WEIGHTS]):
         change_weights(name)
         assert not found.linker.offload(rig.transfers_of(["ab" * 32])), "the tree has pages of the old weights"
         found.flush()

@@ -10,6 +10,7 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import PoolTransfer
 
 from gdscache.errors import ParallelismUnsupportedError
+from gdscache.integrations.sglang.setup import RESETS_WEIGHTS
 from gdscache.storage.base import Op
 from tests.engines import sglang_hicache_rig as hicache
 from tests.engines import sglang_host_rig as host
@@ -149,6 +150,9 @@ def host_new_weights(folder: Path) -> None:
     again = host.HostRig(folder)
     assert again.prefetch(keys, range(20, 30)) == 10
     same(again.read(range(20, 30)), wanted)  # the weights of the files
+    change_weights(RESETS_WEIGHTS)
+    assert again.storage.batch_exists(keys) == 0, "weights at random"
+    assert not host.in_thread(lambda: again.backup(keys, range(20, 30)))
     again.close()
 
 

@@ -342,12 +342,14 @@ def test_weights_that_are_reloaded(model: Path, tmp_path: Path) -> None:
     both: tuple[str, dict[str, Any]] = ("reset", {"connector": True})
     again = [ask(parts.LONG), DRAIN, RESET]
     steps = [ask(parts.LONG), DRAIN, ("reload", {"model": str(other)}), RESET, *again, *again, both, *again, *again]
+    steps += [("zero", {}), RESET, ask(parts.LONG)]
     ended = parts.run(tmp_path, model, [*steps, TELL], parts.cache(tmp_path / "ssd"))
     found = [answer for answer in ended.answers[1:] if isinstance(answer, list)]
-    assert [parts.cached(answers) for answers in found] == [[0], [0], [0], [0], [whole(parts.LONG)]]
-    for answers in found[1:]:
+    assert [parts.cached(answers) for answers in found] == [[0], [0], [0], [0], [whole(parts.LONG)], [0]]
+    for answers in found[1:-1]:
         parts.same(answers, [wanted])
-    assert "reload_weights: nothing is loaded or stored until reset_prefix_cache" in ended.log
+    for name in ("reload_weights", "reset_weights"):
+        assert f"{name}: nothing is loaded or stored until reset_prefix_cache" in ended.log
     at_rest(ended.answers[-2])
 
 

@@ -377,6 +377,10 @@ class Run:
         """Read another model's weights into this one, as a trainer does. vLLM resets no cache."""
         self.engine.collective_rpc("reload_weights", kwargs={"weights_path": model})
 
+    def zero(self) -> None:
+        """Write zeros over the weights, as `POST /weight_checker` does."""
+        self.engine.collective_rpc("reset_weights")
+
     def drain(self) -> None:
         """Wait until all stores have ended."""
         time.sleep(0.2)  # a thread hands the last step's pages over

@@ -48,6 +48,27 @@ publisher.close(); subscriber.close()
 print("ok")
 """
 
+LARGE = """
+import sys, zmq
+from gdscache.events.socket import END, KEPT, ZmqPublisher
+from gdscache.events.base import *
+out, again = "ipc://%s/out" % sys.argv[1], "ipc://%s/again" % sys.argv[1]
+publisher = ZmqPublisher(out, again, "kv")
+for n in range(KEPT):
+    publisher.publish(KVEventBatch(n, 0.0, [BlockRemoved([bytes(32)] * 100, "CPU", "LOCAL", "cpu")]))
+reader = zmq.Context().socket(zmq.DEALER)
+reader.connect(again)
+reader.send_multipart((b"", bytes(8)))
+assert publisher._again.poll(20_000)
+publisher.serve()  # the reader takes nothing meanwhile
+seqs = []
+while reader.poll(20_000) and (seq := reader.recv_multipart()[2]) != END:
+    seqs.append(int.from_bytes(seq, "big"))
+assert seqs == [*range(KEPT)], len(seqs)
+publisher.close(); reader.close(0)
+print("ok")
+"""
+
 PACK = """
 from gdscache.events.base import *
 from gdscache.events.socket import packed
@@ -82,6 +103,11 @@ def run(python: str, code: str, *arguments: str) -> str:
 def test_what_is_published_is_read_and_what_was_missed_is_had_again(tmp_path: object) -> None:
     needs_mooncake()
     assert run(PYTHON, ROUND, str(tmp_path)) == "ok"
+
+
+def test_a_replay_is_whole_when_its_reader_is_slow(tmp_path: object) -> None:
+    needs_mooncake()
+    assert run(PYTHON, LARGE, str(tmp_path)) == "ok"
 
 
 def test_vllms_own_classes_read_it() -> None:

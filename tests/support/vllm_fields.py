@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,7 +50,7 @@ class Setup:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         (folder / "model").mkdir(exist_ok=True)
-        for name in ("model/code.py", "scales", "other scales"):
+        for name in ("model/code.py", "model/video_preprocessor_config.json", "scales", "other scales"):
             (folder / name).write_text("x")
         self.vllm = stand_in("VllmConfig")
         self.parts = {owner: stand_in(owner) for owner in PARTS.values()}
@@ -79,6 +80,8 @@ class Setup:
             "ropes_by_length": lambda: setattr(model, "max_model_len", 512),
             "quant_config": lambda: setattr(self.vllm.quant_config, "bits", 4),
             "code": lambda: (folder / "model/code.py").write_text("another"),
+            "processors": lambda: (folder / "model/video_preprocessor_config.json").write_text("another"),
+            "transformers": lambda: self.patches.append((importlib.metadata, "version", lambda _: "another")),
             "content of mm_encoder_fp8_scale_path": lambda: (folder / "scales").write_text("another"),
             "accelerator": lambda: self.patches.append((torch.version, "hip", "6.0")),
             "processor": lambda: self.patches.append((facts, "_tiles", lambda: ["another"])),

@@ -23,6 +23,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from sglang.srt.runtime_context import process_model_config
+from sglang.srt.utils.weight_checker import WeightChecker
 
 from gdscache.config import EventsConfig
 from gdscache.cuda.streams import Event, record_on
@@ -55,6 +56,7 @@ from gdscache.integrations.sglang.refused import refuse_components, refuse_model
 from gdscache.integrations.sglang.served import LinkedCache, LinkedFetch, PoolReaders, SeveralPools, SinglePool
 from gdscache.integrations.sglang.setup import (
     LINKER_OPTIONS,
+    RESETS_WEIGHTS,
     WEIGHT_METHODS,
     LinkerOptions,
     configuration,
@@ -170,7 +172,8 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if PoolName.MAMBA in self.pools:  # SGLang registers it only with pools of tokens
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
         self._table = RankTable(self.counts) if self._lead is None else self._lead.table
-        self._watch = CallWatch(WeightUpdater, WEIGHT_METHODS, self._weights_changed, self._weights_changed)
+        changed, also = self._weights_changed, {WeightChecker: [RESETS_WEIGHTS]}
+        self._watch = CallWatch(WeightUpdater, WEIGHT_METHODS, changed, changed, also=also)
         if self._lead is not None and self._watch.last():  # written in another linker's time, in this process
             self._lead.cache.renew_salt()
 

@@ -34,6 +34,7 @@ WEIGHT_METHODS = (
     "begin_weight_update",
     ENDS_UPDATE,
 )
+RESETS_WEIGHTS = "_reset_tensors"  # of SGLang's `WeightChecker`, which draws weights at random
 LINKER_OPTIONS = "linker_extra_config"
 STORAGE_OPTIONS = "--hicache-storage-backend-extra-config"
 _OWN_OF_SGLANG = ("backend_name", "module_path", "class_name", "interface_v1")  # keys that HiCache leaves in it

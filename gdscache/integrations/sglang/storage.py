@@ -28,6 +28,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from sglang.srt.runtime_context import get_context, get_server_args, process_model_config
+from sglang.srt.utils.weight_checker import WeightChecker
 
 from gdscache.config import Config
 from gdscache.engine.engine import CacheEngine
@@ -44,6 +45,7 @@ from gdscache.integrations.sglang.ranks import RankPlace, storage_group, togethe
 from gdscache.integrations.sglang.refused import refuse_model, refuse_setup
 from gdscache.integrations.sglang.setup import (
     ENDS_UPDATE,
+    RESETS_WEIGHTS,
     STORAGE_OPTIONS,
     WEIGHT_METHODS,
     configuration,
@@ -150,13 +152,14 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
         def flushed(*_: Any) -> None:
             pages.flushed()
 
-        updates = CallWatch(WeightUpdater, WEIGHT_METHODS, changed, changed, from_start=from_start)
+        also = {WeightChecker: [RESETS_WEIGHTS]}
+        updates = CallWatch(WeightUpdater, WEIGHT_METHODS, changed, changed, also=also, from_start=from_start)
         flushes = CallWatch(pool, [_FLUSH], flushed, flushed, from_start=from_start)
         self._watches = [updates, flushes]
         if updates.complete and not updates.last():
             return
         pages.weights_changed()
-        written = updates.last(*(name for name in WEIGHT_METHODS if name != ENDS_UPDATE))
+        written = updates.last(RESETS_WEIGHTS, *(name for name in WEIGHT_METHODS if name != ENDS_UPDATE))
         if written < flushes.last():
             pages.flushed()
         elif not updates.complete:

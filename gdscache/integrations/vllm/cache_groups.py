@@ -5,16 +5,21 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from gdscache.errors import CacheGroupsUnsupportedError
+from gdscache.errors import AttentionUnsupportedError, CacheGroupsUnsupportedError
 
 _WINDOW, _CHUNK, _STATE = "SlidingWindowSpec", "ChunkedLocalAttentionSpec", "MambaSpec"
 _KINDS = ("FullAttentionSpec", "MLAAttentionSpec", _WINDOW, _CHUNK, _STATE)
 
 
+def layers_of(spec: Any) -> list[Any]:
+    """The specs of a group's layers: one for all, or one a layer if these have unequal widths."""
+    layers = getattr(spec, "kv_cache_specs", None)
+    return [spec] if layers is None else [*layers.values()]
+
+
 def kinds_of(spec: Any) -> list[str]:
     """The kinds of a group's layers, by vLLM's names; several if its layers have unequal widths."""
-    layers = getattr(spec, "kv_cache_specs", None)
-    return sorted({type(one).__name__ for one in ([spec] if layers is None else layers.values())})
+    return sorted({type(one).__name__ for one in layers_of(spec)})
 
 
 def groups_of(cache: Any) -> list[dict[str, object]]:
@@ -59,9 +64,14 @@ def state_layers(cache: Any) -> dict[str, int]:
 
 
 def refuse_groups(cache: Any, *, untried: bool = False) -> None:
-    """Raise `CacheGroupsUnsupportedError` for groups that are not served. `untried`: serve groups that follow the
-    contract although no GPU has run them."""
+    """Raise `CacheGroupsUnsupportedError` for groups that are not served, and `AttentionUnsupportedError` for layers
+    that are not causal. `untried`: serve groups that follow the contract although no GPU has run them."""
     groups = cache.kv_cache_groups
+    if any(getattr(layer, "non_causal", False) for group in groups for layer in layers_of(group.kv_cache_spec)):
+        raise AttentionUnsupportedError(
+            "the model has layers whose tokens attend to tokens behind them (non_causal), and no page's name has those",
+            "leave the connector out",
+        )
     kinds = [kinds_of(group.kv_cache_spec) for group in groups]
     every = sorted({kind for some in kinds for kind in some})
     mixed = (len(groups) > 1 and "MLAAttentionSpec" in every) or any(len(some) > 1 for some in kinds)

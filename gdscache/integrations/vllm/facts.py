@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.metadata
 import importlib.resources
 import json
 import platform
@@ -80,13 +81,17 @@ def facts_of(
         "names": sorted(planes.layers),
         "ropes_by_length": _ropes_by_length(model),
         "quant_config": _quantisation(getattr(vllm, "quant_config", None)),
-        "code": _code(model) if model.trust_remote_code else "",
+        "code": _files(model, "*.py") if model.trust_remote_code else "",
         "content of mm_encoder_fp8_scale_path": content_of(getattr(media, "mm_encoder_fp8_scale_path", None)),
         "accelerator": "rocm" if torch.version.hip else planes.tensors[0].device.type,
         **known.facts([vllm], known.variables(environment, _PREFIXES)),
     }
     if groups := groups_of(cache):
         facts["groups"] = groups
+    if media is not None:  # of images, sounds and videos; vLLM's field has the images' settings alone
+        facts["processors"] = _files(model, "*processor_config.json")
+    if media is not None or model.using_transformers_backend():  # vLLM takes several versions
+        facts["transformers"] = importlib.metadata.version("transformers")
     if planes.tensors[0].device.type == "cpu":
         facts["processor"] = [platform.machine(), *_tiles()]
     if not vllm.cache_config.prefix_caching_hash_algo.endswith("_cbor"):  # pickle's bytes depend on Python's version
@@ -121,9 +126,10 @@ def _quantisation(config: Any) -> object:
     return None if config is None else [type(config).__name__, plain(getattr(config, "__dict__", {}))]
 
 
-def _code(model: Any) -> str:
+def _files(model: Any, pattern: str) -> str:
+    """A digest of the files of the model's directory with such names."""
     try:
-        files = sorted(_directory(model).glob("*.py"))
+        files = sorted(_directory(model).glob(pattern))
     except WeightsNotFoundError:
         return ""
     found = hashlib.blake2b(digest_size=16)

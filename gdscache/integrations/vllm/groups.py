@@ -146,6 +146,8 @@ class GroupTable(RequestTable):
             offers = states.get(request_id, ())
             if after // self._least <= known.offered <= before // self._least and not offers:
                 continue  # most requests in most steps
+            if self._refused(known):
+                continue
             self._name(known)
             after = min(after, known.names.tokens)
             known.offered = max(known.offered, after // self._least)

@@ -22,6 +22,7 @@ COUNTED = {
     "deferred": "Times that a request was told to ask again, since its pages were on their way.",
     "late": "Requests whose pages did not come in time.",
     "alone_adapter": "Requests without the cache: of an adapter.",
+    "alone_embeddings": "Requests without the cache: with embeddings in place of tokens.",
     "alone_media": "Requests without the cache: with images, sounds or videos (option media).",
     "alone_weights": "Requests without the cache: begun while vLLM's own has pages of old weights.",
     "alone_reads_nothing": "Requests without the cache: they want every token computed.",

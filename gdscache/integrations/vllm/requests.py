@@ -145,7 +145,7 @@ class RequestTable:
             known.loading, known.failed = False, known.failed + 1
         known.local, known.between = computed // size, False
         most = (request.num_tokens - 1) // size
-        if known.refused or most <= known.local or known.failed >= _TRIES:
+        if self._refused(known) or most <= known.local or known.failed >= _TRIES:
             return 0, False
         now = self._clock()
         known.asked = now if known.asked is None else known.asked
@@ -246,6 +246,8 @@ class RequestTable:
             before = known.request.num_computed_tokens
             if (before + tokens) // size <= offered <= before // size:
                 continue  # most requests in most steps
+            if self._refused(known):
+                continue
             full = min((before + tokens) // size, len(known.request.block_hashes))
             first = min(offered, before // size)  # less if a bad page is computed again
             known.offered = max(first, full)
@@ -254,6 +256,11 @@ class RequestTable:
                 yield StoreOrder(request_id, known.hashes, first, tuple(blocks_of(request_id)[first:full]))
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _refused(self, known: Known) -> bool:
+        """Whether a request is left alone. An input that is streamed may get media with any of its parts."""
+        known.refused = known.refused or bool(self._refuses(known.request))
+        return known.refused
 
     def _new(self, request: Any, refused: bool) -> Known:
         return Known(request, refused)

@@ -26,12 +26,12 @@ from gdscache.errors import (
 from gdscache.integrations.fetching import ENDING_S
 from gdscache.integrations.ropes import rope_limit
 from gdscache.integrations.settings import config_named, engine_configuration, switches_of
-from gdscache.integrations.vllm.cache_groups import kinds_of, refuse_groups
+from gdscache.integrations.vllm.cache_groups import kinds_of, layers_of, refuse_groups
 
 _DIGEST = re.compile(r"[0-9a-f]{64}|[0-9a-f]{128}")  # of vLLM's hashers: blake3, SHA-256, SHA-512
 _LONGEST = 3600  # seconds, of an option's time
 _SCALED = "int8_per_token_head", "fp8_per_token_head"  # types with scales in the blocks that a GPU has run
-WEIGHT_METHODS = ("reload_weights",)  # methods of vLLM's workers that write weights without telling connectors
+WEIGHT_METHODS = ("reload_weights", "reset_weights")  # methods of vLLM's workers that write weights, untold
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,7 +193,7 @@ def _replicas(vllm: Any, cache: Any) -> int:
     specs, model = [group.kv_cache_spec for group in cache.kv_cache_groups], vllm.model_config
     if {kind for spec in specs for kind in kinds_of(spec)} == {"MLAAttentionSpec"}:
         return ranks
-    layers = [layer for spec in specs for layer in getattr(spec, "kv_cache_specs", {"": spec}).values()]
+    layers = [layer for spec in specs for layer in layers_of(spec)]
     uneven = getattr(model.hf_text_config, "block_configs", None) or getattr(
         getattr(model, "model_arch_config", None), "per_layer_overrides", None
     )
@@ -242,10 +242,12 @@ def leaves_alone(request: Any, *, media: bool) -> str:
 
     An adapter keeps its name when it is loaded anew. A medium's name is a digest of its content, or its client's; a
     client's name hashed with settings also looks like a digest. `media`: no client names media, so every digest is of
-    content.
+    content. vLLM's hash has the bytes of embeddings, and neither their type nor the positions at which tokens stand.
     """
     if getattr(request, "lora_request", None) is not None:
         return "adapter"
+    if getattr(request, "prompt_embeds", None) is not None:
+        return "embeddings"
     features = getattr(request, "mm_features", None)
     if features and not (media and all(_DIGEST.fullmatch(one.identifier) for one in features)):
         return "media"

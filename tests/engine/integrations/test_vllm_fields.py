@@ -20,6 +20,18 @@ def test_code_counts_where_it_is_run(tmp_path: Path) -> None:
     assert given.described() == before
 
 
+@pytest.mark.parametrize("backend", [False, True])
+def test_transformers_and_its_processors_count_where_they_are_run(tmp_path: Path, backend: bool) -> None:
+    given = stand_in.Setup(tmp_path)
+    model = given.parts["ModelConfig"]
+    model.multimodal_config, model.using_transformers_backend = None, lambda: backend
+    before = given.described()
+    given.change("processors")
+    assert given.described() == before
+    given.change("transformers")
+    assert (given.described() != before) is backend
+
+
 def test_weights_from_elsewhere_need_a_name() -> None:
     for load_format in ("tensorizer", "ipc_cache", "modelexpress", "a plugin's"):
         vllm = SimpleNamespace(load_config=SimpleNamespace(load_format=load_format))

@@ -88,6 +88,7 @@ DIGEST = "0123456789abcdef" * 4
     [
         (request(), False, ""),
         (request(adapter=object()), True, "adapter"),
+        (SimpleNamespace(prompt_embeds=object(), mm_features=[]), True, "embeddings"),
         (request(DIGEST), False, "media"),
         (request(DIGEST, DIGEST * 2), True, ""),
         (request(DIGEST, "renderer0-mm-1-image-0"), True, "media"),

@@ -23,11 +23,17 @@ from gdscache.errors import (
 )
 from gdscache.integrations import weights
 from gdscache.integrations.vllm import facts as vllm_facts
+from gdscache.integrations.vllm.cache_groups import layers_of
 from gdscache.integrations.vllm.facts import model_of, weights_of
 from gdscache.integrations.vllm.planes import VllmPlanes, planes_of, write_first_scales
 from gdscache.integrations.vllm.setup import Options, refuse_setup, separate, shard_of, variables_of
 from tests.support.fake_pool import POOLS, FakePool, pool_entry
 from tests.support.vllm_setup import FullAttentionSpec, MambaSpec, MLAAttentionSpec, group, setup, uniform
+
+
+def prefix_lm(group: Any) -> Any:
+    layers_of(group.kv_cache_spec)[-1].non_causal = True
+    return group
 
 
 @pytest.mark.parametrize(
@@ -52,6 +58,8 @@ from tests.support.vllm_setup import FullAttentionSpec, MambaSpec, MLAAttentionS
         ({"cache__kv_cache_groups": [group(MambaSpec)]}, "CacheGroupsUnsupportedError", "--mamba-cache-mode"),
         ({"cache__kv_cache_groups": [uniform(MambaSpec)]}, "CacheGroupsUnsupportedError", "all layers"),
         ({"cache__hash_block_size": 8}, "CacheGroupsUnsupportedError", "--prefix-match-unit"),
+        ({"cache__kv_cache_groups": [prefix_lm(group(FullAttentionSpec))]}, "AttentionUnsupportedError", "leave"),
+        ({"cache__kv_cache_groups": [prefix_lm(uniform(FullAttentionSpec))]}, "AttentionUnsupportedError", "leave"),
         ({"cache_config__prefix_caching_hash_algo": "xxhash"}, "HashSeedError", "PYTHONHASHSEED"),
         ({"cache_config__calculate_kv_scales": True}, "DynamicScalesError", "kv_cache_dtype"),
         ({"cache_config__cache_dtype": "int4_per_token_head"}, "CacheTypeUnsupportedError", '"untried": true'),

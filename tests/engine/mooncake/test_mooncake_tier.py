@@ -633,7 +633,7 @@ def test_whatever_happens_no_byte_is_wrong(opens: OpenHost, pool: FakePool, seed
     "options",
     [
         {"master": "nowhere"}, {"replicas": 0}, {"segment": "lots"}, {"deadline": 0}, {"deadline": "2"},
-        {"protocol": 7},
+        {"protocol": 7}, {"master": "host:²"},
     ],
 )  # fmt: skip
 def test_what_is_no_pool_is_refused(tmp_path: Any, master: str, options: dict[str, Any]) -> None:

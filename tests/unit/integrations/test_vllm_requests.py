@@ -162,6 +162,23 @@ def test_requests_that_are_left_alone() -> None:
     assert scheduler.counts["alone_weights"] == 1
 
 
+def test_an_input_that_gets_media_while_it_is_streamed_is_left_alone_from_then_on() -> None:
+    cache = FakeCache()
+    scheduler = RequestTable(cache, SIZE, wait=WAIT, refuses=lambda request: "media" * request.pictures)
+    request = request_of(8)
+    request.pictures = False
+    scheduler.add(request)
+    scheduler.ask(request, 0)
+    scheduler.place(request, [1, 2, 3, 4], 0)
+    (order,) = scheduler.stores({"r": 4}, lambda name: [1, 2, 3, 4])
+    assert order.blocks == (1, 2)
+    request.pictures, request.num_computed_tokens = True, 4
+    assert list(scheduler.stores({"r": 4}, lambda name: [1, 2, 3, 4])) == []
+    stored(cache, request, 4)
+    assert scheduler.ask(request, 0) == (0, False)  # it was preempted
+    assert len(cache.fetches) == 1
+
+
 def test_after_a_change_of_weights_nothing_is_stored_of_the_requests_that_are_there() -> None:
     scheduler, cache = table()
     running, waiting = request_of(11), request_of(9, "waiting")

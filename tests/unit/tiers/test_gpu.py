@@ -23,3 +23,15 @@ def test_a_stream_waits_for_what_uses_the_slots(monkeypatch: pytest.MonkeyPatch)
     gpu.order_after((0, 1), forget=True)
     gpu.order_after((0, 1))
     assert len(event.wait.mock_calls) == 2
+
+
+def test_each_stream_that_uses_a_slot_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sequences share a slot: who takes it over waits for the one that left first, too."""
+    gpu = GpuTier(LAYOUT, 4 * LAYOUT.page_bytes, torch.device("cpu"))
+    early, first, last = (mock.Mock() for _ in range(3))
+    for stream, event in (("a", early), ("a", first), ("b", last)):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, stream=stream: stream)
+        gpu.used((0,), event)
+    gpu.order_after((0,), forget=True)
+    assert first.wait.mock_calls == last.wait.mock_calls == [mock.call("b")]
+    assert early.wait.mock_calls == []
