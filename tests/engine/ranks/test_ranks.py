@@ -16,6 +16,7 @@ import pytest
 
 import gdscache
 from gdscache import CacheEngine, PageStatus, Rank
+from gdscache.disk.slab_io import SlabIO
 from gdscache.errors import CapacityError, InvalidValueError, PlanesError, RankError, RankLostError, RankMismatchError
 from gdscache.gate.busy_periods import BusyPeriods
 from gdscache.load import loader
@@ -350,6 +351,22 @@ def test_a_rank_that_is_lost_in_a_flush_is_a_failed_write(
     assert host.store(prompt(1, 4)).dropped == dict.fromkeys(range(4), "io_error")
     until(lambda: "commits no pages: rank 1 is lost" in caplog.text, "the log has it")
     assert not any(record.exc_info for record in caplog.records)
+
+
+def test_a_flush_that_hangs_on_a_rank_fails_the_write_at_the_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on, flush = threading.Event(), SlabIO.flush
+    config = make_config(tmp_path, cpu=None, ssd_options={"durability": "power"}, deadline=2.0)
+    with here(config, pool(layout_of(MHA))) as one, contextlib.ExitStack() as last:
+        last.callback(goes_on.set)
+        with monkeypatch.context() as disk:
+            disk.setattr(SlabIO, "flush", lambda io: (goes_on.wait(), flush(io)))
+            handle = one.engine.store(prompt(1, 4), range(4))
+            one.ranks[0].store(handle.order)
+            assert handle.result(WAIT / 2).dropped == dict.fromkeys(range(4), "io_error")
+            goes_on.set()
+        one.store(prompt(1, 4), range(4))
 
 
 def test_a_leader_that_dies_leaves_ranks_that_serve_the_next(ranks_host: Open) -> None:
