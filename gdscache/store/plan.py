@@ -103,7 +103,7 @@ class StorePlanner:
         slots = 0 if self._landing is None else self._landing.index.slots
         self._low, self._high = (int(share * slots) for share in WATERMARKS)
         # Most CPU slots of pages that the SSD lacks: pages on their way, or dirty ones.
-        self._most_held = (self._high + slots) // 2 if self._policy == "write_back" else slots // 2
+        self._most_held = (self._high + slots) // 2 if self._policy == "write_back" else max(1, slots // 2)
         self.behind = False  # the SSD was behind when the current store began: do not wait for it
         self._earned = earned
         self.now: Callable[[], float] = time.monotonic  # the executor's clock

@@ -421,6 +421,18 @@ def test_the_first_rounds_are_small_where_the_writer_has_nothing_to_do(
     assert not next(tiers.planner.begin())
 
 
+@pytest.mark.parametrize(("slots", "most"), [(1, 1), (2, 1), (8, 4)])
+def test_the_ssd_is_behind_when_pages_on_their_way_hold_more_than_half_of_the_cpu_tier(slots: int, most: int) -> None:
+    """A tier of one slot may have one page on its way."""
+    planner = Hierarchy(make(slots, 64), MachineModel(), Clock(), limits=SMALL).planner
+    for page in range(most + 1):
+        planner.begin()
+        assert not planner.behind
+        planner.outlets[0].keys[bytes([page])] = 0
+    planner.begin()
+    assert planner.behind
+
+
 # -- without a CPU tier: pages on their way to the SSD are in no tier --------------------------------------------------
 
 
