@@ -42,6 +42,11 @@ LOOKUP_SLOTS = 256  # slots a query while reading checksums
 SHORTEST_STRETCH = 8  # slots in a row that get a query of their own
 PRUNE_NAMESPACES = 1024  # new namespaces that are written before unused ones are looked for
 NOTHING: Mapping[int, tuple[int, float | None]] = {}
+UNDESCRIBED: Mapping[bytes, Mapping[str, object]] = {}
+REGISTER = (
+    "INSERT INTO namespaces(digest, description) VALUES (?, ?) "
+    "ON CONFLICT(digest) DO UPDATE SET description = excluded.description WHERE excluded.description != '{}'"
+)
 _ROWS = 128  # rows of one statement, which may have 999 values
 # Other values are not read: they can be as large as the file.
 WHOLE_SUMS = f"typeof(sums) = 'blob' AND length(sums) % 8 = 0 AND length(sums) <= {MOST_SUMS * 8}"
@@ -74,8 +79,6 @@ class Catalog:
 
     Thread-safe: one connection writes and one reads, each under its own lock. After `close` every method raises
     `EngineClosedError`; an error of the disk is raised as `IOFailedError`.
-
-    Many methods: each transaction on the one database is one, and each step of its opening.
     """
 
     def __init__(
@@ -172,9 +175,11 @@ class Catalog:
         delete: Sequence[int],
         touch: Mapping[int, int],
         retain: Mapping[int, tuple[int, float | None]] = NOTHING,
+        described: Mapping[bytes, Mapping[str, object]] = UNDESCRIBED,
     ) -> None:
         """One transaction: delete the rows of slots `delete`, add `insert`, set slot → recency of `touch`, and slot →
-        (priority, expires) of `retain`. Expiries are written as lifetimes from the clock's time on.
+        (priority, expires) of `retain`. Expiries are written as lifetimes from the clock's time on. A namespace that
+        becomes known gets its fields from `described`.
 
         All of it is durable on return, and none of it counts after an exception. An open before the next commit may
         find it all the same, so the bytes in the slots of `insert` must not change until then. Inserting a slot that
@@ -188,7 +193,7 @@ class Catalog:
                     delete_pages(writer, delete)
                     slots, keys, parents, namespaces, *rest = zip(*insert, strict=True) if insert else ((),) * 10
                     lengths, recencies, sums, priorities, expiries, packed = rest
-                    ids, places = self._register(writer, set(namespaces)), list(map(int, slots))
+                    ids, places = self._register(writer, set(namespaces), described), list(map(int, slots))
                     numbers = (map(int, some) for some in (lengths, recencies, packed))
                     pages = zip(places, keys, parents, map(ids.__getitem__, namespaces), *numbers, strict=True)
                     _insert(writer, "INSERT INTO pages(place, key, parent, namespace, length, recency, packed)", pages)
@@ -232,14 +237,6 @@ class Catalog:
         found = np.array([slot for slot, _ in whole], dtype=np.int64)
         values = np.frombuffer(b"".join(sums for _, sums in whole), "<u8").astype(np.uint64, copy=False)
         return found, values.reshape(len(whole), count)
-
-    def describe_namespace(self, digest: bytes, description: Mapping[str, object]) -> None:
-        text = json.dumps(description, sort_keys=True)
-        with self._write_lock, self._in_use("written"):
-            with self._transaction() as writer:
-                ids = self._register(writer, {digest})
-                writer.execute("UPDATE namespaces SET description = ? WHERE digest = ?", (text, digest))
-            self._namespace_ids = ids
 
     def namespaces(self) -> dict[bytes, dict[str, object]]:
         """Digest → description (empty without one) of all namespaces of the catalogue."""
@@ -338,7 +335,9 @@ class Catalog:
             catalog_file.mark_suspect(self.path)
             raise IOFailedError(str(error), "close and open the engine: its SSD tier then starts empty") from error
 
-    def _register(self, writer: sqlite3.Connection, digests: set[bytes]) -> dict[bytes, int]:
+    def _register(
+        self, writer: sqlite3.Connection, digests: set[bytes], described: Mapping[bytes, Mapping[str, object]]
+    ) -> dict[bytes, int]:
         """Ids of the known namespaces and of `digests`, in a transaction; the caller keeps them after its commit."""
         known = self._namespace_ids
         if digests <= known.keys():
@@ -346,10 +345,11 @@ class Catalog:
         if len(known) + len(digests) > PRUNE_NAMESPACES:
             prune(writer, {namespace for (namespace,) in writer.execute("SELECT DISTINCT namespace FROM pages")})
             known = {}
-        new = [(digest,) for digest in digests - known.keys()]
-        writer.executemany("INSERT OR IGNORE INTO namespaces(digest, description) VALUES (?, '{}')", new)
+        new = digests - known.keys()
+        rows = [(digest, json.dumps(described.get(digest, {}), sort_keys=True)) for digest in new]
+        writer.executemany(REGISTER, rows)
         find = "SELECT id FROM namespaces WHERE digest = ?"
-        return known | {row[0]: writer.execute(find, row).fetchone()[0] for row in new}
+        return known | {digest: writer.execute(find, (digest,)).fetchone()[0] for digest in new}
 
 
 def _insert(writer: sqlite3.Connection, into: str, rows: Iterable[tuple[object, ...]]) -> None:

@@ -607,7 +607,8 @@ class CacheEngine:
     def invalidate(self, *namespaces: bytes) -> dict[str, int]:
         """Drop every page of these namespaces (see `namespaces()`) from every tier; returns the pages removed, by tier.
 
-        The groups of a hybrid model go together: with one of them, the others of its salt.
+        The groups of a hybrid model go together: with one of them, the others of its salt, if the salt is among the
+        first 4,096. `namespaces(salt)` has them all.
         """
         for namespace in namespaces:
             if not isinstance(namespace, bytes) or len(namespace) != KEY_BYTES:

@@ -345,7 +345,9 @@ def _open_below(
             wall_clock=clock,
             open_slab=None
             if top.ranks is None
-            else functools.partial(RemoteSlab, layout, config.ssd, top.ranks, SsdTier.name + PLAIN * top.plain),
+            else functools.partial(
+                RemoteSlab, layout, config.ssd, top.ranks, SsdTier.name + PLAIN * top.plain, config.deadline
+            ),
             log=log,
             plain=top.plain,
         )

@@ -75,11 +75,15 @@ class MixedMoving:
     def end(self) -> Steps[End]:
         plain = yield from self._moving[0][0].end()
         self._move.seconds = max(0.0, self._until - time.monotonic())
-        moving = self._packed.begin(self._move, self._after, _Some(self._listener, self._rest, layers=True))
-        self._moving.append((moving, self._rest))
-        if self._cancelled.is_set():  # it still reads what is to stay in memory
-            moving.cancel()
-        packed = yield from moving.end()
+        try:
+            moving = self._packed.begin(self._move, self._after, _Some(self._listener, self._rest, layers=True))
+        except Exception as error:  # noqa: BLE001 - late plain pages have to be told of after any error
+            packed = End(error=error)
+        else:
+            self._moving.append((moving, self._rest))
+            if self._cancelled.is_set():  # it still reads what is to stay in memory
+                moving.cancel()
+            packed = yield from moving.end()
         ends = (plain, self._moving[0][1]), (packed, self._rest)
         errors = {int(rows[row]): error for end, rows in ends for row, error in end.errors.items()}
         late = sorted(int(rows[row]) for end, rows in ends for row in end.late)

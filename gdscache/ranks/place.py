@@ -17,8 +17,6 @@ from gdscache.pages.planes import BlockTables
 from gdscache.ranks.leader import RankSet
 from gdscache.storage.base import Descriptors
 
-FLUSH_S = 60.0  # seconds for a flush of the files
-
 
 class RemotePlanes(BlockTables):
     """Planes of the same blocks on every rank."""
@@ -58,8 +56,11 @@ class RemoteSlab:
     """The slab of every shard. The first rank of a shard locks, checks and flushes its files. `slab`: of the first
     shard, with the smallest `valid_slots` of all."""
 
-    def __init__(self, layout: PageLayout, config: SsdConfig, ranks: RankSet, space: str, slots: int) -> None:
-        self._ranks = ranks
+    def __init__(
+        self, layout: PageLayout, config: SsdConfig, ranks: RankSet, space: str, flush_s: float, slots: int
+    ) -> None:
+        """`flush_s`: seconds for a flush of the files."""
+        self._ranks, self._flush_s = ranks, flush_s
         self._space = {"space": space}
         fields: dict[str, Any] = {
             "space": space,
@@ -91,7 +92,7 @@ class RemoteSlab:
         """Make ended writes of every shard survive a loss of power. Raises `IOFailedError`, also for a lost rank: a
         commit fails, and its writer goes on."""
         try:
-            self._ranks.call("flush", self._space, self._ranks.owners, seconds=FLUSH_S)
+            self._ranks.call("flush", self._space, self._ranks.owners, seconds=self._flush_s)
         except RankLostError as error:
             raise IOFailedError(error.message, error.hint) from error
 

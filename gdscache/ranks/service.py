@@ -52,6 +52,7 @@ from gdscache.runtime.threads import Flag, Workers, failure_of, log_failure
 from gdscache.storage import open_transport
 
 WAITING = 16
+REFUSED_KEPT = 4096  # cancelled moves that are remembered one by one
 CLOSE_S = 5.0  # seconds that the end waits for late I/O
 _log = logging.getLogger("gdscache.ranks")
 
@@ -126,7 +127,8 @@ class Service:
         self._copies: list[PageCopies] = []
         self._executor: NativeExecutor | None = None
         self._moving: dict[int, Moving | None] = {}  # None: its begin is in progress
-        self._refused: set[int] = set()  # moves cancelled before they were begun here
+        self._refused: set[int] = set()  # moves cancelled before they were begun here, or when they had ended
+        self._refused_to = 0  # and all moves up to this number that are not begun
         self._marks: dict[int, _Mark] = {}
         self._told: dict[int, _Told] = {}
         self._late = 0  # late rows
@@ -371,7 +373,7 @@ class Service:
     def _may_begin(self, number: int) -> bool:
         """Whether the leader has not cancelled the move. If so, the leader gets only the move's own end from now on."""
         with self._lock:
-            if number in self._refused or self.over.is_set():
+            if number in self._refused or number <= self._refused_to or self.over.is_set():
                 self._refused.discard(number)
                 return False
             self._moving[number] = None
@@ -524,6 +526,9 @@ class Service:
             begun, moving = number in self._moving, self._moving.get(number)
             if moving is None:
                 self._refused.add(number)
+                if len(self._refused) > REFUSED_KEPT:
+                    self._refused_to = min(self._refused)
+                    self._refused.discard(self._refused_to)
         if moving is not None:
             moving.cancel()
         elif not begun:

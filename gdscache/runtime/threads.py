@@ -104,11 +104,8 @@ def failure_of(work: Callable[[], object]) -> BaseException | None:
 
 
 def in_turn(*ends: Callable[[], object]) -> None:
-    """Call each of them, also after errors of those before. Raises the last error."""
-    error = None
-    for end in ends:
-        error = failure_of(end) or error
-    if error is not None:
+    """Call each of them, also after errors of those before. Raises the first error."""
+    for error in filter(None, [failure_of(end) for end in ends]):
         raise error
 
 

@@ -146,8 +146,8 @@ def _unescaped(text: str) -> str:
 def probe_direct_io(directory: Path) -> str:
     """Write and read one sector in a temporary file of `directory` with O_DIRECT, and compare.
 
-    Returns why it does not work, or an empty string if it does. Raises `IOFailedError` if the directory takes no file,
-    or no more files can be open, which says nothing about O_DIRECT.
+    Returns why it does not work, or an empty string if it does, or only the disk is full. Raises `IOFailedError` if the
+    directory takes no file, or no more files can be open, which says nothing about O_DIRECT.
     """
     try:
         file, name = tempfile.mkstemp(prefix=PROBE_PREFIX, dir=directory)
@@ -173,6 +173,8 @@ def _probe_sector(name: str, source: memoryview, target: memoryview) -> str:
         try:
             written, read = os.pwritev(file, [source], 0), os.preadv(file, [target], 0)
         except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):  # only room was missing, and a slab has its own
+                return ""
             return f"I/O answers {error.strerror}"
         finally:
             os.close(file)

@@ -99,7 +99,7 @@ class Forwarder:
             functools.partial(self._written, parcel, outlet),
             functools.partial(self._released, parcel, outlet),
             self.deadline,
-            parcel.job.retention,
+            outlet.retained,
         )
 
     def _written(self, parcel: Parcel, outlet: Outlet, rows: Sequence[int], cause: str) -> None:

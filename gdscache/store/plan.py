@@ -92,6 +92,7 @@ class StorePlanner:
         self.queued = 0  # pages accepted and not finished
         self._cleaning = 0  # of these, pages that go from the CPU tier to the SSD without a store
         self._manager = manager
+        self._epoch = manager.clearing.epoch
         self.lock = manager.lock
         self._landing = manager.landing_of(plain=plain)
         self._bounced = "bounce" + PLAIN * plain
@@ -102,7 +103,7 @@ class StorePlanner:
         slots = 0 if self._landing is None else self._landing.index.slots
         self._low, self._high = (int(share * slots) for share in WATERMARKS)
         # Most CPU slots of pages that the SSD lacks: pages on their way, or dirty ones.
-        self._most_held = (self._high + slots) // 2 if self._policy == "write_back" else slots // 2
+        self._most_held = (self._high + slots) // 2 if self._policy == "write_back" else max(1, slots // 2)
         self.behind = False  # the SSD was behind when the current store began: do not wait for it
         self._earned = earned
         self.now: Callable[[], float] = time.monotonic  # the executor's clock
@@ -125,6 +126,7 @@ class StorePlanner:
         manager = self._manager
         manager.counts["stores", "requests"] += not self._plain  # whose pages another planner has accepted before
         manager.retain(pages, retention)
+        self._retain_coming(pages, retention)
         room = max(0, self._limit - self.queued + (0 if self._landing is None else len(self.keys)))
         missing = self._missing(pages)
         wanted, late = missing[:room], missing[room:]
@@ -144,6 +146,10 @@ class StorePlanner:
         for outlet in self.outlets:
             outlet.admission.use(keys)
         return wanted
+
+    def _retain_coming(self, pages: Sequence[Page], retention: Retention) -> None:
+        for outlet in self.outlets:
+            outlet.retain(pages, retention)
 
     def _in_a_tier(self, key: bytes) -> bool:
         return any(key in tier.index for tier in self._manager.tiers.values())
@@ -169,18 +175,20 @@ class StorePlanner:
 
     def lacking(self, pages: Sequence[Page], numbers: Sequence[int]) -> list[int]:
         """The `numbers` without the pages that this planner's tiers have as far as they should."""
-        here = [number for number in numbers if self._has(pages[number].key)]
+        here = [number for number in numbers if self._has(pages[number])]
         missing = self._missing([pages[number] for number in here]) if here else []
         there = set(here).difference(here[i] for i in missing)
         return [number for number in numbers if number not in there]
 
-    def _has(self, key: bytes) -> bool:
+    def _has(self, page: Page) -> bool:
         """Whether a page is on a tier, or on its way to one."""
-        there = self._landing is not None and key in self._landing.index
-        return there or any(not outlet.lacks(key) for outlet in self.outlets)
+        there = self._landing is not None and page.key in self._landing.index
+        return there or any(not outlet.lacking((page,), self._epoch) for outlet in self.outlets)
 
     def _lacking(self, page: Page) -> list[Outlet]:
-        return [] if self._policy == "never" else [outlet for outlet in self.outlets if outlet.lacks(page.key)]
+        if self._policy == "never":
+            return []
+        return [outlet for outlet in self.outlets if outlet.lacking((page,), self._epoch)]
 
     def _falls_behind(self) -> bool:
         landing = self._landing
@@ -196,7 +204,7 @@ class StorePlanner:
         takes: list[tuple[Outlet, ...]] = [()] * len(pages)
         causes: dict[int, str] = {}
         for outlet in self.outlets if self._policy != "never" else ():
-            lacking = outlet.lacking(pages)
+            lacking = outlet.lacking(pages, self._epoch)
             offered = pages if len(lacking) == len(pages) else [pages[i] for i in lacking]
             for i, cause in zip(lacking, outlet.offer(offered, open=not behind), strict=True):
                 if cause:
@@ -244,11 +252,12 @@ class StorePlanner:
 
         Returns the first page without a slot: one that needs a bounce slot when none is left, else `end`.
         """
-        if self._manager.clearing.epoch(job.namespace) != job.epoch:
+        if self._epoch(job.namespace) != job.epoch:
             self.finish_pages(job, range(at, end), "cleared")
             return end
         pages, landing = job.pages, self._landing
         self._manager.expiry.stored(pages[at:end], job.retention)  # an earlier store may have brought some since
+        self._retain_coming(pages[at:end], job.retention)
         while at < end:
             stop = end if landing is None else landing.index.absent_until(pages, at, end)
             if landing is not None and stop == at:
@@ -357,7 +366,7 @@ class StorePlanner:
     def _set_out(self, parcel: Parcel, parcels: list[Parcel]) -> None:
         parcels.append(parcel)
         for outlet in parcel.to:
-            outlet.keys.update(parcel.keys(parcel.rows))
+            outlet.set_out(parcel.keys(parcel.rows), parcel.job.epoch, parcel.job.retention)
 
     # -- outcomes ----------------------------------------------------------------------------------------------------
 
@@ -399,7 +408,7 @@ class StorePlanner:
         if not rows:
             return
         job, entries = parcel.job, parcel.entries
-        outlet.keys.difference_update(parcel.keys(rows))
+        outlet.end(parcel.keys(rows), parcel.job.epoch)
         if not cause:
             job.receipt.committed(job.numbers_of(parcel.places_of(rows)), outlet.tier.name)
             self._manager.counts["stored", outlet.tier.name] += len(rows)
@@ -447,7 +456,7 @@ class StorePlanner:
             for entry in parcel.entries:
                 self._index.drop(entry)
         for outlet, rows in parcel.give_up():
-            outlet.keys.difference_update(parcel.keys(rows))
+            outlet.end(parcel.keys(rows), parcel.job.epoch)
             outlet.admission.not_written(len(rows))
         for lease in parcel.leases:
             self._manager.end(lease)
@@ -462,7 +471,7 @@ class StorePlanner:
         for lease in parcel.leases:
             lease.release(gone)
         for outlet in parcel.to:
-            outlet.keys.difference_update(parcel.keys(rows))
+            outlet.end(parcel.keys(rows), parcel.job.epoch)
             outlet.admission.not_written(len(rows))
             for other in self._unfit.outlets if self._unfit is not None else ():
                 if other.tier.name == outlet.tier.name + PLAIN:
@@ -538,7 +547,7 @@ class StorePlanner:
 
     def leaving(self, pages: Iterable[Page]) -> list[Parcel]:
         """Parcels of the landing tier's pages that go on to tiers of files without a store."""
-        manager, landing = self._manager, self._landing
+        landing = self._landing
         if landing is None or self._off:
             return []
         index, groups = landing.index, dict[tuple[bytes, Retention], list[Entry]]()
@@ -549,7 +558,7 @@ class StorePlanner:
                 groups.setdefault((entry.namespace, entry.retention), []).append(entry)
         parcels: list[Parcel] = []
         for (namespace, retention), entries in groups.items():
-            epoch = manager.clearing.epoch(namespace)
+            epoch = self._epoch(namespace)
             while entries:
                 some = entries
                 if self._policy == "write_back":  # dirty pages wait

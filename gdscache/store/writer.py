@@ -38,7 +38,8 @@ class Outgoing:
     *row* is a page's number here.
 
     Both callbacks get rows, once each, under the manager's lock. `finish`: "" for committed pages, else the cause.
-    `release`: nothing reads the slots any more, which is later if the write hangs. `open`: the rows without an outcome.
+    `release`: nothing reads the slots any more, which is later if the write hangs. `retained`: see `Outlet`. `open`:
+    the rows without an outcome.
     """
 
     pages: Sequence[Page]
@@ -48,7 +49,7 @@ class Outgoing:
     finish: Callable[[Sequence[int], str], None]
     release: Callable[[Sequence[int]], None] = lambda rows: None
     seconds: float = 30.0
-    retention: Retention = DEFAULT
+    retained: Mapping[bytes, Retention] = dataclasses.field(default_factory=dict)
     open: set[int] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -146,8 +147,7 @@ class TierWriter:
 
     def _next(self) -> tuple[Sequence[_Part], _WriteBatch | None]:
         with self._manager.lock:
-            if self._ready and not self._starting and len(self._flying) < _FLIGHTS:
-                batch = self._batch()
+            if not self._starting and len(self._flying) < _FLIGHTS and (batch := self._batch()):
                 self._starting = True
                 return batch, None
             if self._completing or not self._flying:
@@ -159,7 +159,12 @@ class TierWriter:
         batch: list[_Part] = []
         room = self.size.pages
         while room and self._ready:
-            out, rows = self._ready.popleft()
+            out, rows = self._ready[0]
+            if self._manager.clearing.epoch(out.pages[0].namespace) != out.epoch:
+                self._finish(out, rows, "cleared")  # the batch may have the same pages again, stored since
+                self._ready.popleft()
+                continue
+            self._ready.popleft()
             batch.append((out, rows[:room]))
             if len(rows) > room:
                 self._ready.appendleft((out, rows[room:]))
@@ -191,13 +196,12 @@ class TierWriter:
     def _retentions(self, batch: Sequence[_Part]) -> dict[bytes, Retention]:
         found = {}
         with self._manager.lock:
-            if not self._manager.expiry.retains and all(out.retention is DEFAULT for out, _ in batch):
+            if not self._manager.expiry.retains and not any(out.retained for out, _ in batch):
                 return {}
-            for out, rows in batch:
-                pages = [out.pages[row] for row in rows]
-                for page, kept in zip(pages, self._manager.expiry.joined_all(pages, out.retention), strict=True):
-                    if kept is not DEFAULT and kept != DEFAULT:
-                        found[page.key] = kept
+            for page, retained in ((out.pages[row], out.retained) for out, rows in batch for row in rows):
+                kept = self._manager.expiry.joined(page, retained.get(page.key, DEFAULT))
+                if kept != DEFAULT:
+                    found[page.key] = kept
         return found
 
     def _admit(self, batch: Sequence[_Part], entries: dict[bytes, Entry], cause: str) -> list[_Part]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import threading
 import time
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from gdscache.index.index import Detached
+from gdscache.runtime.threads import in_turn
 from gdscache.tiers.base import DurableTier, Tier
 
 _NAMESPACE_EPOCHS_KEPT = 4096
@@ -55,9 +57,13 @@ class Clearing:
         """
         with self.alone:
             removed = self._sweep(frozenset(namespaces)) if namespaces else self._drop_everything()
-        for tier in self._files:
-            for namespace in namespaces or (None,):
-                tier.commit_all_deletions(namespace)
+        in_turn(
+            *(
+                functools.partial(tier.commit_all_deletions, namespace)
+                for tier in self._files
+                for namespace in namespaces or (None,)
+            )
+        )
         return removed
 
     def _drop_everything(self) -> dict[str, int]:

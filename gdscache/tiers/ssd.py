@@ -126,7 +126,6 @@ class SsdTier(DurableTier):
         self._touches: list[tuple[Sequence[bytes], int]] = []
         self._noted = 0  # keys in `_touches`
         self.described: dict[bytes, dict[str, object]] = {}  # namespaces of pages that this engine stored
-        self._descriptions: dict[bytes, dict[str, object]] = {}  # descriptions for the next commit
         self._retained: dict[int, bytes] = {}  # slot -> key of pages whose retention the next commit writes
         self._commit_lock = threading.Lock()
         self._lost = ""  # why another process may use the directory
@@ -253,7 +252,6 @@ class SsdTier(DurableTier):
                 for slot in self._deleting:
                     del self._doomed[slot]
                 self._touched, self._retained = {}, {}
-                descriptions, self._descriptions = self._descriptions, {}
                 still = {slot: key for slot, key in retained.items() if self.index.slot(key) == slot}
                 wanted = {slot: self.index.retention(key) or DEFAULT for slot, key in still.items()}
                 leased = [slot for slot in self._deleting - self._returned if not self._known[slot]]
@@ -269,10 +267,9 @@ class SsdTier(DurableTier):
                 # `PageRecord._make` takes four times as long.
                 records = list(map(tuple.__new__, itertools.repeat(PageRecord), rows))
             self._learn_checksums(leased)  # a load that still reads them needs the checksums
-            self._describe(descriptions)
             with self.lock:
                 put_rows(self._checksums, written, stored)  # known from the commit on
-            self._catalog.commit(records, sorted(self._deleting), touched, wanted)
+            self._catalog.commit(records, sorted(self._deleting), touched, wanted, self.described)
             with self.lock:
                 on_failure.pop_all()
                 np.frombuffer(self._known, np.uint8)[written] = 1
@@ -384,15 +381,7 @@ class SsdTier(DurableTier):
 
     def describe_namespace(self, digest: bytes, description: dict[str, object]) -> None:
         with self.lock:
-            self.described[digest] = self._descriptions[digest] = description
-
-    def _describe(self, descriptions: Mapping[bytes, dict[str, object]]) -> None:
-        for digest, description in descriptions.items():
-            try:
-                self._catalog.describe_namespace(digest, description)
-            except IOFailedError as error:  # pages do without
-                text = "%s: a namespace stays without description: %s"
-                self._said.say(_log, logging.WARNING, "namespaces unwritten", text, self.path, error)
+            self.described[digest] = description
 
     def lock_lost(self, *, thorough: bool = False) -> str:
         if not self._lost:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,8 @@ from tests.support.bare_manager import set_clock
 from tests.support.dict_tier import DictTier
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import Host, OpenHost, drop_from, kept, make_config, prompt, quiet, until
-from tests.support.hybrid import HybridHost
+from tests.support.hybrid import OpenHybrid
 from tests.support.pages import FAULTY, lose, offset_of
-
-OpenHybrid = Callable[..., HybridHost]
 
 
 class Unserved(DictTier):

@@ -365,8 +365,8 @@ def _bases(root: Path) -> tuple[tuple[bytes, bytes], ...]:
         where = root / name
         where.mkdir(parents=True)
         with Catalog.open(where, extent_bytes=EXTENT, durability="process") as catalog:
-            catalog.commit([_record(slot) for slot in range(pages)], [], {0: 99}, {1: (2, NOW + 60), 2: (-1, NOW - 60)})
-            catalog.describe_namespace(b"n" * 32, FIELDS)
+            records, kept = [_record(slot) for slot in range(pages)], {1: (2, NOW + 60), 2: (-1, NOW - 60)}
+            catalog.commit(records, [], {0: 99}, kept, {b"n" * 32: FIELDS})
             image, log = (where / catalog_file.CATALOG_NAME), (where / f"{catalog_file.CATALOG_NAME}-wal")
             if name == "killed":
                 found.append((image.read_bytes(), _sealed(log.read_bytes(), b"saltsalt")))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gdscache import CacheEngine, HybridEngine, PageHashes
+from gdscache import CacheEngine, HybridEngine, PageHashes, PageStatus
 from gdscache.config import Config
 from gdscache.config.pools import pool_parts
 from gdscache.engine.hybrid_handles import HybridHit, HybridLoad, HybridReport, HybridStoreReport
@@ -24,6 +24,7 @@ from tests.support.helpers import (
     Bytes,
     expected,
     new_planes,
+    prompt,
     quiet,
     read_page,
     untouched,
@@ -99,6 +100,10 @@ def hybrid_config(
     if ssd is not None and path is not None:
         config["ssd"] = {"path": str(path), "capacity": total(ssd), "threads": 2, "transport": transport}
     return config | sections
+
+
+LOADED = PageStatus.LOADED
+PROMPT = prompt(1, 12, extra=1)  # 48 tokens and one more
 
 
 class HybridHost:
@@ -263,6 +268,9 @@ class HybridHost:
         return 0
 
 
+OpenHybrid = Callable[..., HybridHost]
+
+
 def pages_for(group: Group, length: int, start: int) -> list[int]:
     """The pages that a hit of `length` tokens needs, but for those before `start`: what the next token attends to."""
     if group.keeps == "state":
@@ -277,3 +285,17 @@ def attended(group: Group, token: int) -> range:
     if group.keeps == "chunk":
         return range(token // group.span * group.span, token)
     return range(token)
+
+
+def drop(host: HybridHost, *tiers: str) -> None:
+    """Empty tiers of all pools, as eviction would."""
+    for engine in host.engine.engines:
+        with engine.manager.lock:
+            for tier in tiers:
+                if tier in engine.manager.tiers:
+                    index = engine.manager.tiers[tier].index
+                    index.evict(len(index))
+
+
+def planes_of(layers: int) -> list[list[torch.Tensor]]:
+    return [[torch.zeros(8, 4, 4, 32, dtype=torch.bfloat16)] * 2] * layers

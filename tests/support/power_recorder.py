@@ -166,7 +166,7 @@ def recording() -> Iterator[Tape]:
     """Record the catalogue, too, on an empty tape."""
     TAPE.reset()
     with contextlib.ExitStack() as patches:
-        for name in ("_connect", "recover", "commit", "describe_namespace", "close"):
+        for name in ("_connect", "recover", "commit", "close"):
             patches.enter_context(mock.patch.object(Catalog, name, _recorded(name, getattr(Catalog, name))))
         patches.enter_context(mock.patch.object(catalog_file, "WAL_PAGES", SMALL_WAL))
         patches.enter_context(mock.patch.object(stripes, "write", _claimed(stripes.write)))

@@ -24,7 +24,7 @@ from gdscache.moves import PageStatus
 from gdscache.pages.hit import Hit
 from gdscache.pages.keys import Page, PageHashes
 from gdscache.ranks.lender import Lender
-from gdscache.runtime.threads import log_failure
+from gdscache.runtime.threads import in_turn, log_failure
 
 
 class HostPages:
@@ -85,8 +85,7 @@ class HostPages:
 
     def clear(self) -> None:
         """Drop every page of this model. Pages of weights between the files' and today's have gone already."""
-        for salt in {"", self._salt}:
-            self.engine.invalidate(*self.engine.namespaces(salt))
+        self.engine.invalidate(*self.engine.namespaces(), *self.engine.namespaces(self._salt))
 
     def weights_changed(self, *, ends: bool = False) -> None:
         """Find no page of the old weights, and store none until the flush. Called before and after each change. `ends`:
@@ -120,9 +119,7 @@ class HostPages:
 
     def close(self) -> None:
         """Finish accepted stores, and close the engine. Repeated calls are fine."""
-        if self._lender is not None:
-            self._lender.close()
-        self.engine.close()
+        in_turn(*(part.close for part in (self._lender, self.engine) if part is not None))
 
     def _look(self, keys: Sequence[str], before: Sequence[str]) -> Hit:
         """Look up the first stored pages, and count their use."""

@@ -65,7 +65,7 @@ from gdscache.integrations.sglang.setup import (
 from gdscache.integrations.watching import CallWatch
 from gdscache.ranks.agreement import Agreement
 from gdscache.ranks.rank import Rank
-from gdscache.runtime.threads import log_failure
+from gdscache.runtime.threads import in_turn, log_failure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -287,23 +287,15 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def close(self) -> None:
         """Finish accepted stores, and release everything. Repeated calls are fine."""
-        self._watch.close()
         lead, rank = self._lead, self._rank
-        if lead is not None:
-            lead.times.close()
-            if lead.events is not None:
-                lead.events.close()
-        if self._junctions is not None:
-            self._junctions.close()
-        self._agreement.close()
-        self._end_transfers()
-        self._offloads.close()
-        if lead is not None:
-            lead.told.close()
-            lead.pools.engine.close()
-        if rank is not None:
-            rank.left(LEFT_S)  # the leader stores the accepted pages
-            rank.close()
+        parts = [self._watch, *(() if lead is None else (lead.times, lead.events)), self._junctions, self._agreement]
+        in_turn(
+            *(part.close for part in parts if part is not None),
+            self._end_transfers,
+            self._offloads.close,
+            *(() if lead is None else (lead.told.close, lead.pools.engine.close)),
+            *(() if rank is None else (lambda: rank.left(LEFT_S), rank.close)),  # the leader stores the accepted pages
+        )
 
     def _weights_changed(self, *call: Any) -> None:
         """Find no page of the old weights, and store none that SGLang still has: it flushes first.

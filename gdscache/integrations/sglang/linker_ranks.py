@@ -41,7 +41,7 @@ from gdscache.pages.keys import PageHashes
 from gdscache.ranks.address import RankAddress, StoreMark
 from gdscache.ranks.executor import UNORDERED_S
 from gdscache.ranks.rank import Rank
-from gdscache.runtime.threads import log_failure
+from gdscache.runtime.threads import in_turn, log_failure
 
 ORDER_S = UNORDERED_S  # a rank's wait for the leader's orders: its own pass waits for the leader's too
 LEFT_S = 60.0  # the other ranks' stay at the end, while the leader stores its accepted pages
@@ -168,8 +168,7 @@ class PoolRanks:
             rank.left(max(0.0, until - time.monotonic()))
 
     def close(self) -> None:
-        for rank in self.ranks:
-            rank.close()
+        in_turn(*(rank.close for rank in self.ranks))
 
 
 def _of_pool(blocks: Callable[[], Blocks], name: str) -> Sequence[int]:

@@ -54,6 +54,7 @@ from gdscache.integrations.sglang.setup import (
 from gdscache.integrations.watching import CallWatch
 from gdscache.pages.keys import namespace_digest
 from gdscache.ranks.borrower import Borrower
+from gdscache.runtime.threads import in_turn
 
 _FLUSH = "clear"  # the host pool's method that ends a flush, and begins a new pool
 _log = logging.getLogger("gdscache")
@@ -245,13 +246,8 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
         """Finish accepted stores, and release everything. Repeated calls are fine."""
         watches, self._watches = self._watches, []
         pages, self._pages = self._pages, None
-        for watch in watches:
-            watch.close()
         told, self._told = self._told, None
-        if told is not None:
-            told.close()
-        if pages is not None:
-            pages.close()
+        in_turn(*(part.close for part in (*watches, told, pages) if part is not None))
 
     @property
     def engine(self) -> CacheEngine | HybridEngine:

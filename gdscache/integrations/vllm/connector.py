@@ -462,12 +462,14 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return
         session, self._session = self._session, None
         if session is not None:
-            if self.role is KVConnectorRole.SCHEDULER:
-                self._watch.close()
-                self._table.clear()
-            else:
-                self._worker.close()
-            _SESSIONS.leave(self._engine_id, session)
+            try:
+                if self.role is KVConnectorRole.SCHEDULER:
+                    self._watch.close()
+                    self._table.clear()
+                else:
+                    self._worker.close()
+            finally:
+                _SESSIONS.leave(self._engine_id, session)
 
     def _configuration(self, model: Mapping[str, object]) -> Config:
         config = self._vllm_config

@@ -28,7 +28,7 @@ from gdscache.integrations.vllm.worker import (
 )
 from gdscache.ranks.address import RankAddress
 from gdscache.ranks.rank import Rank
-from gdscache.runtime.threads import log_failure
+from gdscache.runtime.threads import in_turn, log_failure
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -189,8 +189,7 @@ class RankWorker:
         return observed
 
     def close(self) -> None:
-        for rank in self.ranks:
-            rank.close()
+        in_turn(*(rank.close for rank in self.ranks))
 
     def _begun(self, one: RankOrder) -> BegunLoad:
         load = None

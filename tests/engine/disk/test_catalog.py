@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from gdscache.disk import catalog as catalog_module
 from gdscache.disk import catalog_file
@@ -224,7 +224,6 @@ def test_closing(tmp_path: Path) -> None:
         lambda: catalog.commit([], [0], {}),
         lambda: catalog.recover(1),
         lambda: sums_of(catalog, [0]),
-        lambda: catalog.describe_namespace(NAMESPACE, {}),
         catalog.namespaces,
         catalog.rows,
     ):
@@ -338,11 +337,32 @@ def test_namespaces_do_not_grow_without_bound(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(catalog_module, "PRUNE_NAMESPACES", 8)
     with open_catalog(tmp_path) as catalog:
         catalog.commit([page(0)], [], {})
+        described = {name("tenant", turn): {"tenant": turn} for turn in range(100)}
         for turn in range(100):  # a tenant each, whose page is evicted by the next one's
-            catalog.commit([page(1, turn, namespace=name("tenant", turn))], [1], {})
+            tenant = name("tenant", turn)
+            catalog.commit([page(1, turn, namespace=tenant)], [1], {}, described=described)
             assert len(catalog.namespaces()) <= 10
+            assert catalog.namespaces()[tenant] == {"tenant": turn}
+        first = name("tenant", 0)  # its row has gone meanwhile
+        assert first not in catalog.namespaces()
+        catalog.commit([page(2, namespace=first)], [], {}, described=described)
+        assert catalog.namespaces()[first] == {"tenant": 0}
         found = rows(catalog.recover(4))
-    assert found == {0: row(page(0)), 1: row(page(1, 99, namespace=name("tenant", 99)))}
+    assert found == {
+        0: row(page(0)),
+        1: row(page(1, 99, namespace=name("tenant", 99))),
+        2: row(page(2, namespace=first)),
+    }
+
+
+def test_a_namespace_without_description_gets_it_by_the_next_engine_that_knows_it(tmp_path: Path) -> None:
+    with open_catalog(tmp_path) as catalog:
+        catalog.commit([page(0)], [], {})
+        assert catalog.namespaces() == {NAMESPACE: {}}
+    for described in ({NAMESPACE: {"model": "tiny"}}, {}):
+        with open_catalog(tmp_path) as catalog:
+            catalog.commit([page(1 + len(described))], [], {}, described=described)
+            assert catalog.namespaces() == {NAMESPACE: {"model": "tiny"}}
 
 
 # A file that cannot be used.
@@ -625,6 +645,7 @@ def test_writers_take_turns(tmp_path: Path) -> None:
 
 SLOTS = st.integers(0, 11)
 KNOWN = [name("space", i) for i in range(3)]
+DESCRIBED: dict[bytes, dict[str, object]] = {space: {"name": space.hex()} for space in KNOWN}
 RETENTIONS = st.tuples(st.integers(-1, 2), st.sampled_from([None, 0.0, 1.0, 2.5, 3.0]))
 
 
@@ -638,7 +659,6 @@ class Against(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.model: dict[int, PageRecord] = {}
-        self.described: dict[bytes, dict[str, object]] = {}
         self.written: dict[int, float] = {}  # when the end of a page was said
         self.generation = 0
         self.now = 2.0
@@ -683,9 +703,9 @@ class Against(RuleBasedStateMachine):
         left = {slot: record for slot, record in self.model.items() if slot not in delete}
         if left.keys() & insert:
             with pytest.raises(SlotRangeError):
-                self.catalog.commit(records, delete, touch, retain)
+                self.catalog.commit(records, delete, touch, retain, DESCRIBED)
             return
-        self.catalog.commit(records, delete, touch, retain)
+        self.catalog.commit(records, delete, touch, retain, DESCRIBED)
         self.model = left | {record.slot: self.say(record, retention) for record in records}
         for slot, recency in touch.items():
             if slot in self.model:
@@ -693,11 +713,6 @@ class Against(RuleBasedStateMachine):
         for slot, kept in retain.items():
             if slot in self.model:
                 self.model[slot] = self.say(self.model[slot], kept)
-
-    @rule(space=st.sampled_from(KNOWN), text=st.text(max_size=5))
-    def describe(self, space: bytes, text: str) -> None:
-        self.catalog.describe_namespace(space, {"text": text})
-        self.described[space] = {"text": text}
 
     @rule(slots=st.one_of(st.just(12), SLOTS), clean=st.booleans(), now=st.integers(0, 4).map(float))
     def reopen(self, slots: int, clean: bool, now: float) -> None:
@@ -725,14 +740,7 @@ class Against(RuleBasedStateMachine):
         assert retained == {slot: kept for slot, kept in wished.items() if kept != (0, math.inf)}
         assert found.recency[found.order].tolist() == sorted(found.recency.tolist())
         used = {record.namespace for record in self.model.values()}
-        self.described = {space: text for space, text in self.described.items() if space in used}
-        assert self.catalog.namespaces().keys() == used
-
-    @precondition(lambda self: self.described)
-    @rule()
-    def namespaces(self) -> None:
-        known = self.catalog.namespaces()
-        assert {space: known[space] for space in self.described} == self.described
+        assert self.catalog.namespaces() == {space: DESCRIBED[space] for space in used}
 
     @invariant()
     def same(self) -> None:

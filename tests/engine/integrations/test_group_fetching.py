@@ -27,10 +27,8 @@ from gdscache.storage.base import Op
 from tests.support.faults import Fault, FaultPlan
 from tests.support.faulty import PLAN
 from tests.support.helpers import MHA, WAIT, drop_from, expected, flip_file, read_page, until, write_page
-from tests.support.hybrid import MODELS, HybridHost
+from tests.support.hybrid import MODELS, OpenHybrid
 from tests.support.slow_prefetch import PAGEWISE
-
-OpenHybrid = Callable[..., HybridHost]
 
 SIZE = 4
 GROUPS = [{"name": "all", "layers": [0, 1]}, {"name": "window", "layers": [1, 2], "window": 9}]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import hashlib
 import threading
@@ -19,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from gdscache import CacheEngine, PageStatus
 from gdscache.config import Config
-from gdscache.errors import GdsCacheError
+from gdscache.errors import GdsCacheError, IOFailedError
 from gdscache.integrations.fetching import PinningCache
 from gdscache.integrations.settings import Rows, planes_section
 from gdscache.integrations.sglang.host import HostPages
@@ -222,6 +223,28 @@ def test_new_weights_find_nothing_and_the_pool_is_flushed_first(tmp_path: Path) 
     again = HostPages(engine_over(tmp_path, pool(), None))
     assert again.exists(KEYS[:2]) == 2, "those of the files' weights"
     again.close()
+
+
+def test_an_error_of_a_clear_leaves_no_page_of_either_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = HostPages(engine_over(tmp_path, pool(), None))
+    assert found.set(KEYS[:2], slots(0, 1)) == [True, True]
+    found.weights_changed()
+    found.flushed()
+    assert found.set(KEYS[:2], slots(0, 1)) == [True, True]
+    tier, deleted = found.engine.manager.tiers["ssd"], list[bytes | None]()
+
+    def fails(namespace: bytes | None = None) -> None:
+        deleted.append(namespace)
+        raise IOFailedError("a write to the catalogue failed", "", errno.EIO)
+
+    with monkeypatch.context() as disk:
+        disk.setattr(tier, "commit_all_deletions", fails)
+        with pytest.raises(IOFailedError):
+            found.clear()
+    wanted = {*found.engine.namespaces(), *found.engine.namespaces(found._salt)}
+    assert found.exists(KEYS[:2]) == 0
+    assert sorted(deleted, key=str) == sorted(wanted, key=str)
+    found.close()
 
 
 def test_an_update_that_ends_behind_the_flush_keeps_nobody_from_storing(tmp_path: Path) -> None:

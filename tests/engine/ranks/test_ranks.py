@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import threading
@@ -16,12 +17,13 @@ import pytest
 
 import gdscache
 from gdscache import CacheEngine, PageStatus, Rank
+from gdscache.disk.slab_io import SlabIO
 from gdscache.errors import CapacityError, InvalidValueError, PlanesError, RankError, RankLostError, RankMismatchError
 from gdscache.gate.busy_periods import BusyPeriods
 from gdscache.load import loader
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.pages.layout import PageLayout
-from gdscache.ranks import executor, wire
+from gdscache.ranks import executor, service, wire
 from gdscache.ranks.address import StoreMark
 from gdscache.ranks.executor import RanksMoving
 from gdscache.ranks.leader import RankSet
@@ -257,6 +259,7 @@ def test_a_rank_that_ends_or_hangs_costs_pages_and_no_more(
     host = ranks_host([0, 1], deadline=0.5)
     kept, fresh = prompt(1, 4), prompt(2, 4)
     until(lambda: not host.store(kept).dropped, "the pages are stored")
+    until(lambda: not host.engine.stats()["leases"], "late writes of earlier tries have ended")
     drop_from(host.engine, "cpu")
     host.ranks[1].signal(how)
     began = time.monotonic()
@@ -350,6 +353,22 @@ def test_a_rank_that_is_lost_in_a_flush_is_a_failed_write(
     assert host.store(prompt(1, 4)).dropped == dict.fromkeys(range(4), "io_error")
     until(lambda: "commits no pages: rank 1 is lost" in caplog.text, "the log has it")
     assert not any(record.exc_info for record in caplog.records)
+
+
+def test_a_flush_that_hangs_on_a_rank_fails_the_write_at_the_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on, flush = threading.Event(), SlabIO.flush
+    config = make_config(tmp_path, cpu=None, ssd_options={"durability": "power"}, deadline=2.0)
+    with here(config, pool(layout_of(MHA))) as one, contextlib.ExitStack() as last:
+        last.callback(goes_on.set)
+        with monkeypatch.context() as disk:
+            disk.setattr(SlabIO, "flush", lambda io: (goes_on.wait(), flush(io)))
+            handle = one.engine.store(prompt(1, 4), range(4))
+            one.ranks[0].store(handle.order)
+            assert handle.result(WAIT / 2).dropped == dict.fromkeys(range(4), "io_error")
+            goes_on.set()
+        one.store(prompt(1, 4), range(4))
 
 
 def test_a_leader_that_dies_leaves_ranks_that_serve_the_next(ranks_host: Open) -> None:
@@ -642,3 +661,17 @@ def _memory_files() -> list[str]:
         with contextlib.suppress(OSError):
             found.append(os.readlink(f"/proc/self/fd/{descriptor}"))
     return [file for file in found if file.startswith("/memfd:gdscache")]
+
+
+def test_cancels_that_cross_the_ends_of_their_moves_are_remembered_up_to_a_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "REFUSED_KEPT", 2)
+    with here(make_config(tmp_path), pool(layout_of(MHA))) as one:
+        of = one.ranks[0]._service
+        for number in range(101, 111):
+            of._cancel(number)
+        assert of._refused == {109, 110}
+        assert not any(of._may_begin(number) for number in range(101, 111))
+        one.engine._parts.executor._numbers = itertools.count(111)
+        one.store(prompt(1, 2), range(2))

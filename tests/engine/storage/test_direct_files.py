@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import mmap
 import os
 from pathlib import Path
 
@@ -84,6 +85,25 @@ def test_too_many_open_files_are_not_taken_for_a_file_system_without_direct_io(
         if direct_io == "auto" or not cause:
             transport.open(slab)  # the cause is gone, and nothing of it is remembered
             assert transport.direct is not bool(cause)
+    assert list(slab.parent.iterdir()) == [slab]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_not_taken_for_a_file_system_without_direct_io(
+    slab: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def full(file: int, views: list[memoryview], offset: int) -> int:
+        raise OSError(code, os.strerror(code))
+
+    if cause := probe_direct_io(slab.parent):
+        pytest.skip(f"no O_DIRECT here: {cause}")
+    monkeypatch.setattr(files.os, "pwritev", full)
+    with NativeTransport(1, "on", uring=False) as transport:
+        file = transport.open(slab)  # the slab has its room
+        assert transport.direct
+        assert transport.describe()["direct_refused"] == {}
+        memory = mmap.mmap(-1, SECTOR)
+        assert transport.read(file, 0, memoryview(memory)) == SECTOR
     assert list(slab.parent.iterdir()) == [slab]
 
 

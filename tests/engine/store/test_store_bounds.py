@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import threading
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 
 from gdscache.commands.replay.clock import Clock, MachineModel
 from gdscache.commands.replay.hierarchy import Hierarchy, Ledger
+from gdscache.index.retention import Retention
 from gdscache.pages.keys import Page
 from gdscache.storage.base import Op
 from gdscache.store import plan
@@ -414,5 +417,71 @@ def test_the_first_rounds_are_small_where_the_writer_has_nothing_to_do(
     monkeypatch.setattr(plan, "round_pages", lambda extent_bytes, waiting: iter([waiting]))
     tiers = Hierarchy(make(8, 64, store={"write_policy": policy}), MachineModel(), Clock(), limits=SMALL)
     assert next(tiers.planner.begin()) == (policy == "write_through")
-    tiers.planner.outlets[0].keys.add(b"on its way")
+    tiers.planner.outlets[0].keys[b"on its way"] = 0
     assert not next(tiers.planner.begin())
+
+
+@pytest.mark.parametrize(("slots", "most"), [(1, 1), (2, 1), (8, 4)])
+def test_the_ssd_is_behind_when_pages_on_their_way_hold_more_than_half_of_the_cpu_tier(slots: int, most: int) -> None:
+    """A tier of one slot may have one page on its way."""
+    planner = Hierarchy(make(slots, 64), MachineModel(), Clock(), limits=SMALL).planner
+    for page in range(most + 1):
+        planner.begin()
+        assert not planner.behind
+        planner.outlets[0].keys[bytes([page])] = 0
+    planner.begin()
+    assert planner.behind
+
+
+# -- without a CPU tier: pages on their way to the SSD are in no tier --------------------------------------------------
+
+
+@contextlib.contextmanager
+def reserving_waits(host: Host, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A first page has no slot of the SSD before the end, and the pages behind it wait for their batch."""
+    tier, came, goes_on = host.engine.manager.tiers["ssd"], threading.Event(), threading.Event()
+    reserve = tier.reserve
+
+    def held(*args: Any) -> Any:
+        came.set()
+        assert goes_on.wait(WAIT)
+        return reserve(*args)
+
+    with monkeypatch.context() as patch, contextlib.ExitStack() as last:
+        last.callback(goes_on.set)
+        patch.setattr(tier, "reserve", held)
+        host.store(prompt(1, 1))
+        assert came.wait(WAIT)
+        yield
+
+
+def test_a_page_on_its_way_gets_the_greater_priority_of_a_second_store(
+    policy_host: OpenHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = policy_host("write_through", cpu=None, ssd=24, bounce=16)
+    with reserving_waits(host, monkeypatch):
+        handles = [host.store(prompt(seed, 1), **kept) for seed in (1, 2) for kept in ({}, {"priority": 1})]
+        assert host.engine.stats()["store_queue"]["to_ssd_bytes"] == 2 * host.engine.layout.extent_bytes
+    assert not any(handle.result(WAIT).dropped for handle in handles)
+    quiet(host.engine)
+    index = host.engine.manager.tiers["ssd"].index
+    kept = [index.retention(page.key) for seed in (1, 2) for page in host.engine.pages(prompt(seed, 1))]
+    assert kept == [Retention(1)] * 2
+    assert not host.engine._parts.storer._planner.outlets[0].retained
+
+
+def test_a_store_behind_a_clear_comes_though_its_page_was_on_its_way(
+    policy_host: OpenHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = policy_host("write_through", cpu=None, ssd=24, bounce=16)
+    with reserving_waits(host, monkeypatch):
+        host.store(prompt(2, 1))
+        until(lambda: host.engine.stats()["store_queue"]["to_ssd_bytes"] > 4096, "it is on its way, too")
+        host.engine.clear()
+        handles = [host.store(prompt(seed, 1)) for seed in (1, 2)]
+    assert [handle.result(WAIT).tiers for handle in handles] == [(("ssd",),)] * 2
+    quiet(host.engine)
+    assert [on(host, "ssd", prompt(seed, 1)) for seed in (1, 2)] == [[0], [0]]
+    assert host.engine.stats()["dropped"] == {"cleared": 2}
+    assert not host.engine._parts.storer._planner.outlets[0].keys
+    settle(host.engine)

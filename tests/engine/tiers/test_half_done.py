@@ -60,7 +60,7 @@ class Failing:
 
     def patch_tier(self) -> None:
         self.patch(ssd_module, "put_rows", "take_rows", "bound")
-        self.patch(Catalog, "commit", "checksum_rows", "describe_namespace", disk=True)
+        self.patch(Catalog, "commit", "checksum_rows", disk=True)
         self.patch(SlabIO, "flush", disk=True)
 
     def around(self, of: Any, name: str, *, half: bool = True, disk: bool = False) -> Callable[..., Any]:

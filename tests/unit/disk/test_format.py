@@ -176,8 +176,8 @@ def build(path: Path) -> None:
         with open(slab.path, "r+b") as file:
             file.seek(slab.locate(2)[1])
             file.write(PAGE)
-        catalog.describe_namespace(namespace, FIELDS)
-        catalog.commit([PageRecord(2, first, namespace, namespace, 192, 41, sums[0])], [], {})
+        described = {namespace: FIELDS}
+        catalog.commit([PageRecord(2, first, namespace, namespace, 192, 41, sums[0])], [], {}, described=described)
         catalog.commit([PageRecord(0, second, first, namespace, 192, 42, sums[1], -1, 1800000000.1239)], [], {2: 43})
 
 
