@@ -14,7 +14,18 @@ from gdscache.metrics import FAMILIES, EngineCollector
 from gdscache.metrics.mirror import unborn
 from gdscache.storage.base import Op
 from tests.support.faulty import PLAN, Fault
-from tests.support.helpers import MHA, WAIT, OpenEngine, OpenHost, drop_from, layout_of, prompt, quiet, until
+from tests.support.helpers import (
+    MHA,
+    WAIT,
+    OpenEngine,
+    OpenHost,
+    drop_from,
+    layout_of,
+    make_config,
+    prompt,
+    quiet,
+    until,
+)
 from tests.support.prometheus import fetched, free_port
 
 TOKENS = list(range(17))  # 4 full pages of 4 tokens, and one token
@@ -384,12 +395,9 @@ def test_a_host_that_can_be_no_name_is_refused_in_words(open_engine: OpenEngine)
         open_engine(metrics={"port": free_port(), "host": "a" * 64})
 
 
-def test_an_engine_that_is_dropped_is_closed_whoever_scrapes_it(open_engine: OpenEngine, tmp_path: Any) -> None:
+def test_an_engine_that_is_dropped_is_closed_whoever_scrapes_it() -> None:
     port = free_port()
-    engine = CacheEngine.from_config(
-        {"model": {"name": "m", "layers": 1, "page_tokens": 4, "kv_heads": 1, "head_dim": 8}, "gpu": {"device": "cpu"},
-         "metrics": {"port": port}}
-    )  # fmt: skip
+    engine = CacheEngine.from_config(make_config(metrics={"port": port}))
     assert "gdscache_open 1.0" in fetched(f"http://127.0.0.1:{port}/metrics")
     with pytest.warns(ResourceWarning, match="dropped without close"):
         del engine

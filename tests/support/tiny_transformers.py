@@ -196,9 +196,9 @@ def serve(engine: CacheEngine, model: PreTrainedModel, ids: torch.Tensor, salt: 
     return {"found": found, "sources": sources, "prefix": prefix, "tokens": sequences, "logits": logits, "pages": whole}
 
 
-def cached(engine: CacheEngine | HybridEngine, model: PreTrainedModel, ids: torch.Tensor) -> int:
+def cached(engine: CacheEngine | HybridEngine, model: PreTrainedModel, ids: torch.Tensor, salt: str = "") -> int:
     """Tokens of a prompt that the engine has pages of, of this model."""
-    return engine.lookup(ids, salt=PrefixCache(engine, model).salt()).tokens
+    return engine.lookup(ids, salt=PrefixCache(engine, model).salt(salt)).tokens
 
 
 def digest(cache: DynamicCache, n: int) -> str:

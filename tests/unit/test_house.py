@@ -182,13 +182,25 @@ TWICE = {
 }
 
 
+@functools.cache
+def classes() -> list[tuple[str, str, bool, int, str]]:
+    """Each class: its module and name, whether it stands in the module itself, its methods, its docstring."""
+    return [
+        (module, node.name, node in tree.body, methods, ast.get_docstring(node) or "")
+        for module, path in modules().items()
+        for tree in [ast.parse(path.read_text())]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        for methods in [sum(isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef) for part in node.body)]
+    ]
+
+
 def test_no_two_packages_have_a_public_class_of_one_name() -> None:
     """Each command is a package here, and may have words that other commands have."""
     homes: dict[str, set[str]] = {}
-    for module, path in modules().items():
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                homes.setdefault(node.name, set()).add(package(module))
+    for module, name, of_module, _, _ in classes():
+        if of_module and not name.startswith("_"):
+            homes.setdefault(name, set()).add(package(module))
     twice = {name: found for name, found in homes.items() if len(found) > 1}
     assert twice.keys() == TWICE.keys(), twice
 
@@ -197,11 +209,9 @@ MOST_METHODS = 20  # of a class that does not say why it has more
 
 
 def test_a_class_with_many_methods_says_why() -> None:
-    wrong = []
-    for module, path in modules().items():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef):
-                methods = sum(isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef) for part in node.body)
-                if (methods > MOST_METHODS) != ("Many methods: " in (ast.get_docstring(node) or "")):
-                    wrong.append(f"{module}.{node.name} has {methods}")
+    wrong = [
+        f"{module}.{name} has {methods}"
+        for module, name, _, methods, said in classes()
+        if (methods > MOST_METHODS) != ("Many methods: " in said)
+    ]
     assert not wrong

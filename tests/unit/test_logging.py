@@ -16,9 +16,10 @@ ROOT = Path(gdscache.__file__).parent
 def loggers() -> Iterator[str]:
     """The names of the engine's loggers; commands have none that they log with."""
     for path in ROOT.rglob("*.py"):
-        if "commands" in path.parts:
+        source = path.read_text()
+        if "commands" in path.parts or "getLogger" not in source:
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "getLogger":
                 (name,) = node.args
                 module = ".".join(("gdscache", *path.relative_to(ROOT).with_suffix("").parts))

@@ -278,7 +278,9 @@ def test_other_models_and_no_address_are_refused(tmp_path: Path) -> None:
         assert found.others[0].exists(KEYS[:1]) == 1
 
 
-@pytest.mark.parametrize("count", [400, pytest.param(10_000, marks=pytest.mark.suite)])
+@pytest.mark.parametrize(
+    "count", [400, pytest.param(2_000, marks=pytest.mark.suite), pytest.param(10_000, marks=pytest.mark.soak)]
+)
 def test_random_calls_of_several_ranks(tmp_path: Path, count: int) -> None:
     """What comes is what was stored, in a slab that is too small, with reads that fail now and then."""
     source = random.Random(7)
