@@ -48,8 +48,8 @@ class Forwards:
     """The forward calls of one cache: `watch` before them, `allow` for each layer's states, `tokens` at the end.
 
     `cached`: tokens in the cache at its begin. `rows`: of the batch. `least`, `most`: tokens at which a call may end.
-    `ends`: cuts calls into pieces. `adapters`: how the model's adapters are switched now. `switched`: whether they were
-    switched otherwise in a call than at the begin.
+    `ends`: cuts calls into pieces. `adapters`: how the model's adapters are switched now, and the number of each one's
+    hooks. `switched`: whether they were switched otherwise in a call than at the begin.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class Forwards:
         least: int,
         most: float,
         ends: Ends | None,
-        adapters: Callable[[], object],
+        adapters: Callable[[], tuple[object, object]],
     ) -> None:
-        self._adapters, self._at_begin = adapters, adapters()
+        self._adapters, (self._at_begin, self._hooks) = adapters, adapters()
         self.switched = False
         self._rows = rows
         self._ends = ends
@@ -96,7 +96,7 @@ class Forwards:
             past = 0 if own is None else int(own.get_seq_length())
             if kwargs is not None and own is not None and _has_cache(given, own):
                 self.check()
-                self.switched = self.switched or self._adapters() != self._at_begin
+                self._look_at_adapters()
                 anew = _begins_anew(given) if past and not self._calls else False
                 if anew is not False and let_go(given.get("input_ids"), anew is True):
                     past = 0
@@ -117,6 +117,16 @@ class Forwards:
         self._handles.append(model.register_forward_pre_hook(look, with_kwargs=True))
         if self._ends is not None:
             self._handles.append(model.register_forward_hook(seen, with_kwargs=True))
+
+    def _look_at_adapters(self) -> None:
+        switched, hooks = self._adapters()
+        if hooks != self._hooks:
+            raise UnsupportedRequestError(
+                "a hook tells adapters what to do in this call (PEFT's adapter_names, an activated LoRA): the names of "
+                "pages do not tell what it computes",
+                "choose adapters by set_adapter before open(), and run activated LoRAs without the cache",
+            )
+        self.switched = self.switched or switched != self._at_begin
 
     def stop(self) -> None:
         while self._handles:

@@ -76,9 +76,12 @@ class LiveModel:
                 self._stamp, self._probed = stamp, probed
         return self._name
 
-    def switches(self) -> list[object]:
-        """How the adapters are switched now that were there at the last `identity`. Asks no device."""
-        return [_switched(module) for module in self._adapted]
+    def switches(self) -> tuple[list[object], list[int]]:
+        """How the adapters are switched now that were there at the last `identity`, and the number of each one's hooks.
+
+        Asks no device. PEFT's hooks tell adapters what one call names: `adapter_names`, where an activated LoRA begins.
+        """
+        return [_switched(one) for one in self._adapted], [len(one._forward_pre_hooks) for one in self._adapted]
 
     def _named(self) -> dict[str, object]:
         tensors = list(_tensors(self._model))

@@ -230,10 +230,10 @@ class GdsCache(DynamicCache):
         least: int,
         most: float,
         unchanged: Callable[[], bool],
-        adapters: Callable[[], object],
+        adapters: Callable[[], tuple[object, object]],
     ) -> None:
         """`least`, `most`: tokens at which a call of the model may end. `unchanged`: whether the model is still the one
-        that names the pages. `adapters`: how its adapters are switched now."""
+        that names the pages. `adapters`: how its adapters are switched now, and their hooks."""
         super().__init__()
         self._rows, self._unchanged = rows, unchanged
         self.cached_tokens: int = rows.cached_tokens

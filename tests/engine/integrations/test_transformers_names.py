@@ -13,7 +13,7 @@ import torch
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from gdscache import CacheEngine
-from gdscache.errors import SequenceStateError
+from gdscache.errors import SequenceStateError, UnsupportedRequestError
 from gdscache.integrations import live_model
 from gdscache.integrations.live_model import LiveModel
 from gdscache.integrations.transformers import PrefixCache
@@ -137,6 +137,22 @@ def test_what_an_adapter_computed_that_was_switched_for_one_call_is_not_stored(
         with pytest.raises(SequenceStateError, match="other weights or adapters"):
             cache.commit(other)
         cache.reset()
+        model(other, past_key_values=cache)
+        cache.commit(other)
+    assert cached(engine, model, other[0]) == 40
+
+
+def test_a_call_whose_adapters_are_told_by_hooks_is_refused(model: PreTrainedModel, engine: CacheEngine) -> None:
+    """As PEFT does it with `adapter_names`, whose rows may be another adapter's, and with activated LoRAs, whose first
+    token depends on later ones. A hook that was there at `open` is no matter."""
+    other, layer = tokens().flip(1).to(model.device), model.model.layers[0].mlp
+    layer.__dict__.update(_disable_adapters=False, _active_adapter=["a"])
+    layer.register_forward_pre_hook(lambda module, given: None)
+    with PrefixCache(engine, model).open(other) as cache, torch.no_grad():
+        told = layer.register_forward_pre_hook(lambda module, given: None)
+        with pytest.raises(UnsupportedRequestError, match="a hook tells adapters what to do"):
+            model(other, past_key_values=cache)
+        told.remove()
         model(other, past_key_values=cache)
         cache.commit(other)
     assert cached(engine, model, other[0]) == 40
