@@ -127,9 +127,9 @@ def _quantisation(config: Any) -> object:
 
 
 def _files(model: Any, pattern: str) -> str:
-    """A digest of the files of the model's directory with such names."""
+    """A digest of the files with such names beside the model's configuration; its weights may be elsewhere."""
     try:
-        files = sorted(_directory(model).glob(pattern))
+        files = sorted(model_directory(str(model.model), model.revision).glob(pattern))
     except WeightsNotFoundError:
         return ""
     found = hashlib.blake2b(digest_size=16)
