@@ -4,7 +4,6 @@ reasons."""
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib.metadata
 import importlib.resources
 import json
@@ -19,7 +18,7 @@ import torch
 from gdscache.errors import WeightsNotFoundError
 from gdscache.integrations.fields import FieldTable, plain
 from gdscache.integrations.ropes import ropes
-from gdscache.integrations.settings import content_of
+from gdscache.integrations.settings import content_of, contents_of
 from gdscache.integrations.vllm.cache_groups import groups_of, kinds_of
 from gdscache.integrations.vllm.planes import VllmPlanes
 from gdscache.integrations.weights import model_directory, weights_read
@@ -129,13 +128,9 @@ def _quantisation(config: Any) -> object:
 def _files(model: Any, pattern: str) -> str:
     """A digest of the files with such names beside the model's configuration; its weights may be elsewhere."""
     try:
-        files = sorted(model_directory(str(model.model), model.revision).glob(pattern))
+        return contents_of(model_directory(str(model.model), model.revision), pattern)
     except WeightsNotFoundError:
         return ""
-    found = hashlib.blake2b(digest_size=16)
-    for file in files:
-        found.update(f"{file.name}:{content_of(file)};".encode())
-    return found.hexdigest()
 
 
 def _ropes_by_length(model: Any) -> list[object]:
