@@ -4,7 +4,6 @@ reasons."""
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import importlib.resources
 import json
 import platform
@@ -89,8 +88,6 @@ def facts_of(
         facts["groups"] = groups
     if media is not None:  # of images, sounds and videos; vLLM's field has the images' settings alone
         facts["processors"] = _files(model, "*processor_config.json")
-    if media is not None or model.using_transformers_backend():  # vLLM takes several versions
-        facts["transformers"] = importlib.metadata.version("transformers")
     if planes.tensors[0].device.type == "cpu":
         facts["processor"] = [platform.machine(), *_tiles()]
     if not vllm.cache_config.prefix_caching_hash_algo.endswith("_cbor"):  # pickle's bytes depend on Python's version

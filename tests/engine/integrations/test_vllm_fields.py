@@ -29,16 +29,12 @@ def test_files_beside_the_configuration_count_where_the_weights_are_elsewhere(tm
     assert given.described() != before
 
 
-@pytest.mark.parametrize("backend", [False, True])
-def test_transformers_and_its_processors_count_where_they_are_run(tmp_path: Path, backend: bool) -> None:
+def test_processors_count_where_there_are_media(tmp_path: Path) -> None:
     given = stand_in.Setup(tmp_path)
-    model = given.parts["ModelConfig"]
-    model.multimodal_config, model.using_transformers_backend = None, lambda: backend
+    given.parts["ModelConfig"].multimodal_config = None
     before = given.described()
     given.change("processors")
     assert given.described() == before
-    given.change("transformers")
-    assert (given.described() != before) is backend
 
 
 def test_weights_from_elsewhere_need_a_name() -> None:
