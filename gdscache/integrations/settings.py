@@ -101,6 +101,11 @@ def content_of(file: object) -> str:
         return str(file)
 
 
+def contents_of(directory: Path, pattern: str) -> str:
+    """A digest of a directory's files with such names."""
+    return digest_of({file.name: content_of(file) for file in directory.glob(pattern)})
+
+
 class Rows(NamedTuple):
     """A plane of opaque bytes: those of a token, and what `Plane` has as `values` and `parts`."""
 

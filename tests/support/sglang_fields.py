@@ -40,7 +40,7 @@ def of_class(owner: str, *kinds: str) -> list[str]:
 
 def lines(folder: Path) -> list[str]:
     """Every line that is held, whatever holds it."""
-    by_hand = ["sglang", "config.json", *(f"content of {name}" for name in facts.FILES)]
+    by_hand = ["sglang", "config.json", "code", *(f"content of {name}" for name in facts.FILES)]
     return [*by_hand, *facts.table().named("held")]
 
 
@@ -65,7 +65,7 @@ class Setup:
 
     def _files(self) -> dict[str, Path]:
         contents = {f"content of {name}": self.folder / name for name in facts.FILES}
-        return {"config.json": self.folder / "model/config.json", **contents}
+        return {"config.json": self.folder / "model/config.json", "code": self.folder / "model/code.py", **contents}
 
     def change(self, line: str) -> None:
         """Another value of that line."""

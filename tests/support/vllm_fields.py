@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -81,7 +80,6 @@ class Setup:
             "quant_config": lambda: setattr(self.vllm.quant_config, "bits", 4),
             "code": lambda: (folder / "model/code.py").write_text("another"),
             "processors": lambda: (folder / "model/video_preprocessor_config.json").write_text("another"),
-            "transformers": lambda: self.patches.append((importlib.metadata, "version", lambda _: "another")),
             "content of mm_encoder_fp8_scale_path": lambda: (folder / "scales").write_text("another"),
             "accelerator": lambda: self.patches.append((torch.version, "hip", "6.0")),
             "processor": lambda: self.patches.append((facts, "_tiles", lambda: ["another"])),

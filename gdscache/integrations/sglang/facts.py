@@ -12,7 +12,7 @@ from typing import Any
 
 from gdscache.errors import WeightsNotFoundError
 from gdscache.integrations.fields import FieldTable
-from gdscache.integrations.settings import content_of
+from gdscache.integrations.settings import content_of, contents_of
 from gdscache.integrations.sglang.planes import PoolPlanes
 from gdscache.integrations.weights import model_directory
 
@@ -48,6 +48,7 @@ def facts_of(
         "sglang": version,
         **planes.described,
         "config.json": content_of(_model_file(server)),
+        "code": _code(server),
         **{f"content of {name}": content_of(getattr(server, name, None)) for name in FILES},
         **known.facts([server, model], known.variables(environment, _PREFIXES)),
     }
@@ -66,3 +67,11 @@ def _model_file(server: Any) -> Path | None:
         return directory_of(server) / "config.json"
     except WeightsNotFoundError:
         return None
+
+
+def _code(server: Any) -> str:
+    """A digest of the model's own Python: SGLang's backend for transformers' models runs it, trusted or not."""
+    try:
+        return contents_of(directory_of(server), "*.py")
+    except WeightsNotFoundError:
+        return ""

@@ -4,8 +4,6 @@ reasons."""
 from __future__ import annotations
 
 import functools
-import hashlib
-import importlib.metadata
 import importlib.resources
 import json
 import platform
@@ -19,7 +17,7 @@ import torch
 from gdscache.errors import WeightsNotFoundError
 from gdscache.integrations.fields import FieldTable, plain
 from gdscache.integrations.ropes import ropes
-from gdscache.integrations.settings import content_of
+from gdscache.integrations.settings import content_of, contents_of
 from gdscache.integrations.vllm.cache_groups import groups_of, kinds_of
 from gdscache.integrations.vllm.planes import VllmPlanes
 from gdscache.integrations.weights import model_directory, weights_read
@@ -90,8 +88,6 @@ def facts_of(
         facts["groups"] = groups
     if media is not None:  # of images, sounds and videos; vLLM's field has the images' settings alone
         facts["processors"] = _files(model, "*processor_config.json")
-    if media is not None or model.using_transformers_backend():  # vLLM takes several versions
-        facts["transformers"] = importlib.metadata.version("transformers")
     if planes.tensors[0].device.type == "cpu":
         facts["processor"] = [platform.machine(), *_tiles()]
     if not vllm.cache_config.prefix_caching_hash_algo.endswith("_cbor"):  # pickle's bytes depend on Python's version
@@ -127,15 +123,11 @@ def _quantisation(config: Any) -> object:
 
 
 def _files(model: Any, pattern: str) -> str:
-    """A digest of the files of the model's directory with such names."""
+    """A digest of the files with such names beside the model's configuration; its weights may be elsewhere."""
     try:
-        files = sorted(_directory(model).glob(pattern))
+        return contents_of(model_directory(str(model.model), model.revision), pattern)
     except WeightsNotFoundError:
         return ""
-    found = hashlib.blake2b(digest_size=16)
-    for file in files:
-        found.update(f"{file.name}:{content_of(file)};".encode())
-    return found.hexdigest()
 
 
 def _ropes_by_length(model: Any) -> list[object]:

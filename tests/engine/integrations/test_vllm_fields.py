@@ -20,16 +20,21 @@ def test_code_counts_where_it_is_run(tmp_path: Path) -> None:
     assert given.described() == before
 
 
-@pytest.mark.parametrize("backend", [False, True])
-def test_transformers_and_its_processors_count_where_they_are_run(tmp_path: Path, backend: bool) -> None:
+@pytest.mark.parametrize("line", ["code", "processors"])
+def test_files_beside_the_configuration_count_where_the_weights_are_elsewhere(tmp_path: Path, line: str) -> None:
     given = stand_in.Setup(tmp_path)
-    model = given.parts["ModelConfig"]
-    model.multimodal_config, model.using_transformers_backend = None, lambda: backend
+    given.parts["ModelConfig"].model_weights = "s3://bucket/model"
+    before = given.described()
+    given.change(line)
+    assert given.described() != before
+
+
+def test_processors_count_where_there_are_media(tmp_path: Path) -> None:
+    given = stand_in.Setup(tmp_path)
+    given.parts["ModelConfig"].multimodal_config = None
     before = given.described()
     given.change("processors")
     assert given.described() == before
-    given.change("transformers")
-    assert (given.described() != before) is backend
 
 
 def test_weights_from_elsewhere_need_a_name() -> None:
