@@ -38,13 +38,17 @@ from tests.support.faults import Fault, FaultPlan
 from tests.support.faulty import PLAN
 from tests.support.helpers import WAIT, until
 from tests.support.packed_pages import KINDS, bits, drawn
+from tests.support.pairs import pairs
 
 MODEL = {"name": "packed", "layers": 3, "kv_heads": 4, "head_dim": 64, "dtype": "bfloat16", "page_tokens": 32}
 PAGES, BLOCKS = 5, 32
 TOKENS = list(range(PAGES * 32))
 
 
-@pytest.fixture(params=["host", "staged", "zero_copy"], autouse=True)
+PLANES = ["host", "staged", "zero_copy"]
+
+
+@pytest.fixture(params=PLANES, autouse=True)
 def _planes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planes in host memory, and of a GPU that is not there, whose kernels the library's codec stands for."""
     if request.param != "host":
@@ -52,6 +56,11 @@ def _planes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 IN_HOST = pytest.mark.parametrize("_planes", ["host"], indirect=True)  # tests that copy nothing into planes
+
+
+def in_turns(name: str, values: list[Any]) -> pytest.MarkDecorator:
+    """Each value in some planes, and in all of them in the suite."""
+    return pytest.mark.parametrize(("_planes", name), pairs(PLANES, values), indirect=["_planes"])
 
 
 def config(path: Path | None, pack: str, **sections: Any) -> Config:
@@ -150,7 +159,7 @@ def test_auto_packs_no_new_directory(tmp_path: Path) -> None:
         assert engine.config.model.namespace_fields() == ModelConfig(**MODEL, pack="off").namespace_fields()
 
 
-@pytest.mark.parametrize("cpu", [True, False])
+@in_turns("cpu", [True, False])
 def test_pages_that_do_not_fit_go_as_they_are_into_tiers_of_their_own(tmp_path: Path, cpu: bool) -> None:
     pool = planes()
     unfit(pool, 2)
@@ -360,7 +369,7 @@ def test_a_prefetch_pins_a_page_in_a_plain_tier_of_one_slot(tmp_path: Path) -> N
         assert engine.lookup(TOKENS).tiers == ("cpu", "cpu_plain", "cpu", "cpu", "cpu")
 
 
-@pytest.mark.parametrize("tiers", ["cpu", "ssd", "cpu ssd"])
+@in_turns("tiers", ["cpu", "ssd", "cpu ssd"])
 def test_hostile_pages_against_a_plain_model(tmp_path: Path, tiers: str) -> None:
     """Packed tiers have room for all pages, the plain tiers for few. So the pages that fit stay, whatever the others
     do, the last prompt is there as a whole, and each bit is as it was stored."""
@@ -395,7 +404,7 @@ def test_hostile_pages_against_a_plain_model(tmp_path: Path, tiers: str) -> None
     assert evicted > 10, "the plain tiers were never full"
 
 
-@pytest.mark.parametrize("number", [1, 2])
+@in_turns("number", [1, 2])
 def test_pages_behind_one_that_does_not_fit_evict_others(tmp_path: Path, number: int) -> None:
     """Of a full SSD, and so does the page that does not fit, whose prefix is in another tier."""
     pool = planes()
@@ -440,7 +449,7 @@ def test_endurance_of_few_pages_has_room_for_some_that_do_not_fit(tmp_path: Path
         assert engine.stats()["stored"] == {"cpu_plain": 1, "ssd_plain": 1}
 
 
-@pytest.mark.parametrize("cpu", [True, False])
+@in_turns("cpu", [True, False])
 def test_a_page_that_does_not_fit_is_admitted_with_the_others(tmp_path: Path, cpu: bool) -> None:
     """At its second offer: the plain tier's admission takes the packed tier's word."""
     pool = planes()
@@ -555,11 +564,11 @@ def switched_off(engine: CacheEngine) -> tuple[bool, list[str]]:
     return found["switched_off"], found["switched_off_alone"]
 
 
-@pytest.mark.parametrize(("op", "room"), [(Op.READ, "64MiB"), (Op.READ, "1MiB"), (Op.WRITE, "1MiB")])
-def test_io_of_plain_pages_that_hangs_costs_these_pages_alone(tmp_path: Path, op: Op, room: str) -> None:
+@in_turns("io", [(Op.READ, "64MiB"), (Op.READ, "1MiB"), (Op.WRITE, "1MiB")])
+def test_io_of_plain_pages_that_hangs_costs_these_pages_alone(tmp_path: Path, io: tuple[Op, str]) -> None:
     """In a large reserve, and in one with a slot for loads and one for stores, which switches the plain tier off."""
     PLAN.reset()
-    pool = planes()
+    pool, (op, room) = planes(), io
     unfit(pool, 2, 6)  # of pages 1 and 3
     wanted = rows(pool, range(10))
     faulty = ssd(tmp_path, "64MiB") | {"transport": "tests.support.faulty:FaultyTransport"}

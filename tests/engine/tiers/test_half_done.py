@@ -87,14 +87,14 @@ class Failing:
         yield
         self.at = at
 
-    def each(self, error: Exception, least: int, life: Callable[[], object]) -> None:
-        """One life for each place that it has, more than `least`."""
+    def each(self, error: Exception, least: int, life: Callable[[], object], step: int = 1) -> None:
+        """One life for each place that it has, more than `least`, or for one in so many."""
         self.at, self.error = 0, error
         places, begun = self.places, self.places
         life()
         places = self.places - begun
         assert places > least, "hardly a call fails"
-        for at in range(1, places + 1):
+        for at in range(1, places + 1, step):
             self.at = self.places + at
             life()
 
@@ -138,9 +138,10 @@ def keep(tier: SsdTier, pages: Sequence[Page]) -> None:
         tier.index.release_all(entries)
 
 
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.suite), 3])
 @pytest.mark.parametrize("error", [NO_MEMORY, NO_DISK], ids=["memory", "disk"])
 def test_the_ssd_tier_is_whole_behind_each_call_that_fails(
-    filled: Path, tmp_path: Path, failing: Failing, error: Exception
+    filled: Path, tmp_path: Path, failing: Failing, error: Exception, step: int
 ) -> None:
     old, fresh, more = chain(0, 4), chain(2, 3), chain(3, 2)
 
@@ -190,4 +191,4 @@ def test_the_ssd_tier_is_whole_behind_each_call_that_fails(
             again.close()
         shutil.rmtree(path)
 
-    failing.each(error, 20, life)
+    failing.each(error, 20, life, step)
