@@ -198,7 +198,7 @@ def serve(engine: CacheEngine, model: PreTrainedModel, ids: torch.Tensor, salt: 
 
 def cached(engine: CacheEngine | HybridEngine, model: PreTrainedModel, ids: torch.Tensor, salt: str = "") -> int:
     """Tokens of a prompt that the engine has pages of, of this model."""
-    return engine.lookup(ids, salt=PrefixCache(engine, model).salt(salt)).tokens
+    return engine.lookup(ids.cpu(), salt=PrefixCache(engine, model).salt(salt)).tokens
 
 
 def digest(cache: DynamicCache, n: int) -> str:
