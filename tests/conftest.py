@@ -35,7 +35,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job in the background
 _SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 # What hypothesis tries: the same few examples each time in `make test`, more in `make suites`, many new ones in
 # `make soak`.
-for name, examples, steps in (("test", 7, 15), ("suites", 30, 25), ("soak", 400, 50)):
+for name, examples, steps in (("test", 7, 15), ("suites", 20, 25), ("soak", 400, 50)):
     settings.register_profile(
         name,
         max_examples=examples,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import importlib.util
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -23,7 +22,7 @@ from gdscache.kernels.copies import PageCopies
 from gdscache.kernels.cuda import SHORTEST, PlaneRuns, can_look, plane_runs
 from gdscache.kernels.gpu import ROUTES, CopyRoute, NativeGpu, StreamPoint
 from gdscache.pages.planes import PagedPlanes
-from tests.support.places import ROOT
+from tests.support.places import ROOT, tool
 from tests.support.shims import built_once
 
 _SOURCES = ROOT / "csrc" / "host"
@@ -37,11 +36,8 @@ def built(name: str) -> ctypes.CDLL:
     files = [*sorted(_TESTS.glob("fake_*")), *sorted(_SOURCES.glob("*/*.h")), *own]
 
     def command() -> list[object]:
-        spec = importlib.util.spec_from_file_location("native_build", ROOT / "tools" / "native_build.py")
-        tool: Any = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(tool)
         flags = ["-std=c++20", "-O2", "-fPIC", "-shared", "-pthread", f"-I{_SOURCES}"]
-        return [*tool.compiler(), *flags, _TESTS / f"{name}.cc", *own]
+        return [*tool("native_build").compiler(), *flags, _TESTS / f"{name}.cc", *own]
 
     return ctypes.CDLL(str(built_once(name, files, command)))
 

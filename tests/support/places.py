@@ -1,9 +1,11 @@
 """Where the tree is, and where tests have their files. Child processes have `ROOT` on PYTHONPATH, as the tests do."""
 
+import importlib.util
 import os
 import shutil
 import tempfile
 from pathlib import Path
+from types import ModuleType
 
 MEMORY, MEMORY_NEEDED = Path("/dev/shm"), 64 << 20
 
@@ -15,3 +17,13 @@ def scratch() -> Path:
     """A new folder, in memory where there is room, so that nobody waits for a disk. It is the caller's to remove."""
     there = MEMORY.is_dir() and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > MEMORY_NEEDED
     return Path(tempfile.mkdtemp(prefix="gdscache-test-", dir=MEMORY if there else None))
+
+
+def tool(name: str) -> ModuleType:
+    """A file of tools/ as a module of its own."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import os
 import re
 import shutil
@@ -16,7 +16,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from tests.support.places import ROOT
+from tests.support.places import ROOT, tool
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 STABLE = sys.version_info >= (3, 12)
@@ -253,11 +253,7 @@ def test_ci_runs_lint_the_tests_and_the_suites_and_fails_where_one_of_its_parts_
 @pytest.fixture
 def installer(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """tools/install_gpu.py as a module, whose pip only notes its arguments, on a machine with CUDA 13."""
-    spec = importlib.util.spec_from_file_location("install_gpu", ROOT / "tools" / "install_gpu.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = tool("install_gpu")
     declared = {
         "kvikio-cu13": ["cupy-cuda13x[ctk]>=14", "libkvikio-cu13==26.10.*", "numpy<3.0", "boto3; extra == 'test'"],
         "kvikio-cu12": [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
+import importlib
 import os
 import re
 import shutil
@@ -17,7 +17,7 @@ import pytest
 
 from gdscache import _native
 from gdscache.errors import NativeMissingError
-from tests.support.places import ROOT
+from tests.support.places import ROOT, tool
 
 
 def test_a_library_that_cannot_be_imported_is_said_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,11 +122,7 @@ def test_the_stub_has_what_the_module_has() -> None:
 def build(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """tools/native_build.py as a module, which knows no compiler yet."""
     pytest.importorskip("setuptools", minversion="77", reason="the build needs it; make test installs it")
-    spec = importlib.util.spec_from_file_location("native_build", ROOT / "tools" / "native_build.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = tool("native_build")
     monkeypatch.delenv("CXX", raising=False)
     return module
 
