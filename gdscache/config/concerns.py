@@ -39,7 +39,7 @@ def _pools(config: Config, gpu_pages: int) -> Iterator[str]:
     for (above, more, _), (below, fewer, setting) in itertools.pairwise(pools):
         if fewer < more:
             yield (
-                f"{below} holds {_pages(fewer)} and {above} {more:,}: most pages that {above} evicts "
+                f"{below} holds {_pages(fewer)} and {above} {more:,}: most pages evicted from {above} "
                 f"have left {below} as well. Raise {setting} above {format_size(more * extent)}"
             )
 

@@ -73,7 +73,9 @@ def folder() -> Iterator[Path]:
 )
 def test_losses_of_power(folder: Path, setup: str, tapes: int, cuts: int, record_property: Any) -> None:
     total: Counter[str] = Counter()
-    for tape in range(tapes):
+    for tape in range(tapes + 5):
+        if tape >= tapes and min(total["served"], total["required"]) > total["cuts"]:
+            break  # else a slow machine has committed little: one more
         place = folder / str(tape)
         place.mkdir()
         events = record(place, setup, f"{setup} {SEED} {tape}")

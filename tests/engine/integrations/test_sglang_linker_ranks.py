@@ -363,13 +363,10 @@ def test_random_operations(opened: Open, shards: list[int]) -> None:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    "number", [pytest.param(1_000, marks=pytest.mark.suite), pytest.param(3_400, marks=pytest.mark.soak)]
-)
+@pytest.mark.suite
 @pytest.mark.parametrize("shards", [[0, 1], [0, 0], [0, 0, 1, 1]])
-def test_many_random_operations(opened: Open, shards: list[int], number: int) -> None:
-    """Ten thousand in all, in their long form."""
-    assert traffic(opened(shards, cpu=24, ssd=64), number, 2).loaded > number // 2
+def test_ten_thousand_random_operations_in_all(opened: Open, shards: list[int]) -> None:
+    assert traffic(opened(shards, cpu=24, ssd=64), 3_400, 2).loaded > 1_700
 
 
 def test_shards() -> None:
