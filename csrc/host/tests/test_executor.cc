@@ -37,13 +37,13 @@ void faults(Open open) {
                   fault(rig, 4, Failing::kLate, 5)});
     const std::vector<Group> whole = groups_of(rig.limits, {0});
     const int64_t move = rig.begin(Priority::kLoad, after(0.5), {way}, whole);
-    REQUIRE(rig.executor->wait(move, -1, after(60)) == 0);
+    CHECK(rig.executor->wait(move, -1, after(60)) == 0);
     const Status expected[] = {Status::kIoError,  Status::kShortRead, Status::kChecksum,
                                Status::kDeadline, Status::kLoaded,    Status::kLoaded};
     const Outcome* const outcome = rig.executor->outcome(move);
-    REQUIRE(std::equal(expected, expected + 6, outcome->statuses.begin()));
-    REQUIRE((outcome->late == std::vector<int32_t>{3} && rig.executor->held_slots() == 1));
-    REQUIRE(rig.executor->free_slots() == kReserve - 1);
+    CHECK(std::equal(expected, expected + 6, outcome->statuses.begin()));
+    CHECK((outcome->late == std::vector<int32_t>{3} && rig.executor->held_slots() == 1));
+    CHECK(rig.executor->free_slots() == kReserve - 1);
     std::thread releaser([faulty] {
         std::this_thread::sleep_for(std::chrono::milliseconds(20));
         faulty->release();

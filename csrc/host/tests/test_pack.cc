@@ -157,7 +157,7 @@ TEST_CASE("packed values by each coder") {
     std::vector<Bytes> found;  // of any bytes, by the first coder
     for (const TileCoder* const one : coders()) {
         coder = one;
-        CAPTURE(std::string(coder->name));
+        INFO(std::string(coder->name));
         Random random(60);
         check_every_value();
         for (uint64_t n = 0; n < setting("ROUNDS", 200); n++) {

@@ -29,9 +29,7 @@ public:
 
     int64_t transfer(const Piece& piece, const Call& call) override {
         CHECK(piece.op == Op::kRead);
-        CHECK(call.offset % kAlignment == 0);
-        CHECK(call.bytes > 0);
-        CHECK(call.bytes % kAlignment == 0);
+        CHECK((call.offset % kAlignment == 0 && call.bytes > 0 && call.bytes % kAlignment == 0));
         CHECK(++file_.calls < 100000);
         if (file_.never) return -EAGAIN;
         file_.largest = std::max<int64_t>(file_.largest, call.bytes);

@@ -72,7 +72,7 @@ TEST_CASE("XXH3-64 by each arm") {
     REQUIRE(all.size() >= 2);  // the architecture's arm, and the scalar one
     CHECK(all.back()->name == std::string("scalar"));
     for (const Arm* const arm : all) {
-        CAPTURE(std::string(arm->name));
+        INFO(std::string(arm->name));
         check_arm(*arm, *all.back(), setting("ROUNDS", 300));
         std::printf(" %s", arm->name);
     }
