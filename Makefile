@@ -48,7 +48,7 @@ help:
 	@echo "make engines  vLLM's real engine on a CPU with its KV connector, and SGLang's own radix tree and pools with ours"
 	@echo "              below them, in environments of their own ($(VLLM) and $(SGLANG_VENV), some GB each)"
 	@echo "make scale    a real pool of processes on loopback, which are killed, in an environment of its own ($(MOONCAKE_VENV))"
-	@echo "make sanitize the tests in C++: with the thread, address and undefined behaviour sanitizers, and for aarch64"
+	@echo "make sanitize the tests in C++: with the thread, address and undefined behaviour sanitizers, and for aarch64 (doctest-dev)"
 	@echo "make mutants  which checks of disk, tiers, index and moves no test would miss (COUNT=200 SEED=1; an hour)"
 	@echo "make lint     ruff, mypy, clang-*       make wheels   sdist, and wheels of both architectures, tried"
 	@echo "make bench    what the tiers give      make resolve  whether the engines' pins resolve with ours"

@@ -5,6 +5,8 @@
 thread: ThreadSanitizer. address: AddressSanitizer and UndefinedBehaviorSanitizer. Both need the system's compiler, with
 its sanitizers. aarch64: for the other architecture, under qemu-user; by a cross compiler, or by ziglang. Kinds that a
 machine cannot run are skipped, with the reason. `--rounds`: of all random tests; by default few.
+
+The tests are doctest's. One binary takes its options, and from the environment ROUNDS and FIRST_SEED.
 """
 
 from __future__ import annotations
@@ -26,7 +28,11 @@ from native_build import INCLUDE, SOURCES, TESTS, common_headers, plain_sources,
 UNITS = sorted(TESTS.glob("test_*.cc"))
 # A CUDA driver and a cuFile, which tests of a GPU open beside their binary.
 LIBRARIES = tuple(TESTS / name for name in ("fake_cuda.cc", "fake_cufile.cc"))
-WARNINGS = ("-std=c++20", "-g", "-pthread", "-fPIC", "-Wall", "-Wextra", "-Wshadow", "-Werror", INCLUDE)
+DOCTEST = Path("/usr/include/doctest")  # Debian's, for all compilers
+WARNINGS = (
+    *("-std=c++20", "-g", "-pthread", "-fPIC", "-Wall", "-Wextra", "-Wshadow", "-Werror", INCLUDE),
+    *("-isystem", str(DOCTEST), "-DDOCTEST_CONFIG_NO_POSIX_SIGNALS"),  # sanitizers have handlers of their own
+)
 # GCC warns that its sanitizer does not know fences; ours order stores that it does not see either.
 KINDS = {
     "plain": ("-O1", "-g0"),
@@ -70,6 +76,8 @@ def runner(kind: str) -> list[str]:
 
 def build(kind: str, work: Path) -> list[Path]:
     """The test binaries of a kind, and the libraries that they open beside them."""
+    if not DOCTEST.exists():
+        raise SkipError("there is no doctest: install doctest-dev")
     command = [*compiler(kind), *WARNINGS, *KINDS[kind]]
     if kind in ("thread", "address"):
         (work / "probe.cc").write_text("int main() {}\n", encoding="utf-8")
@@ -80,16 +88,16 @@ def build(kind: str, work: Path) -> list[Path]:
     if "-static" in command:
         print(f"{kind}: no tests of a GPU, which open a driver: a static binary opens nothing")
         tests = [test for test in UNITS if "gpu" not in test.stem]
-    sources = [*plain_sources(), TESTS / "faulty_disk.cc", *tests]
+    sources = [TESTS / "main.cc", *plain_sources(), TESTS / "faulty_disk.cc", *tests]
     objects = [work / f"{source.stem}.o" for source in sources]
-    command = [*command, *common_headers(command, sources, work / "standard.h")]
+    command = [*command, *common_headers(command, sources, work / "standard.h", r"|doctest\.h")]
     jobs = [[*command, "-c", str(s), "-o", str(o)] for s, o in zip(sources, objects, strict=True)]
     shared = [str(o) for o in objects if not o.stem.startswith("test_")]
     binaries = [work / source.stem for source in tests]
     links = [[*command, f"{binary}.o", *shared, "-o", str(binary)] for binary in binaries]
     if tests is UNITS:
         own_sources = [*SOURCES.glob("hash/*.cc"), *SOURCES.glob("pack/*.cc"), SOURCES / "moves" / "pages.cc"]
-        sums = [str(work / f"{source.stem}.o") for source in own_sources]
+        sums = [str(work / f"{source.stem}.o") for source in (TESTS / "main.cc", *own_sources)]  # all ask for doctest
         own = ("-shared", "-Wl,-Bsymbolic")
         links += [[*command, *own, str(one), *sums, "-o", str(work / f"lib{one.stem}.so")] for one in LIBRARIES]
     for commands in (jobs, links):
@@ -110,14 +118,16 @@ def main() -> int:
     arguments = parser.parse_args()
     if unknown := set(arguments.kinds) - set(KINDS):
         parser.error(f"{', '.join(sorted(unknown))}: choose from {', '.join(KINDS)}")
+    if arguments.rounds is not None:
+        os.environ["ROUNDS"] = str(arguments.rounds)
     for kind in arguments.kinds or KINDS:
         began = time.monotonic()
         with tempfile.TemporaryDirectory() as work:
             try:
                 for binary in build(kind, Path(work)):
                     print(f"{kind} {binary.name}:", end="", flush=True)
-                    rounds = [] if arguments.rounds is None else [str(arguments.rounds)]
-                    run([*runner(kind), str(binary), *rounds])
+                    run([*runner(kind), str(binary), "--minimal"])
+                    print(" good")
             except SkipError as reason:
                 print(f"{kind}: skipped, {reason}")
                 continue

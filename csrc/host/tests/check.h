@@ -1,18 +1,19 @@
-// For the test binaries: a check that says where and ends the process, and numbers at random from a seed.
+// For the test binaries: doctest, and numbers at random from a seed.
 
 #pragma once
 
+#include <doctest.h>
+
 #include <cstdint>
-#include <cstdio>
 #include <cstdlib>
+#include <thread>
 #include <vector>
 
-#define CHECK(what)                                                                                                    \
+// For checks that run millions of times: one that holds costs no more than its condition.
+#define REQUIRE_FAST(...)                                                                                              \
     do {                                                                                                               \
-        if (!(what)) {                                                                                                 \
-            std::fprintf(stderr, "%s:%d: not %s\n", __FILE__, __LINE__, #what);                                        \
-            std::abort();                                                                                              \
-        }                                                                                                              \
+        if (!(__VA_ARGS__)) [[unlikely]]                                                                               \
+            FAIL("not " #__VA_ARGS__);                                                                                 \
     } while (0)
 
 namespace gdscache::test {
@@ -46,9 +47,21 @@ private:
     uint64_t state_;
 };
 
-// Rounds of a test: `argv[1]`, or `otherwise`.
-inline uint64_t rounds(int argc, char** argv, uint64_t otherwise) {
-    return argc > 1 ? std::strtoull(argv[1], nullptr, 10) : otherwise;
+// A thread, which a failed REQUIRE ends like a test.
+template <typename Work>
+std::jthread started(Work work) {
+    return std::jthread([work] {
+        try {
+            work();
+        } catch (const doctest::detail::TestFailureException&) {  // is reported already
+        }
+    });
+}
+
+// A number of the environment: ROUNDS of a random test, or its FIRST_SEED.
+inline uint64_t setting(const char* name, uint64_t otherwise) {
+    const char* const set = std::getenv(name);
+    return set ? std::strtoull(set, nullptr, 10) : otherwise;
 }
 
 }  // namespace gdscache::test

@@ -32,19 +32,21 @@ public:
         fake.contexts(driver.entered_here);
         address = gpu.give_to_device(driver);
         Random random(seed);
-        CHECK((file = memfd_create("gdscache-test", 0)) >= 0);
+        REQUIRE((file = memfd_create("gdscache-test", 0)) >= 0);
         for (uint8_t* const to : {gpu.data(), host.data()}) {
             const std::vector<uint8_t> content = random.bytes(size);
             std::copy(content.begin(), content.end(), to);
         }
         const std::vector<uint8_t> content = random.bytes(size);
-        CHECK(pwrite(file, content.data(), size, 0) == static_cast<ssize_t>(size));
+        REQUIRE(pwrite(file, content.data(), size, 0) == static_cast<ssize_t>(size));
         files = std::make_shared<CuFiles>(driver.path.c_str(), driver.context(), fake.path.c_str());
         files->open(nullptr);
         files->add_file(file);
         files->add_memory(address, size);
         disk = open_cufile_disk(threads, files);
-        CHECK(disk && !std::strcmp(disk->name(), "cufile") && disk->depth() == static_cast<size_t>(threads));
+        REQUIRE(disk);
+        REQUIRE(disk->name() == std::string("cufile"));
+        REQUIRE(disk->depth() == static_cast<size_t>(threads));
     }
 
     ~CuFileRig() {
@@ -57,7 +59,7 @@ public:
 
     std::vector<uint8_t> content() const {
         std::vector<uint8_t> found(gpu.size());
-        CHECK(pread(file, found.data(), found.size(), 0) == static_cast<ssize_t>(found.size()));
+        REQUIRE(pread(file, found.data(), found.size(), 0) == static_cast<ssize_t>(found.size()));
         return found;
     }
 
@@ -77,16 +79,16 @@ public:
         while (disk->pending()) {
             ended.clear();
             disk->reap(ended, 60);
-            CHECK(!ended.empty());
+            REQUIRE(!ended.empty());
             for (const Ended& some : ended) {
                 int64_t moved = some.moved;
                 for (uint32_t n = some.first; n < some.first + some.count; ++n) {
                     const auto size = static_cast<int64_t>(by_tag.at(some.tag)->fragments[n].iov_len);
                     const std::pair answer{some.error, std::min(moved, size)};
-                    CHECK(answers.emplace(std::pair{some.tag, n}, answer).second);
+                    REQUIRE(answers.emplace(std::pair{some.tag, n}, answer).second);
                     moved -= answer.second;
                 }
-                CHECK(moved == 0);
+                REQUIRE(moved == 0);
             }
         }
         return answers;

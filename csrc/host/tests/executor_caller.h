@@ -88,11 +88,12 @@ private:
         // a gather has no deadline: a past one has no effect
         const Nanoseconds until = random_.below(2) ? 0 : kForever;
         const Outcome gathered = rig_.finish(rig_.begin(Priority::kStore, until, {out}, whole));
-        CHECK(!gathered.broken && gathered.late.empty());
+        REQUIRE((!gathered.broken && gathered.late.empty()));
         for (int64_t page = 0; page < pages_; page++) {
-            CHECK(gathered.statuses[page] == Status::kLoaded && in_memory(page, slots_[page]));
+            REQUIRE(gathered.statuses[page] == Status::kLoaded);
+            REQUIRE(in_memory(page, slots_[page]));
             digest(rig_.pool, 0, kLayers, rig_.at(memory_, slots_[page]), sums_of(page).data());
-            CHECK(sums_[page] == std::vector<uint64_t>(kept_sums(page), kept_sums(page) + kLayers));
+            REQUIRE(sums_[page] == std::vector<uint64_t>(kept_sums(page), kept_sums(page) + kLayers));
         }
         Way down;
         down.source = memory_;
@@ -101,7 +102,8 @@ private:
         down.sources = out.targets;
         down.targets = out.targets;
         const Outcome written = rig_.finish(rig_.begin(Priority::kDemotion, after(60), {down}, whole));
-        CHECK(written.errors.empty() && written.late.empty() && !written.broken);
+        REQUIRE((written.errors.empty() && written.late.empty()));
+        REQUIRE(!written.broken);
     }
 
     const uint64_t* kept_sums(int64_t page) { return rig_.sums[memory_].data() + slots_[page] * kLayers; }
@@ -116,9 +118,9 @@ private:
         const auto [file, offset] = rig_.where(files_, slots_[damaged_]);
         const auto at = offset + static_cast<int64_t>(random_.below(static_cast<uint64_t>(bytes())));
         uint8_t byte = 0;
-        CHECK(pread(file, &byte, 1, at) == 1);
+        REQUIRE(pread(file, &byte, 1, at) == 1);
         byte ^= static_cast<uint8_t>(1u << random_.below(8));
-        CHECK(pwrite(file, &byte, 1, at) == 1);
+        REQUIRE(pwrite(file, &byte, 1, at) == 1);
     }
 
     enum Route { kFromMemory, kPassing, kStaying, kPrefetched, kRoutes };
@@ -166,29 +168,30 @@ private:
                                               : rig_.begin_open(priority, until, std::move(ways), groups);
         if (cancels) {
             std::this_thread::sleep_for(std::chrono::microseconds(random_.below(300)));
-            CHECK(rig_.executor->cancel(move));
+            REQUIRE(rig_.executor->cancel(move));
         }
         for (size_t group = 0; waits && group < groups.size(); group++) {
             const auto point = rig_.executor->wait(move, static_cast<int32_t>(group), after(60));
-            CHECK(point && *point >= 0);
+            REQUIRE(point.value_or(-1) >= 0);
             rig_.copier->await(*point);
             for (size_t row = 0; row < rows.size(); row++) {
-                if (routes[row] != kPrefetched && rows[row] != damaged_) CHECK(in_planes(rows[row], groups[group]));
+                if (routes[row] != kPrefetched && rows[row] != damaged_) REQUIRE(in_planes(rows[row], groups[group]));
             }
         }
         const Outcome outcome = rig_.finish(move);
-        CHECK(!outcome.broken && outcome.errors.empty() && (hurries || outcome.late.empty()));
+        REQUIRE((!outcome.broken && outcome.errors.empty()));
+        if (!hurries) REQUIRE(outcome.late.empty());
         for (size_t row = 0; row < rows.size(); row++) {
             const int64_t page = rows[row];
             const Status status = outcome.statuses[row];
             const bool wrong = page == damaged_ && routes[row] != kFromMemory;
             const bool right = status == (wrong ? Status::kChecksum : Status::kLoaded);
             const bool late = hurries && status == Status::kDeadline && routes[row] != kFromMemory;
-            CHECK(right || late || (cancels && status == Status::kCancelled && routes[row] == kPassing));
+            REQUIRE((right || late || (cancels && status == Status::kCancelled && routes[row] == kPassing)));
             if (status != Status::kLoaded) continue;
-            if (routes[row] == kStaying || routes[row] == kPrefetched) CHECK(in_memory(page, kept_[page]));
+            if (routes[row] == kStaying || routes[row] == kPrefetched) REQUIRE(in_memory(page, kept_[page]));
             if (routes[row] == kPrefetched || cancels) continue;
-            for (const Group& group : groups) CHECK(in_planes(page, group));
+            for (const Group& group : groups) REQUIRE(in_planes(page, group));
         }
     }
 
@@ -206,18 +209,18 @@ private:
 // `count` round trips of each caller. Returns the number of kinds of spans that they left.
 inline size_t round_trips(Rig& rig, uint64_t seed, uint64_t count) {
     rig.executor->trace();
-    std::vector<std::thread> callers;
+    std::vector<std::jthread> callers;
     for (int64_t number = 0; number < kCallers; number++) {
-        callers.emplace_back([&rig, number, seed, count] {
+        callers.push_back(started([&rig, number, seed, count] {
             Caller caller(rig, number, seed + static_cast<uint64_t>(number));
             for (uint64_t n = 0; n < count; n++) caller.round_trip();
-        });
+        }));
     }
-    for (std::thread& caller : callers) caller.join();
-    CHECK(rig.executor->free_slots() == kReserve && rig.executor->held_slots() == 0);
+    callers.clear();
+    REQUIRE((rig.executor->free_slots() == kReserve && rig.executor->held_slots() == 0));
     std::set<Span::Kind> kinds;
     for (const Span& span : rig.executor->take_spans(1 << 20)) {
-        CHECK(span.begin <= span.end && span.first < span.last && span.last <= kLayers);
+        REQUIRE((span.begin <= span.end && span.first < span.last && span.last <= kLayers));
         kinds.insert(span.kind);
     }
     return kinds.size();
@@ -239,7 +242,7 @@ inline Way reads(Rig& rig, int64_t pages) {
     for (int64_t page = 0; page < pages; page++) {
         const std::vector<uint8_t> content = random.bytes(static_cast<size_t>(rig.limits.extent_bytes));
         const auto [file, offset] = rig.where(kSsd, page);
-        CHECK(pwrite(file, content.data(), content.size(), offset) == static_cast<ssize_t>(content.size()));
+        REQUIRE(pwrite(file, content.data(), content.size(), offset) == static_cast<ssize_t>(content.size()));
         way.sources.push_back(page);
         for (int64_t n = 0; n < kPageBlocks; n++) way.targets.push_back(page * kPageBlocks + n);
         way.sums.resize(static_cast<size_t>((page + 1) * kLayers));

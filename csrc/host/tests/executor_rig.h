@@ -68,8 +68,8 @@ public:
     void begin(Rig& rig) override;
     void await(int64_t point) override {
         std::unique_lock lock(lock_);
-        CHECK(ended_.wait_for(lock, std::chrono::seconds(60),
-                              [&] { return under_way_.empty() || *under_way_.begin() > point; }));
+        REQUIRE(ended_.wait_for(lock, std::chrono::seconds(60),
+                                [&] { return under_way_.empty() || *under_way_.begin() > point; }));
     }
     void end() override {
         for (std::thread& thread : threads_) thread.join();
@@ -132,7 +132,7 @@ public:
             places[n].slots = pages;
             places[n].memory = memory[n].data();
         }
-        for (int& file : files) CHECK((file = memfd_create("gdscache-test", 0)) >= 0);
+        for (int& file : files) REQUIRE((file = memfd_create("gdscache-test", 0)) >= 0);
         places[kSsd].files = {files[0], files[1]};
         places[kSsd].stretch = kStretch;
         places[kSsd].copied = true;
@@ -144,7 +144,7 @@ public:
         std::vector<std::unique_ptr<Disk>> disks;
         disks.push_back(std::move(disk));
         disks.push_back(open_threads_disk(2, "other", [] { return std::make_unique<OtherCaller>(); }));
-        CHECK(disks[1]);
+        REQUIRE(disks[1]);
         Reserve reserve(1, std::min(kReserve, pages - 1), 4);
         executor = std::make_unique<Executor>(limits, std::move(places), kBounce, std::move(reserve), &pool,
                                               std::move(disks), 2);
@@ -171,31 +171,31 @@ public:
 
     int64_t begin(Priority priority, Nanoseconds until, std::vector<Way> ways, std::vector<Group> groups) {
         const int64_t id = next_++;
-        CHECK(executor->begin({id, priority, until, std::move(ways), std::move(groups), {}}));
+        REQUIRE(executor->begin({id, priority, until, std::move(ways), std::move(groups), {}}));
         return id;
     }
 
     // The same, way by way, with other work between.
     int64_t begin_open(Priority priority, Nanoseconds until, std::vector<Way> ways, std::vector<Group> groups) {
         const int64_t id = next_++;
-        CHECK(executor->begin({id, priority, until, {}, std::move(groups), {}, true}));
+        REQUIRE(executor->begin({id, priority, until, {}, std::move(groups), {}, true}));
         for (size_t n = 0; n < ways.size(); n++) {
             std::this_thread::sleep_for(std::chrono::microseconds(30 * n));
-            CHECK(!executor->wait(id, -1, 0) && !executor->wait(id, 0, 0));
-            CHECK(executor->extend(id, {std::move(ways[n])}, false));
+            REQUIRE((!executor->wait(id, -1, 0) && !executor->wait(id, 0, 0)));
+            REQUIRE(executor->extend(id, {std::move(ways[n])}, false));
         }
-        CHECK(executor->extend(id, {}, true) && !executor->extend(id, {}, true));
+        REQUIRE((executor->extend(id, {}, true) && !executor->extend(id, {}, true)));
         return id;
     }
 
     // The outcome of a move, once nothing touches its bytes any more.
     Outcome finish(int64_t move) {
-        CHECK(executor->wait(move, -1, after(60)) == 0);
+        REQUIRE(executor->wait(move, -1, after(60)) == 0);
         const Outcome outcome = *executor->outcome(move);
-        CHECK(executor->forget(move));
+        REQUIRE(executor->forget(move));
         std::unique_lock lock(lock_);
         for (const int32_t row : outcome.late) {
-            CHECK(told_.wait_for(lock, std::chrono::seconds(60), [&] { return late_.erase({move, row}) == 1; }));
+            REQUIRE(told_.wait_for(lock, std::chrono::seconds(60), [&] { return late_.erase({move, row}) == 1; }));
         }
         return outcome;
     }
@@ -244,7 +244,7 @@ inline void CopyingThreads::begin(Rig& rig) {
 inline void CopyingThreads::copy(Rig& rig, Hands hands) {
     while (const CopyJob* const job = rig.executor->take_copy(hands, kForever)) {
         const int32_t layers = job->last - job->first;
-        CHECK(layers > 0 && !job->pages.empty() && (job->copy == Copy::kGather) == (hands == Hands::kForeignStores));
+        CHECK((layers > 0 && !job->pages.empty() && (job->copy == Copy::kGather) == (hands == Hands::kForeignStores)));
         std::vector<uint64_t> found(job->pages.size() * static_cast<size_t>(layers));
         int64_t point;
         {

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cassert>
 #include <cerrno>
 #include <condition_variable>
 #include <cstddef>
@@ -14,8 +15,6 @@
 #include <mutex>
 #include <set>
 #include <string>
-
-#include "tests/check.h"
 
 #define CUFILE extern "C" __attribute__((visibility("default")))
 
@@ -71,7 +70,7 @@ State& state() {
 
 Status answer(int code) { return {code, 0}; }
 
-void check_context() { CHECK(!state().entered || state().entered() > 0); }
+void check_context() { assert(!state().entered || state().entered() > 0); }
 
 Status called(int call) {
     State& all = state();
@@ -122,7 +121,7 @@ char* real(char* base, size_t bytes, off_t at) {
     if (address & kDeviceBit) {
         const std::lock_guard held(state().lock);
         const auto found = state().memories.find(address);
-        CHECK(found != state().memories.end() && at >= 0 && static_cast<size_t>(at) + bytes <= found->second);
+        assert(found != state().memories.end() && at >= 0 && static_cast<size_t>(at) + bytes <= found->second);
     }
     return reinterpret_cast<char*>(address & ~kDeviceBit) + at;
 }
@@ -134,7 +133,7 @@ ssize_t move(int op, void* file, char* base, size_t bytes, off_t offset, off_t a
     Fault fault{};
     {
         std::unique_lock held(all.lock);
-        CHECK(all.files.contains(fd));
+        assert(all.files.contains(fd));
         for (Fault& one : all.faults) {
             const bool meets =
                 one.offset < 0 || (offset <= one.offset && one.offset < offset + static_cast<off_t>(bytes));
@@ -243,7 +242,7 @@ CUFILE Status cuFileHandleRegister(void** handle, Description* description) {
 CUFILE void cuFileHandleDeregister(void* handle) {
     const std::lock_guard held(state().lock);
     const auto found = state().files.find(static_cast<int>(reinterpret_cast<intptr_t>(handle)) - 1);
-    CHECK(found != state().files.end());
+    assert(found != state().files.end());
     state().files.erase(found);
 }
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cassert>
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
@@ -13,7 +14,6 @@
 #include <mutex>
 #include <thread>
 
-#include "tests/check.h"
 #include "tests/fake_cuda.h"
 
 namespace gdscache::test {
@@ -26,7 +26,7 @@ public:
         const std::lock_guard held(lock_);
         auto next = std::make_unique<std::vector<Region>>(now());
         for (const Region& region : *next) {
-            CHECK(address + bytes <= region.begin || region.end <= address);
+            assert(address + bytes <= region.begin || region.end <= address);
         }
         next->push_back({address, address + bytes, own});
         publish(std::move(next));
@@ -48,7 +48,7 @@ public:
 
     // The host address of bytes that the GPU reaches; they lie in one allocation or registration.
     uint8_t* mapped(uint64_t address, size_t bytes) const {
-        CHECK(one(address, bytes));
+        assert(one(address, bytes));
         return real(address);
     }
 
@@ -57,8 +57,8 @@ public:
         const std::vector<Region>& all = now();
         const bool touched = std::any_of(all.begin(), all.end(),
                                          [&](const Region& r) { return address < r.end && r.begin < address + bytes; });
-        CHECK(touched || !(address & kDeviceBit));
-        CHECK(!touched || one(address, bytes));
+        assert(touched || !(address & kDeviceBit));
+        assert(!touched || one(address, bytes));
         return real(address);
     }
 
@@ -68,7 +68,7 @@ public:
     static constexpr size_t kMargin = 256;
     static uint8_t* allocate(size_t bytes) {
         auto* const own = static_cast<uint8_t*>(std::aligned_alloc(4096, (bytes + 2 * 4096 + 4095) / 4096 * 4096));
-        CHECK(own != nullptr);
+        assert(own != nullptr);
         std::memset(own, 0xA5, bytes + 4096 + kMargin);
         return own;
     }
@@ -99,7 +99,7 @@ private:
     static void check_margins(const Region& region) {
         const uint8_t* const begin = real(region.begin);
         const uint8_t* const end = real(region.end);
-        for (size_t n = 0; n < kMargin; ++n) CHECK(begin[-1 - static_cast<ptrdiff_t>(n)] == 0xA5 && end[n] == 0xA5);
+        for (size_t n = 0; n < kMargin; ++n) assert(begin[-1 - static_cast<ptrdiff_t>(n)] == 0xA5 && end[n] == 0xA5);
     }
 
     std::mutex lock_;
@@ -204,13 +204,13 @@ struct Stream {
 
 inline Stream* stream_at(void* handle) {
     auto* const stream = static_cast<Stream*>(handle);
-    CHECK(stream && stream->magic == kMagic);
+    assert(stream && stream->magic == kMagic);
     return stream;
 }
 
 inline Event* event_at(void* handle) {
     auto* const event = static_cast<Event*>(handle);
-    CHECK(event && event->magic == kMagic);
+    assert(event && event->magic == kMagic);
     return event;
 }
 

@@ -36,11 +36,11 @@ public:
           packed_(which >= kGatherPacked),
           sums_(which >= kGatherSums),
           vector_(vector) {
-        CHECK(a_.pages > 0 && a_.n_layers > 0 && a_.skipped == 0);
-        CHECK(threads % 32 == 0 && threads >= 32 && threads <= 1024);
-        if (sums_) CHECK(a_.team >= 1 && threads / 32 % a_.team == 0);
+        assert(a_.pages > 0 && a_.n_layers > 0 && a_.skipped == 0);
+        assert(threads % 32 == 0 && threads >= 32 && threads <= 1024);
+        if (sums_) assert(a_.team >= 1 && threads / 32 % a_.team == 0);
         if (sums_) digests_ = within<uint64_t>(a_.digests, int64_t{a_.pages} * a_.n_layers);
-        CHECK(a_.extents != 0 || (gather_ && sums_ && !packed_));
+        assert(a_.extents != 0 || (gather_ && sums_ && !packed_));
         if (packed_) unfit_ = within<uint32_t>(a_.unfit, a_.pages);
         layers_ = within<LayerWords>(a_.layers, a_.n_layers);
         planes_ = within<PlaneWords>(a_.planes, a_.first_plane + a_.n_planes);
@@ -55,7 +55,7 @@ public:
 private:
     template <typename T>
     static T* within(uint64_t address, int64_t count) {
-        CHECK(address % alignof(T) == 0);
+        assert(address % alignof(T) == 0);
         return reinterpret_cast<T*>(memory().mapped(address, static_cast<size_t>(count) * sizeof(T)));
     }
 
@@ -71,28 +71,28 @@ private:
 
     int64_t block(int64_t at) const {
         if (a_.blocks) return looked_up(a_.blocks, at);
-        CHECK((at + 1) * (a_.wide ? 8 : 4) <= static_cast<int64_t>(sizeof a_.listed));
+        assert((at + 1) * (a_.wide ? 8 : 4) <= static_cast<int64_t>(sizeof a_.listed));
         return index(a_.listed, at);
     }
 
     // A page's run of a plane.
     uint8_t* in_planes(const PlaneWords& plane, uint32_t page, int64_t run) const {
         const int64_t number = block(int64_t{page} * a_.page_blocks + run / plane.runs_per_block);
-        CHECK(number >= 0 && number < a_.pool_blocks);
+        assert(number >= 0 && number < a_.pool_blocks);
         const auto address = static_cast<uint64_t>(plane.base + number * plane.block_stride +
                                                    run % plane.runs_per_block * plane.run_stride);
-        CHECK((address & kDeviceBit) && (packed_ || address % static_cast<uint64_t>(vector_) == 0));
+        assert((address & kDeviceBit) && (packed_ || address % static_cast<uint64_t>(vector_) == 0));
         return memory().mapped(address, static_cast<size_t>(plane.run_bytes));
     }
 
     void move(uint32_t page, uint32_t number) {
         const LayerWords& layer = layers_[number];
         const int64_t row = a_.rows ? looked_up(a_.rows, page) : page;
-        CHECK(row >= 0 && row < a_.slots && int64_t{a_.tiles} * 1024 >= layer.bytes);
-        CHECK(layer.first_plane >= a_.first_plane);
-        CHECK(layer.first_plane + layer.planes <= int64_t{a_.first_plane} + a_.n_planes);
-        if (sums_) CHECK(layer.bytes > 240);
-        if (!a_.extents) CHECK(layer.bytes % 16 == 0);
+        assert(row >= 0 && row < a_.slots && int64_t{a_.tiles} * 1024 >= layer.bytes);
+        assert(layer.first_plane >= a_.first_plane);
+        assert(layer.first_plane + layer.planes <= int64_t{a_.first_plane} + a_.n_planes);
+        if (sums_) assert(layer.bytes > 240);
+        if (!a_.extents) assert(layer.bytes % 16 == 0);
         const uint64_t extent = a_.extents + static_cast<uint64_t>(row * a_.stride + layer.start - a_.origin);
         uint8_t* const there = a_.extents ? memory().mapped(extent, static_cast<size_t>(layer.bytes)) : nullptr;
         passed_.resize(static_cast<size_t>(layer.bytes));
@@ -102,14 +102,14 @@ private:
             for (int64_t run = 0; at < plane.end; ++run, at += plane.run_bytes) {
                 const auto size = static_cast<size_t>(plane.run_bytes);
                 const uint64_t in_extent = a_.extents ? extent + static_cast<uint64_t>(at) : 0;
-                CHECK(in_extent % static_cast<uint64_t>(vector_) == 0 && size % static_cast<size_t>(vector_) == 0);
+                assert(in_extent % static_cast<uint64_t>(vector_) == 0 && size % static_cast<size_t>(vector_) == 0);
                 uint8_t* const ours = in_planes(plane, page, run);
                 std::memcpy(passed_.data() + at, gather_ ? ours : there + at, size);
                 if (!gather_) std::memcpy(ours, passed_.data() + at, size);
             }
-            CHECK(at == plane.end);
+            assert(at == plane.end);
         }
-        CHECK(at == layer.bytes);
+        assert(at == layer.bytes);
         if (gather_ && there) std::memcpy(there, passed_.data(), passed_.size());
         if (sums_) digests_[int64_t{page} * a_.n_layers + number] = xxh3(passed_.data(), passed_.size());
     }
@@ -118,9 +118,9 @@ private:
     void move_packed(uint32_t page, uint32_t number) {
         const LayerWords& layer = layers_[number];
         const int64_t row = a_.rows ? looked_up(a_.rows, page) : page;
-        CHECK(row >= 0 && row < a_.slots && layer.bytes > 240);
+        assert(row >= 0 && row < a_.slots && layer.bytes > 240);
         const uint64_t extent = a_.extents + static_cast<uint64_t>(row * a_.stride + layer.start - a_.origin);
-        CHECK(extent % 8 == 0);
+        assert(extent % 8 == 0);
         uint8_t* const there = memory().mapped(extent, static_cast<size_t>(layer.bytes));
         uint8_t* part = there;
         for (int64_t n = layer.first_plane; n < layer.first_plane + layer.planes; ++n) {
@@ -138,9 +138,9 @@ private:
             }
             if (gather_ && !gather(pool, &none, 0, 1, part, nullptr, Store::kCached)) unfit_[page] = 1;
             part += layer_bytes(pool, 0);
-            CHECK(part - there == plane.end);
+            assert(part - there == plane.end);
         }
-        CHECK(part - there == layer.bytes);
+        assert(part - there == layer.bytes);
         digests_[int64_t{page} * a_.n_layers + number] = xxh3(there, static_cast<size_t>(layer.bytes));
     }
 

@@ -22,12 +22,11 @@ public:
     explicit Beside(const char* name) {
         char self[4096];
         const ssize_t size = readlink("/proc/self/exe", self, sizeof self);
-        CHECK(size > 0 && size < static_cast<ssize_t>(sizeof self));
+        REQUIRE((size > 0 && size < static_cast<ssize_t>(sizeof self)));
         path = std::string(self, static_cast<size_t>(size));
         path = path.substr(0, path.rfind('/') + 1) + name;
         library_ = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-        if (!library_) std::fprintf(stderr, "%s\n", dlerror());
-        CHECK(library_);
+        if (!library_) FAIL(std::string(dlerror()));
     }
 
     // A function, which converts to a pointer of its type.
@@ -40,7 +39,7 @@ public:
     };
     Found operator[](const char* name) const {
         void* const address = dlsym(library_, name);
-        CHECK(address);
+        REQUIRE(address);
         return {address};
     }
 
@@ -72,7 +71,10 @@ struct Driver : Beside {
 
     // All objects are gone. `entered`: except for this number of entered contexts.
     void check_empty(int64_t entered = 0) const {
-        for (int32_t what = 0; what < kLiving; ++what) CHECK(living(what) == (what == kEntered ? entered : 0));
+        for (int32_t what = 0; what < kLiving; ++what) {
+            CAPTURE(what);
+            REQUIRE(living(what) == (what == kEntered ? entered : 0));
+        }
     }
 };
 

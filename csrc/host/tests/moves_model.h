@@ -108,7 +108,7 @@ public:
 
     void extend(int64_t id, const std::vector<Way>& ways, bool last) {
         Booked& book = books.at(id);
-        CHECK(book.spec.open && !book.over);
+        REQUIRE_FAST(book.spec.open && !book.over);
         for (const Way& more : ways) {
             book.spec.ways.push_back(more);
             add_rows(book, book.spec.ways.size() - 1);
@@ -154,19 +154,19 @@ public:
 
     void took_io(int32_t disk, const IoJob& job) {
         Booked& book = books.at(job.move);
-        CHECK(!book.over && !book.expired && !book.gather && job.write == book.store && !job.pages.empty());
+        REQUIRE_FAST(!book.over && !book.expired && !book.gather && job.write == book.store && !job.pages.empty());
         const int32_t group = book.store ? 0 : group_of(book, job.first);
         const Group& layers = book.spec.groups[group];
-        CHECK(job.first == layers.first && job.last == layers.last && world.spaces[job.files].disk == disk);
+        REQUIRE_FAST(job.first == layers.first && job.last == layers.last && world.spaces[job.files].disk == disk);
         const int64_t part = job.stop - job.start, bytes = part * static_cast<int64_t>(job.pages.size());
         const int64_t extent = world.limits.extent_bytes, usual = io_bytes(job.files);
         const bool fills =
             !book.store && passes(way(book, book.rows.at(job.pages.front().row)));  // slots that it takes
-        CHECK(job.pages.size() == 1 || bytes <= (fills ? (usual + extent - 1) / extent * extent : usual));
-        CHECK(job.write ? fits_write(bytes, job.files) : fits(bytes));
+        REQUIRE_FAST(job.pages.size() == 1 || bytes <= (fills ? (usual + extent - 1) / extent * extent : usual));
+        REQUIRE_FAST(job.write ? fits_write(bytes, job.files) : fits(bytes));
         for (const auto& [id, other] : books) {  // moves before it could not go
             if (!(other.key() < book.key())) continue;
-            CHECK(book.store ? !can_write(other, disk, true) : !can_read(other, disk));
+            REQUIRE_FAST(book.store ? !can_write(other, disk, true) : !can_read(other, disk));
         }
         const bool write_waits = std::any_of(books.begin(), books.end(),
                                              [&](const auto& entry) { return can_write(entry.second, disk, false); });
@@ -175,14 +175,14 @@ public:
         const bool read_could =
             std::any_of(books.begin(), books.end(), [&](const auto& entry) { return can_read(entry.second, disk); });
         if (book.store) {
-            CHECK(!read_could || write_due());
+            REQUIRE_FAST(!read_could || write_due());
             reads_in_row_ = reads_beside_ = 0;
         } else {
-            CHECK(refusal == Status::kPending && !book.broken);
-            CHECK(!write_due() || !write_could);
+            REQUIRE_FAST(refusal == Status::kPending && !book.broken);
+            REQUIRE_FAST(!write_due() || !write_could);
             reads_in_row_ = unwritten() ? reads_in_row_ + 1 : 0;
             reads_beside_ = unwritten() ? reads_beside_ + (write_waits && writing_ == 0 ? 1 : 0) : 0;
-            CHECK(reads_beside_ <= 8);
+            REQUIRE_FAST(reads_beside_ <= 8);
         }
         std::set<int64_t> taken;  // of the reserve
         const std::set<int64_t> needed = needed_slots();
@@ -191,36 +191,36 @@ public:
             Row& row = book.rows.at(page.row);
             const Way& of = way(book, row);
             Cell& cell = row.cells[group];
-            CHECK(cell.read == Reading::kNone && row.verdict == Status::kPending);
-            CHECK(n == 0 || page.row > job.pages[n - 1].row);
-            CHECK(job.files == (book.store ? of.target : of.source));
+            REQUIRE_FAST(cell.read == Reading::kNone && row.verdict == Status::kPending);
+            REQUIRE_FAST(n == 0 || page.row > job.pages[n - 1].row);
+            REQUIRE_FAST(job.files == (book.store ? of.target : of.source));
             const bool looks = !book.store && !into_planes(of) && groups(book) == 1 && !of.sums.empty();
-            CHECK(job.sums == (looks && !is_foreign(book, of)));
-            CHECK(page.slot == (book.store ? of.targets : of.sources)[row.page]);
+            REQUIRE_FAST(job.sums == (looks && !is_foreign(book, of)));
+            REQUIRE_FAST(page.slot == (book.store ? of.targets : of.sources)[row.page]);
             for (int32_t before = 0; before < group; before++) {
-                CHECK(row.cells[before].read != Reading::kNone || !part_of(book, row, before));
+                REQUIRE_FAST(row.cells[before].read != Reading::kNone || !part_of(book, row, before));
             }
             if (passes(of)) {
-                CHECK(job.memory == world.reserve_space);
-                CHECK(job.start == layers.alone_start && job.stop == layers.alone_stop);
+                REQUIRE_FAST(job.memory == world.reserve_space);
+                REQUIRE_FAST(job.start == layers.alone_start && job.stop == layers.alone_stop);
                 for (const int64_t slot : slots_of(page.at, part)) {
-                    CHECK(slot >= world.first && slot < world.first + world.slots && !needed.contains(slot));
+                    REQUIRE_FAST(slot >= world.first && slot < world.first + world.slots && !needed.contains(slot));
                     taken.insert(slot);
                 }
-                CHECK(n == 0 || page.at == job.pages[n - 1].at + part);
+                REQUIRE_FAST(n == 0 || page.at == job.pages[n - 1].at + part);
                 cell.slot = static_cast<int64_t>(n);
             } else {
                 const int64_t place = book.store ? of.sources[row.page] : lying(of)[row.page];
-                CHECK(job.memory == (book.store ? of.source : of.places.empty() ? of.target : of.through));
-                CHECK(job.start == layers.start && job.stop == layers.stop);
-                CHECK(page.at == place * world.limits.extent_bytes + job.start);
+                REQUIRE_FAST(job.memory == (book.store ? of.source : of.places.empty() ? of.target : of.through));
+                REQUIRE_FAST(job.start == layers.start && job.stop == layers.stop);
+                REQUIRE_FAST(page.at == place * world.limits.extent_bytes + job.start);
                 cell.slot = place;
             }
             cell.read = Reading::kFlying;
             cell.at = page.at;
             cell.io = job.id;
         }
-        for (const int64_t slot : taken) CHECK(!world.fence || slot == *taken.begin() || slot % world.fence);
+        for (const int64_t slot : taken) REQUIRE_FAST(!world.fence || slot == *taken.begin() || slot % world.fence);
         flying_ += bytes;
         if (job.write) writing_ += bytes;
         ++book.ios;
@@ -231,11 +231,11 @@ public:
     void took_no_io(int32_t disk) {
         bool owed = false;  // a write waits for room, which reads may leave it
         for (auto& [id, book] : books) {
-            CHECK(!can_write(book, disk, true));
+            REQUIRE_FAST(!can_write(book, disk, true));
             owed = owed || can_write(book, disk, false);
         }
         for (auto& [id, book] : books) {
-            CHECK((owed && flying_ > 0 && write_due()) || !can_read(book, disk));
+            REQUIRE_FAST((owed && flying_ > 0 && write_due()) || !can_read(book, disk));
             if (refusal != Status::kPending && book.load() && !book.over) never_read(book, refusal);
         }
     }
@@ -267,7 +267,7 @@ public:
                 };
                 const uint64_t* const came = at(of.source, of.sources[row.page]);
                 const int32_t memory = of.places.empty() ? of.target : of.through;
-                CHECK(std::equal(came, came + world.limits.layers, at(memory, lying(of)[row.page])));
+                REQUIRE_FAST(std::equal(came, came + world.limits.layers, at(memory, lying(of)[row.page])));
             } else if (sums && row.verdict == Status::kPending) {
                 const uint64_t* const stored = way(book, row).sums.data() + row.page * world.limits.layers;
                 const bool right = std::equal(sums, sums + world.limits.layers, stored);
@@ -282,7 +282,7 @@ public:
 
     void told_late(int64_t id, int32_t number) {
         Row& row = books.at(id).rows.at(number);
-        CHECK(row.was_late && row.late == 0 && !row.told);
+        REQUIRE_FAST(row.was_late && row.late == 0 && !row.told);
         row.told = true;
     }
 
@@ -291,7 +291,7 @@ public:
     void took_copy(Hands hands, const CopyJob& job) {
         const bool foreign = hands != Hands::kOurs;
         Booked& book = books.at(job.move);
-        CHECK(!book.over && !book.broken && !book.store && is_for(hands, book));
+        REQUIRE_FAST(!book.over && !book.broken && !book.store && is_for(hands, book));
         for (auto& [id, other] : books) {
             if (!is_for(hands, other)) continue;
             if (other.key() < book.key() && !other.over) all_copied(other, foreign);
@@ -299,41 +299,42 @@ public:
         }
         const int32_t group = book.gather ? 0 : group_of(book, job.first);
         const Group& layers = book.spec.groups[group];
-        CHECK(job.first == layers.first && job.last == layers.last);
-        CHECK(job.route == (job.sums ? book.spec.groups[group].summed_route : book.spec.groups[group].route));
-        CHECK(job.after == (foreign ? book.spec.after : std::vector<uint64_t>()));
+        REQUIRE_FAST(job.first == layers.first && job.last == layers.last);
+        REQUIRE_FAST(job.route == (job.sums ? book.spec.groups[group].summed_route : book.spec.groups[group].route));
+        REQUIRE_FAST(job.after == (foreign ? book.spec.after : std::vector<uint64_t>()));
         const int64_t part = book.gather ? world.limits.extent_bytes : std::max<int64_t>(1, layers.end - layers.begin);
         const int64_t most = foreign ? world.limits.foreign_copy_bytes : world.limits.copy_bytes;
-        CHECK(job.pages.size() == 1 || part * static_cast<int64_t>(job.pages.size()) <= most);
+        REQUIRE_FAST(job.pages.size() == 1 || part * static_cast<int64_t>(job.pages.size()) <= most);
         std::vector<int64_t> blocks;
         for (const Transfer& page : job.pages) {
             Row& row = book.rows.at(page.row);
             const Way& of = way(book, row);
             Cell& cell = row.cells[group];
             const bool scatter = into_planes(of) && !book.cancelled;
-            CHECK(row.verdict == Status::kPending && cell.copy == Copying::kNone && is_foreign(book, of) == foreign);
-            CHECK(book.gather || scatter || !of.sums.empty());
-            CHECK(job.copy == (book.gather ? Copy::kGather : scatter ? Copy::kScatter : Copy::kDigest));
-            CHECK(job.sums == (book.gather || !of.sums.empty()) && job.memory == memory_of(book, of));
+            REQUIRE_FAST(row.verdict == Status::kPending && cell.copy == Copying::kNone &&
+                         is_foreign(book, of) == foreign);
+            REQUIRE_FAST(book.gather || scatter || !of.sums.empty());
+            REQUIRE_FAST(job.copy == (book.gather ? Copy::kGather : scatter ? Copy::kScatter : Copy::kDigest));
+            REQUIRE_FAST(job.sums == (book.gather || !of.sums.empty()) && job.memory == memory_of(book, of));
             if (passes(of)) {
-                CHECK(cell.read == Reading::kThere && page.slot == cell.slot);
-                CHECK(page.at == cell.at + layers.begin - layers.alone_start);
-                CHECK(job.stride == layers.alone_stop - layers.alone_start && job.origin == layers.alone_start);
+                REQUIRE_FAST(cell.read == Reading::kThere && page.slot == cell.slot);
+                REQUIRE_FAST(page.at == cell.at + layers.begin - layers.alone_start);
+                REQUIRE_FAST(job.stride == layers.alone_stop - layers.alone_start && job.origin == layers.alone_start);
                 if (foreign) {
-                    CHECK(page.at == job.window * world.limits.extent_bytes + page.slot * job.stride +
-                                         (layers.begin - job.origin));
-                    CHECK(cell.io == book.rows[job.pages[0].row].cells[group].io);
-                    CHECK(cell.at >= job.window * world.limits.extent_bytes);
-                    CHECK(cell.at + layers.alone_stop - layers.alone_start <=
-                          (job.window + job.window_slots) * world.limits.extent_bytes);
+                    REQUIRE_FAST(page.at == job.window * world.limits.extent_bytes + page.slot * job.stride +
+                                                (layers.begin - job.origin));
+                    REQUIRE_FAST(cell.io == book.rows[job.pages[0].row].cells[group].io);
+                    REQUIRE_FAST(cell.at >= job.window * world.limits.extent_bytes);
+                    REQUIRE_FAST(cell.at + layers.alone_stop - layers.alone_start <=
+                                 (job.window + job.window_slots) * world.limits.extent_bytes);
                 }
             } else {
                 for (int32_t n = 0; from_files(of) && n <= group; n++) {
-                    CHECK(row.cells[n].read == Reading::kThere || !part_of(book, row, n));
+                    REQUIRE_FAST(row.cells[n].read == Reading::kThere || !part_of(book, row, n));
                 }
                 const int64_t slot = (book.gather ? of.targets : from_files(of) ? lying(of) : of.sources)[row.page];
-                CHECK(page.slot == slot && page.at == slot * world.limits.extent_bytes + layers.begin);
-                CHECK(job.window_slots == 0 && job.stride == world.limits.extent_bytes && job.origin == 0);
+                REQUIRE_FAST(page.slot == slot && page.at == slot * world.limits.extent_bytes + layers.begin);
+                REQUIRE_FAST(job.window_slots == 0 && job.stride == world.limits.extent_bytes && job.origin == 0);
             }
             cell.copy = Copying::kFlying;
             const std::vector<int64_t>& all = book.gather ? of.sources : of.targets;
@@ -341,14 +342,15 @@ public:
                 blocks.push_back(all[row.page * world.limits.page_blocks + n]);
             }
         }
-        CHECK(!job.pages.empty() && job.blocks == blocks);
+        REQUIRE_FAST(!job.pages.empty() && job.blocks == blocks);
         const auto behind = [](const Transfer& one, const Transfer& other) { return one.slot >= other.slot; };
         const bool window = foreign && job.window_slots != 0;  // its pages are copied in their order there
-        CHECK(!window || std::ranges::adjacent_find(job.pages, behind) == job.pages.end());
+        REQUIRE_FAST(!window || std::ranges::adjacent_find(job.pages, behind) == job.pages.end());
         const bool more = book.ios != 0 && std::ranges::any_of(book.rows, [&](const Row& row) {
             return from_files(way(book, row)) && sure(row) && row.cells[group].read != Reading::kThere;
         });
-        CHECK(!window || !more || !ios.contains(book.rows[job.pages[0].row].cells[group].io));  // all have landed
+        REQUIRE_FAST(!window || !more ||
+                     !ios.contains(book.rows[job.pages[0].row].cells[group].io));  // all have landed
         ++book.copies;
         copies[job.id] = {job, group};
     }
@@ -384,7 +386,7 @@ public:
             for (int32_t layer = 0; right && copy.job.sums && layer < layers; layer++) {
                 const uint64_t sum = found[n * layers + layer];
                 if (book.gather) {
-                    CHECK(world.sums[of.target][of.targets[row.page] * world.limits.layers + layer] == sum);
+                    REQUIRE_FAST(world.sums[of.target][of.targets[row.page] * world.limits.layers + layer] == sum);
                 } else if (of.sums[row.page * world.limits.layers + copy.job.first + layer] != sum) {
                     judge(row, Status::kChecksum);
                     right = false;
@@ -400,12 +402,12 @@ public:
     void look() {
         Nanoseconds first = std::numeric_limits<Nanoseconds>::max();
         for (auto& [id, book] : books) {
-            CHECK(moves.knows(id) == !(book.forgotten && book.late_ios == 0));
+            REQUIRE_FAST(moves.knows(id) == !(book.forgotten && book.late_ios == 0));
             if (book.forgotten) continue;
             if (!book.over) {
                 const bool idle = book.ios == 0 && book.copies == 0, ended = moves.ended(id);
-                CHECK(!ended || (idle && !book.spec.open && (book.broken || answered(book, true))));
-                CHECK(ended || book.spec.open || !(idle && (book.broken || answered(book, false))));
+                REQUIRE_FAST(!ended || (idle && !book.spec.open && (book.broken || answered(book, true))));
+                REQUIRE_FAST(ended || book.spec.open || !(idle && (book.broken || answered(book, false))));
                 book.over = ended;
                 if (ended) check_outcome(book);
             }
@@ -414,31 +416,31 @@ public:
                 int64_t point = -1;
                 const bool never = !book.over && (book.cancelled || book.broken);
                 const bool ready = moves.ready(id, group, &point);
-                CHECK(!ready || book.over || (!never && group_done(book, group, true)));
-                CHECK(ready || !(book.over || (!never && group_done(book, group, false))));
-                CHECK(!ready || point == (book.over ? 0 : point_of(book, group)));
+                REQUIRE_FAST(!ready || book.over || (!never && group_done(book, group, true)));
+                REQUIRE_FAST(ready || !(book.over || (!never && group_done(book, group, false))));
+                REQUIRE_FAST(!ready || point == (book.over ? 0 : point_of(book, group)));
             }
         }
         for (const ReadyGroup& ready : moves.take_ready()) {
             Booked& book = books.at(ready.move);
             const int32_t group = group_of(book, ready.first);
-            CHECK(book.load() && book.spec.groups[group].last == ready.last && book.said.insert(group).second);
-            CHECK(group_done(book, group, true));
+            REQUIRE_FAST(book.load() && book.spec.groups[group].last == ready.last && book.said.insert(group).second);
+            REQUIRE_FAST(group_done(book, group, true));
         }
-        CHECK(moves.deadline() == first);
-        CHECK(moves.free_slots() <= world.slots - static_cast<int64_t>(needed_slots().size()));
-        CHECK(moves.held_slots() >= 0 && moves.held_slots() <= world.slots - moves.free_slots());
+        REQUIRE_FAST(moves.deadline() == first);
+        REQUIRE_FAST(moves.free_slots() <= world.slots - static_cast<int64_t>(needed_slots().size()));
+        REQUIRE_FAST(moves.held_slots() >= 0 && moves.held_slots() <= world.slots - moves.free_slots());
     }
 
     // Nothing is under way any more, and no question is open.
     void check_rest() {
-        CHECK(flying_ == 0 && writing_ == 0 && ios.empty() && copies.empty() && !moves.has_ended_late());
-        CHECK(moves.free_slots() == world.slots && moves.held_slots() == 0);
+        REQUIRE_FAST(flying_ == 0 && writing_ == 0 && ios.empty() && copies.empty() && !moves.has_ended_late());
+        REQUIRE_FAST(moves.free_slots() == world.slots && moves.held_slots() == 0);
         for (const auto& [id, book] : books) {
-            CHECK(book.over && book.forgotten && !moves.knows(id));
-            for (const Row& row : book.rows) CHECK(row.told == row.was_late);
+            REQUIRE_FAST(book.over && book.forgotten && !moves.knows(id));
+            for (const Row& row : book.rows) REQUIRE_FAST(row.told == row.was_late);
             const bool all = book.load() && !book.rows.empty();
-            CHECK(book.broken || book.said.size() == (all ? book.spec.groups.size() : 0));
+            REQUIRE_FAST(book.broken || book.said.size() == (all ? book.spec.groups.size() : 0));
         }
     }
 
@@ -621,7 +623,7 @@ private:
                 if (!sure(row) || row.cells[group].copy != Copying::kNone || is_foreign(book, of) != foreign) continue;
                 if (!book.gather && of.sums.empty() && !moves_layers(book, of)) continue;
                 if (!is_there(book, row, group) || unseen(book, row, group)) continue;
-                CHECK(foreign && from_files(of) && book.ios != 0);  // it waits for more: few copies
+                REQUIRE_FAST(foreign && from_files(of) && book.ios != 0);  // it waits for more: few copies
             }
         }
     }
@@ -696,23 +698,23 @@ private:
 
     void check_outcome(const Booked& book) const {
         const Outcome& outcome = moves.outcome(book.id);
-        CHECK(outcome.statuses.size() == book.rows.size() && outcome.broken == book.broken);
-        CHECK(outcome.why == book.why);
+        REQUIRE_FAST(outcome.statuses.size() == book.rows.size() && outcome.broken == book.broken);
+        REQUIRE_FAST(outcome.why == book.why);
         std::vector<std::pair<int32_t, int32_t>> errors;
         std::vector<int32_t> late, told = outcome.late;
         for (size_t n = 0; n < book.rows.size(); n++) {
             const Row& row = book.rows[n];
             const Status status = outcome.statuses[n];
-            if (status == Status::kPending && !book.store) CHECK(book.broken && row.verdict == Status::kPending);
-            CHECK(status == row.verdict || row.maybe.contains(status));
-            for (const Cell& cell : row.cells) CHECK(status != Status::kLoaded || cell.read != Reading::kFailed);
+            if (status == Status::kPending && !book.store) REQUIRE_FAST(book.broken && row.verdict == Status::kPending);
+            REQUIRE_FAST(status == row.verdict || row.maybe.contains(status));
+            for (const Cell& cell : row.cells) REQUIRE_FAST(status != Status::kLoaded || cell.read != Reading::kFailed);
             if (row.error) errors.emplace_back(n, row.error);
             if (row.was_late) late.push_back(static_cast<int32_t>(n));
         }
         auto failed = outcome.errors;
         std::sort(failed.begin(), failed.end());
         std::sort(told.begin(), told.end());
-        CHECK(failed == errors && told == late);
+        REQUIRE_FAST(failed == errors && told == late);
     }
 
     int64_t flying_ = 0;        // bytes of I/O that is not late

@@ -16,7 +16,7 @@
 
 #include "disk/disk.h"
 #include "disk/threads_disk.h"
-#include "tests/check.h"
+#include "tests/disks.h"
 #include "tests/faulty_disk.h"
 
 using namespace gdscache;
@@ -35,8 +35,8 @@ struct Asked {
 int temporary(const std::vector<uint8_t>& content) {
     char path[] = "/tmp/gdscache-test-XXXXXX";
     const int file = mkstemp(path);
-    CHECK(file >= 0 && !unlink(path));
-    CHECK(write(file, content.data(), content.size()) == static_cast<ssize_t>(content.size()));
+    REQUIRE((file >= 0 && !unlink(path)));
+    REQUIRE(write(file, content.data(), content.size()) == static_cast<ssize_t>(content.size()));
     return file;
 }
 
@@ -75,12 +75,17 @@ std::unique_ptr<Asked> asked(Random& random, int file, int64_t file_bytes, uint6
 
 void check_answer(Asked& one, const Ended& answer, const std::vector<uint8_t>& content) {
     if (one.hostile) {
-        CHECK(answer.error == EINVAL && answer.first == 0 && answer.count == one.piece.count && answer.moved == 0);
+        REQUIRE(answer.error == EINVAL);
+        REQUIRE(answer.first == 0);
+        REQUIRE(answer.count == one.piece.count);
+        REQUIRE(answer.moved == 0);
         one.left = 0;
         return;
     }
-    CHECK(answer.error == 0 && answer.count >= 1 && answer.count <= one.left);
-    CHECK(answer.first + answer.count <= one.piece.count);
+    REQUIRE(answer.error == 0);
+    REQUIRE(answer.count >= 1);
+    REQUIRE(answer.count <= one.left);
+    REQUIRE(answer.first + answer.count <= one.piece.count);
     one.left -= answer.count;
     int64_t at = one.piece.offset, moved = 0;
     for (uint32_t n = 0; n < answer.first; n++) at += static_cast<int64_t>(one.fragments[n].iov_len);
@@ -89,12 +94,12 @@ void check_answer(Asked& one, const Ended& answer, const std::vector<uint8_t>& c
         const int64_t there = std::clamp<int64_t>(static_cast<int64_t>(content.size()) - at, 0, size);
         const int64_t expected = one.writes ? size : there;
         if (!one.writes && there) {
-            CHECK(!std::memcmp(one.memory[n].data(), content.data() + at, static_cast<size_t>(there)));
+            REQUIRE(!std::memcmp(one.memory[n].data(), content.data() + at, static_cast<size_t>(there)));
         }
         moved += expected;
         at += size;
     }
-    CHECK(answer.moved == moved);
+    REQUIRE(answer.moved == moved);
 }
 
 using Open = std::unique_ptr<Disk> (*)(int depth);
@@ -103,16 +108,15 @@ void fuzz(Open open, uint64_t seed, uint64_t count) {
     Random random(seed);
     const std::vector<uint8_t> content = random.bytes(200000);
     const int file = temporary(content);
+    std::map<uint64_t, std::unique_ptr<Asked>> live;
     const auto disk = open(static_cast<int>(1 + random.below(40)));
-    CHECK(disk);
-    std::atomic<bool> over{false};
-    std::thread waker([&] {
-        while (!over) {
+    REQUIRE(disk);
+    const std::jthread waker([&](const std::stop_token& over) {
+        while (!over.stop_requested()) {
             disk->wake();
             std::this_thread::yield();
         }
     });
-    std::map<uint64_t, std::unique_ptr<Asked>> live;
     std::vector<Ended> ended;
     for (uint64_t tag = 0; tag < count || !live.empty();) {
         std::vector<Piece> pieces;
@@ -124,22 +128,20 @@ void fuzz(Open open, uint64_t seed, uint64_t count) {
         }
         disk->submit(pieces);
         ended.clear();
-        CHECK(disk->reap(ended, random.below(3) ? 0.001 : 0) == static_cast<int>(ended.size()));
+        const int reaped = disk->reap(ended, random.below(3) ? 0.001 : 0);
+        REQUIRE(reaped == std::ssize(ended));
         for (const Ended& answer : ended) {
             Asked& one = *live.at(answer.tag);
             check_answer(one, answer, content);
             if (!one.left) live.erase(answer.tag);
         }
-        CHECK(disk->pending() == live.size());
+        REQUIRE(disk->pending() == live.size());
     }
-    over = true;
-    waker.join();
     close(file);
 }
 
-// A disk that is destroyed with pieces under way and queued: nothing touches memory afterwards.
-void abandon(Open open, uint64_t seed) {
-    Random random(seed);
+void abandon(Open open) {
+    Random random(9);
     const std::vector<uint8_t> content = random.bytes(1 << 20);
     const int file = temporary(content);
     for (int n = 0; n < 20; n++) {
@@ -157,7 +159,6 @@ void abandon(Open open, uint64_t seed) {
     close(file);
 }
 
-// A file that ends within a fragment, a fragment at an invalid address, and bytes beyond the file: exactly those fail.
 void odd(Open open) {
     const std::vector<uint8_t> content = Random(3).bytes(10000);
     const int file = temporary(content);
@@ -170,7 +171,7 @@ void odd(Open open) {
     const Piece piece{1, fragments, 5, file, 0, Op::kRead, true};
     disk->submit({&piece, 1});
     std::vector<Ended> ended;
-    while (disk->pending()) CHECK(disk->reap(ended, 10) >= 0);
+    while (disk->pending()) REQUIRE(disk->reap(ended, 10) >= 0);
     int64_t moved[5], errors[5];
     for (const Ended& answer : ended) {
         for (uint32_t n = answer.first; n < answer.first + answer.count; n++) {
@@ -179,7 +180,7 @@ void odd(Open open) {
         }
     }
     const int64_t expected[5] = {4096, 0, 10000 - 8192, 0, 0}, expected_errors[5] = {0, EFAULT, 0, 0, 0};
-    CHECK(std::equal(moved, moved + 5, expected) && std::equal(errors, errors + 5, expected_errors));
+    REQUIRE((std::equal(moved, moved + 5, expected) && std::equal(errors, errors + 5, expected_errors)));
     munmap(nowhere, 4096);
     close(file);
 }
@@ -203,21 +204,21 @@ void faults(Open open) {
     }
     disk->submit(pieces);
     std::vector<Ended> ended;
-    std::thread releaser([&] { disk->release(); });
-    while (disk->pending()) CHECK(disk->reap(ended, 10) >= 0);
+    std::jthread releaser([&] { disk->release(); });
+    while (disk->pending()) REQUIRE(disk->reap(ended, 10) >= 0);
     releaser.join();
     int64_t moved[7] = {};
     for (const Ended& answer : ended) {
         moved[answer.tag] += answer.moved;
-        CHECK(answer.error == (answer.tag == 0 ? EIO : 0));
+        REQUIRE(answer.error == (answer.tag == 0 ? EIO : 0));
     }
     const int64_t expected[7] = {0, 100, 8192, 8192, 8192, 8192, 8192};
-    CHECK(std::equal(moved, moved + 7, expected));
-    CHECK(memory[3 * 8192 + 5] == (content[3 * 8192 + 5] ^ 1));
-    CHECK(!std::memcmp(memory.data() + 4 * 8192, content.data() + 4 * 8192, 3 * 8192));
+    REQUIRE(std::equal(moved, moved + 7, expected));
+    REQUIRE(memory[3 * 8192 + 5] == (content[3 * 8192 + 5] ^ 1));
+    REQUIRE(!std::memcmp(memory.data() + 4 * 8192, content.data() + 4 * 8192, 3 * 8192));
     const uint8_t* const torn = memory.data() + 2 * 8192;
-    CHECK(!std::memcmp(torn, content.data() + 2 * 8192, 4096) &&
-          std::all_of(torn + 4096, torn + 8192, std::logical_not()));
+    REQUIRE(!std::memcmp(torn, content.data() + 2 * 8192, 4096));
+    REQUIRE(std::all_of(torn + 4096, torn + 8192, std::logical_not()));
     close(file);
 }
 
@@ -257,16 +258,14 @@ private:
     const int wanted_;
 };
 
-// Writes that the kernel copies go to a file by one thread at a time, in order; reads, other files, and other writes
-// have the other threads.
-void turns() {
+TEST_CASE("writes that the kernel copies go to a file by one thread at a time, in order; all else in parallel") {
     for (const bool copied : {true, false}) {
         const int files[2] = {temporary({1}), temporary({1})};
         const int wanted = copied ? 5 : 8;  // at a time, at most: of 3 + 3 writes and of 3 reads by eight threads
         Meeting meeting;
         const auto disk =
             open_threads_disk(8, "meeting", [&] { return std::make_unique<MeetingCaller>(meeting, wanted); });
-        CHECK(disk != nullptr);
+        REQUIRE(disk != nullptr);
         uint8_t memory[16];
         iovec fragment{memory, sizeof memory};
         std::vector<Piece> pieces;
@@ -276,14 +275,15 @@ void turns() {
         }
         disk->submit(pieces);
         std::vector<Ended> ended;
-        while (disk->pending()) CHECK(disk->reap(ended, 10) >= 0);
-        CHECK(ended.size() == 9);
+        while (disk->pending()) REQUIRE(disk->reap(ended, 10) >= 0);
+        REQUIRE(ended.size() == 9);
         const std::map<int32_t, std::vector<int64_t>> in_order{{files[0], {0, 32, 64}}, {files[1], {16, 48, 80}}};
         if (copied) {
-            CHECK(meeting.most.at({files[0], Op::kWrite}) == 1 && meeting.most.at({files[1], Op::kWrite}) == 1);
-            CHECK(meeting.written == in_order);
+            REQUIRE(meeting.most.at({files[0], Op::kWrite}) == 1);
+            REQUIRE(meeting.most.at({files[1], Op::kWrite}) == 1);
+            REQUIRE(meeting.written == in_order);
         }
-        CHECK(meeting.all() >= wanted);
+        REQUIRE(meeting.all() >= wanted);
         for (const int file : files) close(file);
     }
 }
@@ -303,7 +303,8 @@ std::vector<int> rings() {
 
 // A ring that fails for good is replaced by another one, and no submitted piece is lost. Without another ring each
 // piece fails, until there is one.
-void ring_that_fails() {
+void ring_that_fails(Open open_disk) {
+    if (open_disk != ring) return;
     const std::vector<uint8_t> content(1 << 20, 0x5A);
     const int file = temporary(content), nothing = open("/dev/null", O_RDWR | O_CLOEXEC);
     const auto disk = ring(4);
@@ -319,19 +320,19 @@ void ring_that_fails() {
         disk->submit(pieces);
         std::vector<Ended> ended;
         while (disk->pending()) disk->reap(ended, 1);
-        CHECK(ended.size() == 64);
+        REQUIRE(ended.size() == 64);
         for (const Ended& one : ended) {
-            CHECK((one.error != 0) == (wanted != 0) && (one.error || memory[one.tag][0] == 0x5A));
+            REQUIRE((one.error != 0) == (wanted != 0));
+            if (!one.error) REQUIRE(memory[one.tag][0] == 0x5A);
         }
     };
     read(0);
     for (int n = 0; n < 3; n++) {
-        for (const int fd : rings()) CHECK(dup2(nothing, fd) == fd);
+        for (const int fd : rings()) REQUIRE(dup2(nothing, fd) == fd);
         read(0);
-        std::thread other([&] { disk->wake(); });  // the new ring hears it
+        const std::jthread other([&] { disk->wake(); });  // the new ring hears it
         std::vector<Ended> none;
-        CHECK(disk->reap(none, 20) == 0 && none.empty());
-        other.join();
+        REQUIRE((disk->reap(none, 20) == 0 && none.empty()));
     }
     // Requests that the kernel has of a failed ring still end.
     const int late = eventfd(0, EFD_CLOEXEC);
@@ -353,20 +354,24 @@ void ring_that_fails() {
     some();
     some();
     CHECK(write(late, &fragments[0].iov_len, sizeof(uint64_t)) == sizeof(uint64_t));
-    CHECK(disk->reap(ended, 20) == 1 && ended[0].tag == 99 && !ended[0].error && got == 4096 && disk->pending() == 0);
+    REQUIRE(disk->reap(ended, 20) == 1);
+    REQUIRE(ended[0].tag == 99);
+    REQUIRE(!ended[0].error);
+    REQUIRE(got == 4096);
+    REQUIRE(disk->pending() == 0);
     close(late);
     rlimit limit;
-    CHECK(!getrlimit(RLIMIT_NOFILE, &limit));
+    REQUIRE(!getrlimit(RLIMIT_NOFILE, &limit));
     const rlimit none{3, limit.rlim_max};
-    for (const int fd : rings()) CHECK(dup2(nothing, fd) == fd);
-    CHECK(!setrlimit(RLIMIT_NOFILE, &none));
+    for (const int fd : rings()) REQUIRE(dup2(nothing, fd) == fd);
+    REQUIRE(!setrlimit(RLIMIT_NOFILE, &none));
     std::this_thread::sleep_for(std::chrono::milliseconds(150));
     read(EMFILE);
-    CHECK(std::string(disk->name()) == "ring (failed)");
-    CHECK(!setrlimit(RLIMIT_NOFILE, &limit));
+    REQUIRE(std::string(disk->name()) == "ring (failed)");
+    REQUIRE(!setrlimit(RLIMIT_NOFILE, &limit));
     std::this_thread::sleep_for(std::chrono::milliseconds(150));
     read(0);
-    CHECK(std::string(disk->name()) == "ring");
+    REQUIRE(std::string(disk->name()) == "ring");
     close(nothing);
     close(file);
 }
@@ -392,56 +397,51 @@ void cuts(Random& random) {
     uint32_t next = 0;
     for (size_t n = 0; n < made.runs.size(); n++) {
         const Run& run = made.runs[n];
-        CHECK(run.first == next && run.count >= 1 && run.count <= most && run.bytes <= limit);
+        REQUIRE((run.first == next && run.count >= 1 && run.count <= most && run.bytes <= limit));
         int64_t at = run.offset;
         for (; next < run.first + run.count; next++) {
             const uint32_t number = made.requests[next];
             const Request& request = requests[number];
             const auto size = static_cast<int64_t>(made.fragments[next].iov_len);
-            CHECK(request.fd == run.fd && request.offset + covered[number] == at && size % kAlignment == 0);
+            REQUIRE(request.fd == run.fd);
+            REQUIRE(request.offset + covered[number] == at);
+            REQUIRE(size % kAlignment == 0);
             const auto place = reinterpret_cast<uint64_t>(made.fragments[next].iov_base);
-            CHECK(place == request.address + static_cast<uint64_t>(covered[number]));
+            REQUIRE(place == request.address + static_cast<uint64_t>(covered[number]));
             const int64_t parts = (request.bytes + limit - 1) / limit, left = request.bytes - covered[number];
             const int64_t equal = ((request.bytes + parts - 1) / parts + kAlignment - 1) / kAlignment * kAlignment;
-            CHECK(size == std::min(equal, left));
+            REQUIRE(size == std::min(equal, left));
             covered[number] += size, at += size;
         }
-        CHECK(at == run.offset + run.bytes);
+        REQUIRE(at == run.offset + run.bytes);
         if (n == 0) continue;
         const Run& before = made.runs[n - 1];
         const auto first = static_cast<int64_t>(made.fragments[run.first].iov_len), end = before.offset + before.bytes;
-        CHECK(before.fd < run.fd || (before.fd == run.fd && end <= run.offset));
-        CHECK(before.fd != run.fd || end < run.offset || before.count == most || before.bytes + first > limit);
+        REQUIRE((before.fd < run.fd || (before.fd == run.fd && end <= run.offset)));
+        REQUIRE((before.fd != run.fd || end < run.offset || before.count == most || before.bytes + first > limit));
     }
-    CHECK(next == made.fragments.size());
-    for (size_t n = 0; n < requests.size(); n++) CHECK(covered[n] == requests[n].bytes);
+    REQUIRE(next == made.fragments.size());
+    for (size_t n = 0; n < requests.size(); n++) REQUIRE(covered[n] == requests[n].bytes);
 }
 
 std::unique_ptr<Disk> threads(int depth) { return open_threads_disk(std::min(depth, 6)); }
 
 }  // namespace
 
-int main(int argc, char** argv) {
-    const uint64_t count = rounds(argc, argv, 1500);
-    for (const Open open : {ring, threads}) {
-        const char* const name = open == ring ? "ring" : "threads";
-        try {
-            if (open == ring) open_ring_disk(1, 1);
-        } catch (const Error& error) {
-            std::printf(" (no ring: %s)", error.what());
-            continue;
-        }
-        std::vector<std::thread> beside;  // two disks at once, each with an owner of its own
-        for (uint64_t n = 0; n < 2; n++) beside.emplace_back([=] { fuzz(open, 100 + n, count); });
-        for (std::thread& thread : beside) thread.join();
-        odd(open);
-        faults(open);
-        abandon(open, 9);
-        if (open == ring) ring_that_fails();
-        std::printf(" %s", name);
-    }
-    turns();
+TEST_CASE("sound and hostile pieces, by two disks at once") {
+    each_disk<Open>(ring, threads, [](Open open) {
+        std::vector<std::jthread> beside;  // each with an owner of its own
+        for (uint64_t n = 0; n < 2; n++)
+            beside.push_back(started([=] { fuzz(open, 100 + n, setting("ROUNDS", 1500)); }));
+    });
+}
+
+TEST_CASE("an end of file within a fragment, and an invalid address") { each_disk(ring, threads, odd); }
+TEST_CASE("a disk that fails on order") { each_disk(ring, threads, faults); }
+TEST_CASE("nothing touches memory after the end of a busy disk") { each_disk(ring, threads, abandon); }
+TEST_CASE("a ring that fails for good") { each_disk(ring, threads, ring_that_fails); }
+
+TEST_CASE("cut and merged requests") {
     Random random(6);
     for (int n = 0; n < 300; n++) cuts(random);
-    std::printf(": good\n");
 }

@@ -3,6 +3,7 @@
 
 #include <numeric>
 
+#include "tests/disks.h"
 #include "tests/executor_caller.h"
 
 using namespace gdscache;
@@ -26,7 +27,6 @@ Way writes(const std::vector<int64_t>& slots) {
     return way;
 }
 
-// Each fault of a disk costs its own page; a hanging page is reported at its end, not before.
 void faults(Open open) {
     auto disk = open_faulty_disk(open());
     FaultyDisk* const faulty = disk.get();
@@ -42,7 +42,7 @@ void faults(Open open) {
                                Status::kDeadline, Status::kLoaded,    Status::kLoaded};
     const Outcome* const outcome = rig.executor->outcome(move);
     CHECK(std::equal(expected, expected + 6, outcome->statuses.begin()));
-    CHECK(outcome->late == std::vector<int32_t>{3} && rig.executor->held_slots() == 1);
+    CHECK((outcome->late == std::vector<int32_t>{3} && rig.executor->held_slots() == 1));
     CHECK(rig.executor->free_slots() == kReserve - 1);
     std::thread releaser([faulty] {
         std::this_thread::sleep_for(std::chrono::milliseconds(20));
@@ -50,26 +50,26 @@ void faults(Open open) {
     });
     rig.finish(move);  // waits for late pages
     releaser.join();
-    CHECK(rig.executor->held_slots() == 0 && rig.executor->free_slots() == kReserve);
+    REQUIRE((rig.executor->held_slots() == 0 && rig.executor->free_slots() == kReserve));
     const Way down = writes({kStretch, 3 * kStretch});  // in one file, but no neighbours
     faulty->fail({fault(rig, 3 * kStretch, Failing::kError, ENOSPC)});
     const Outcome written = rig.finish(rig.begin(Priority::kStore, after(60), {down}, whole));
     const std::vector<std::pair<int32_t, int32_t>> failed{{1, ENOSPC}};
-    CHECK(written.errors == failed && written.late.empty());
+    REQUIRE((written.errors == failed && written.late.empty()));
 }
 
-// A page that is read in several pieces has come when all of them have, and fails when one does.
 void cut(Open open) {
     auto disk = open_faulty_disk(open());
     FaultyDisk* const faulty = disk.get();
     Rig rig(std::move(disk), 1, 4, 100);
     const int64_t bytes = rig.limits.extent_bytes;
-    CHECK(bytes > 2 << 20);  // three pieces
+    REQUIRE(bytes > 2 << 20);  // three pieces
     const Way way = reads(rig, 2);
     faulty->fail({fault(rig, 0, Failing::kError, EIO, bytes / 2, bytes / 2 + 1), fault(rig, 1, Failing::kLate, 30)});
     const int64_t move = rig.begin(Priority::kLoad, after(60), {way}, groups_of(rig.limits, {0}));
     const Outcome outcome = rig.finish(move);
-    CHECK(outcome.statuses[0] == Status::kIoError && outcome.statuses[1] == Status::kLoaded);
+    REQUIRE(outcome.statuses[0] == Status::kIoError);
+    REQUIRE(outcome.statuses[1] == Status::kLoaded);
 }
 
 // Pages that stay where they are read are checked by their reader, if pieces end with layers and sectors, else by
@@ -78,7 +78,7 @@ void looks(Open open) {
     for (const int64_t scale : {64, 100, 128}) {
         Rig rig(open(), 1, 6, scale);
         rig.executor->trace();
-        CHECK(rig.limits.extent_bytes > 5 << 18);
+        REQUIRE(rig.limits.extent_bytes > 5 << 18);
         Way way = reads(rig, 1 + kLayers);
         way.target = kCpu;
         way.targets = way.sources;
@@ -86,21 +86,20 @@ void looks(Open open) {
             const auto [file, offset] = rig.where(kSsd, 1 + layer);
             const int64_t at = offset + rig.limits.bounds[layer + 1] - 1;
             uint8_t byte;
-            CHECK(pread(file, &byte, 1, at) == 1);
+            REQUIRE(pread(file, &byte, 1, at) == 1);
             byte ^= 4;
-            CHECK(pwrite(file, &byte, 1, at) == 1);
+            REQUIRE(pwrite(file, &byte, 1, at) == 1);
         }
         const int64_t move = rig.begin(Priority::kPrefetch, after(60), {way}, groups_of(rig.limits, {0}));
         const Outcome outcome = rig.finish(move);
-        CHECK(outcome.statuses[0] == Status::kLoaded);
-        for (int32_t layer = 0; layer < kLayers; layer++) CHECK(outcome.statuses[1 + layer] == Status::kChecksum);
+        REQUIRE(outcome.statuses[0] == Status::kLoaded);
+        for (int32_t layer = 0; layer < kLayers; layer++) REQUIRE(outcome.statuses[1 + layer] == Status::kChecksum);
         const std::vector<Span> spans = rig.executor->take_spans(1000);
         const auto by_copier = std::ranges::count(spans, Span::Kind::kDigest, &Span::kind);
-        CHECK((by_copier == 0) == (open == threads && scale == 64));  // scale 100: no sector; 128: a layer over 1 MiB
+        REQUIRE((by_copier == 0) == (open == threads && scale == 64));  // scale 100: no sector; 128: a layer over 1 MiB
     }
 }
 
-// Moves without any I/O end at once.
 void refusals(Open open) {
     Rig rig(open());
     const Way way = reads(rig, 6);
@@ -108,15 +107,14 @@ void refusals(Open open) {
     const Nanoseconds end = after(4);
     for (int n = 0; n < 10; n++) {
         const Outcome outcome = rig.finish(rig.begin(Priority::kLoad, after(60), {way}, groups_of(rig.limits, {0, 2})));
-        for (const Status status : outcome.statuses) CHECK(status == Status::kSwitchedOff);
+        for (const Status status : outcome.statuses) REQUIRE(status == Status::kSwitchedOff);
     }
-    CHECK(after(0) < end);
+    REQUIRE(after(0) < end);
     rig.executor->refuse(Status::kPending);
     const Outcome outcome = rig.finish(rig.begin(Priority::kLoad, after(60), {way}, groups_of(rig.limits, {0, 2})));
-    for (const Status status : outcome.statuses) CHECK(status == Status::kLoaded);
+    for (const Status status : outcome.statuses) REQUIRE(status == Status::kLoaded);
 }
 
-// `stop` releases all waiting threads, and I/O under way ends before the executor does.
 void stops(Open open) {
     auto disk = open_faulty_disk(open());
     FaultyDisk* const faulty = disk.get();
@@ -124,7 +122,7 @@ void stops(Open open) {
     const Way way = reads(rig, 6);
     faulty->fail({fault(rig, 0, Failing::kHang), fault(rig, 2, Failing::kLate, 30)});
     const int64_t move = rig.begin(Priority::kLoad, kForever, {way}, groups_of(rig.limits, {0, 1}));
-    std::vector<std::thread> waiting;
+    std::vector<std::jthread> waiting;
     for (const int32_t group : {-1, 0}) {
         waiting.emplace_back([&rig, move, group] {
             bool stopped = false;
@@ -137,15 +135,14 @@ void stops(Open open) {
         });
     }
     CHECK(!rig.executor->wait(move, -1, after(0.02)));
-    CHECK(!rig.executor->outcome(move) && !rig.executor->forget(move));
+    CHECK((!rig.executor->outcome(move) && !rig.executor->forget(move)));
     rig.executor->stop();
-    for (std::thread& thread : waiting) thread.join();
-    CHECK(rig.executor->wait(move + 1, -1, 0) == 0 && rig.executor->wait(move, 2, 0) == 0);  // unknown moves
-    CHECK(!rig.executor->cancel(move + 1) && !rig.executor->begin({move, Priority::kLoad, 0, {}, {}, {}}));
+    waiting.clear();
+    CHECK((rig.executor->wait(move + 1, -1, 0) == 0 && rig.executor->wait(move, 2, 0) == 0));  // unknown moves
+    CHECK((!rig.executor->cancel(move + 1) && !rig.executor->begin({move, Priority::kLoad, 0, {}, {}, {}})));
     faulty->release();
 }
 
-// An executor that ends during reads and writes: nothing touches the memory afterwards.
 void abandon(Open open, uint64_t seed) {
     Random random(seed);
     Rig rig(open(), 1 << 14);
@@ -164,24 +161,23 @@ void abandon(Open open, uint64_t seed) {
 
 }  // namespace
 
-int main(int argc, char** argv) {
-    const uint64_t count = rounds(argc, argv, 200);
-    for (const Open open : {ring, threads}) {
-        try {
-            if (open == ring) open_ring_disk(1, 1);
-        } catch (const Error& error) {
-            std::printf(" (no ring: %s)", error.what());
-            continue;
-        }
+TEST_CASE("pages go out of planes into memory and files, and come back by all routes") {
+    each_disk<Open>(ring, threads, [](Open open) {
+        const uint64_t count = setting("ROUNDS", 200);
         Rig rig(open());
-        CHECK(round_trips(rig, 31, count) == 6 || count < 20);
-        faults(open);
-        cut(open);
-        looks(open);
-        refusals(open);
-        stops(open);
+        const size_t kinds = round_trips(rig, 31, count);
+        if (count >= 20) CHECK(kinds == 6);
+    });
+}
+
+TEST_CASE("a fault costs its own page; a hanging one is told at its end") { each_disk(ring, threads, faults); }
+TEST_CASE("a page in several pieces has come when all of them have") { each_disk(ring, threads, cut); }
+TEST_CASE("a wrong byte of any layer is found") { each_disk(ring, threads, looks); }
+TEST_CASE("moves without any I/O end at once") { each_disk(ring, threads, refusals); }
+TEST_CASE("`stop` releases all waiting threads, and I/O ends first") { each_disk(ring, threads, stops); }
+
+TEST_CASE("nothing touches memory after the end of an executor during reads and writes") {
+    each_disk<Open>(ring, threads, [](Open open) {
         for (uint64_t seed = 0; seed < 10; seed++) abandon(open, seed);
-        std::printf(" %s", open == ring ? "ring" : "threads");
-    }
-    std::printf(": good\n");
+    });
 }

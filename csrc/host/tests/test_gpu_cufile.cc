@@ -52,16 +52,15 @@ void bytes_arrive(const Driver& driver, const FakeCuFile& fake, uint64_t count) 
             const std::vector<uint8_t> before = rig.content();
             const Drawn drawn(rig, random, op);
             rig.disk->submit(drawn.pieces);
-            for (const auto& [which, answer] : rig.finish(drawn.pieces)) {
-                CHECK(answer == std::pair(0, int64_t{kUnit}));
-            }
+            for (const auto& [which, answer] : rig.finish(drawn.pieces))
+                REQUIRE(answer == std::pair(0, int64_t{kUnit}));
             const std::vector<uint8_t> now = rig.content();
             for (size_t unit = 0; unit < drawn.where.size(); ++unit) {
                 const auto& [of_gpu, place] = drawn.where[unit];
                 const uint8_t* const memory = (of_gpu ? rig.gpu : rig.host).data() + place * kUnit;
-                CHECK(std::equal(memory, memory + kUnit, now.begin() + static_cast<ptrdiff_t>(unit * kUnit)));
+                REQUIRE(std::equal(memory, memory + kUnit, now.begin() + static_cast<ptrdiff_t>(unit * kUnit)));
             }
-            if (op == Op::kRead) CHECK(now == before);
+            if (op == Op::kRead) REQUIRE(now == before);
         }
     }
 }
@@ -81,15 +80,14 @@ std::vector<iovec> units(const CuFileRig& rig, size_t first = 0) {
     return made;
 }
 
-// Neighbours in the file and in memory are one call.
 void neighbours(const Driver& driver, const FakeCuFile& fake) {
     CuFileRig rig(driver, fake, 2, 16 * kUnit, 5);
     const std::vector<iovec> all = units(rig);
     const std::vector<Piece> pieces = each(rig, all, Op::kRead, 8);
     const long before = fake.moves(0);
     rig.disk->submit(pieces);
-    CHECK(rig.finish(pieces).size() == 16);
-    CHECK(fake.moves(0) == before + 2);
+    REQUIRE(rig.finish(pieces).size() == 16);
+    REQUIRE(fake.moves(0) == before + 2);
 }
 
 // The file equals the GPU's memory, unit by unit, except for one.
@@ -98,11 +96,10 @@ void check_same(const CuFileRig& rig, const std::vector<iovec>& all, size_t exce
     for (size_t unit = 0; unit < all.size(); ++unit) {
         const size_t place = reinterpret_cast<uint64_t>(all[unit].iov_base) - rig.address;
         const auto there = now.begin() + static_cast<ptrdiff_t>(unit * kUnit);
-        CHECK(unit == except || std::equal(there, there + kUnit, rig.gpu.data() + place));
+        if (unit != except) REQUIRE(std::equal(there, there + kUnit, rig.gpu.data() + place));
     }
 }
 
-// A fault is an error of its own fragment; afterwards all calls succeed.
 void faults(const Driver& driver, const FakeCuFile& fake) {
     struct {
         int kind;
@@ -127,22 +124,21 @@ void faults(const Driver& driver, const FakeCuFile& fake) {
                 if (op == Op::kRead) std::fill_n(rig.gpu.data(), rig.gpu.size(), uint8_t{0});
                 rig.disk->submit(pieces);
                 const CuFileRig::Answers answers = rig.finish(pieces);
-                CHECK(answers.size() == 24);
+                REQUIRE(answers.size() == 24);
                 for (const auto& [which, answer] : answers) {
                     const bool bad = which.first + which.second == kBad;
-                    CHECK(answer == (bad ? std::pair(kind.error, kind.moved) : std::pair(0, int64_t{kUnit})));
+                    REQUIRE(answer == (bad ? std::pair(kind.error, kind.moved) : std::pair(0, int64_t{kUnit})));
                 }
                 fake.release();
                 if (op == Op::kRead) check_same(rig, all, kBad);
                 rig.disk->submit(pieces);
-                for (const auto& [which, answer] : rig.finish(pieces)) CHECK(answer == std::pair(0, int64_t{kUnit}));
+                for (const auto& [which, answer] : rig.finish(pieces)) REQUIRE(answer == std::pair(0, int64_t{kUnit}));
             }
         }
         check_same(rig, all);
     }
 }
 
-// A hanging call is pending, delays no other, and ends when it can.
 void hangs(const Driver& driver, const FakeCuFile& fake) {
     CuFileRig rig(driver, fake, 2, 24 * kUnit, 6);
     const std::vector<iovec> all = units(rig);
@@ -152,17 +148,21 @@ void hangs(const Driver& driver, const FakeCuFile& fake) {
     std::vector<Ended> ended;
     while (rig.disk->pending() > 1) rig.disk->reap(ended, 60);
     while (fake.waiting() == 0) std::this_thread::yield();  // its thread may be the last to get there
-    CHECK(ended.size() == 23 && fake.waiting() == 1);
+    CHECK(ended.size() == 23);
+    CHECK(fake.waiting() == 1);
     CHECK(rig.disk->reap(ended, 0.01) == 0);
     const std::vector<iovec> one{rig.at(9 * kUnit, kUnit, true)};
     const Piece other{99, one.data(), 1, rig.file, 0, Op::kRead, false};
     rig.disk->submit({&other, 1});
-    CHECK(rig.disk->reap(ended, 60) == 1 && ended.back().tag == 99 && ended.back().error == 0);
+    CHECK(rig.disk->reap(ended, 60) == 1);
+    CHECK(ended.back().tag == 99);
+    CHECK(ended.back().error == 0);
     fake.release();
-    CHECK(rig.disk->reap(ended, 60) == 1 && ended.back().tag == 3 && ended.back().moved == kUnit);
+    REQUIRE(rig.disk->reap(ended, 60) == 1);
+    REQUIRE(ended.back().tag == 3);
+    REQUIRE(ended.back().moved == kUnit);
 }
 
-// Files and memory unknown to cuFile, and calls that it refuses.
 void strangers(const Driver& driver, const FakeCuFile& fake) {
     CuFileRig rig(driver, fake, 2, 4 * kUnit, 7);
     const std::vector<iovec> known{rig.at(0, kUnit, true)};
@@ -174,8 +174,8 @@ void strangers(const Driver& driver, const FakeCuFile& fake) {
                                     {3, beyond.data(), 1, rig.file, 0, Op::kRead, false}};
     rig.disk->submit(pieces);
     const CuFileRig::Answers answers = rig.finish(pieces);
-    CHECK((answers.at({1, 0}).first == EBADF && answers.at({2, 0}).first == EFAULT &&
-           answers.at({3, 0}).first == EFAULT));
+    const std::map<uint64_t, int32_t> errors{{1, EBADF}, {2, EFAULT}, {3, EFAULT}};
+    for (const auto& [tag, error] : errors) CHECK(answers.at({tag, 0}).first == error);
     const auto refused = [](auto call, const char* said) {
         try {
             call();
@@ -209,15 +209,12 @@ void strangers(const Driver& driver, const FakeCuFile& fake) {
 
 }  // namespace
 
-int main(int argc, char** argv) {
-    const Driver driver;
-    const FakeCuFile fake;
-    bytes_arrive(driver, fake, rounds(argc, argv, 40));
-    neighbours(driver, fake);
-    faults(driver, fake);
-    hangs(driver, fake);
-    strangers(driver, fake);
-    driver.check_empty();
-    std::puts(" cuFile moves what it should");
-    return 0;
+TEST_CASE("bytes arrive, of any pieces") { bytes_arrive(Driver(), FakeCuFile(), setting("ROUNDS", 40)); }
+TEST_CASE("neighbours in the file and in memory are one call") { neighbours(Driver(), FakeCuFile()); }
+TEST_CASE("a fault is an error of its own fragment; afterwards all calls succeed") { faults(Driver(), FakeCuFile()); }
+TEST_CASE("a hanging call is pending, delays no other, and ends when it can") { hangs(Driver(), FakeCuFile()); }
+
+TEST_CASE("files and memory unknown to cuFile, and calls that it refuses") {
+    strangers(Driver(), FakeCuFile());
+    Driver().check_empty();
 }

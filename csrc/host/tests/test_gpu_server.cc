@@ -29,7 +29,7 @@ void round_trips_each(const Driver& driver, uint64_t count) {
             GpuRig of(driver, kernels, pinned);
             of.copier->gpu().trace();
             const size_t kinds = round_trips(of.rig, 5 + 10 * static_cast<uint64_t>(kernels), count);
-            CHECK(kinds == (kernels == Kernels::kNone ? 8 : 10) || count < 20);
+            if (count >= 20) CHECK(kinds == (kernels == Kernels::kNone ? 8 : 10));
         }
         driver.check_empty();
     }
@@ -70,7 +70,6 @@ bool is_in_planes(Rig& rig, const Way& way, int64_t page) {
     return std::equal(found.begin(), found.end(), rig.at(kCpu, way.sources[page]));
 }
 
-// A call that the driver refuses breaks its own move with an error, and no other. The move ends when its copies have.
 void broken(const Driver& driver) {
     constexpr const char* kRefused[] = {"cuLaunchKernel", "cuEventSynchronize", "cuStreamWaitEvent",
                                         "cuMemcpyBatchAsync", "cuEventRecord"};
@@ -89,11 +88,13 @@ void broken(const Driver& driver) {
             driver.hold(0);
             const Outcome outcome = of.rig.finish(move);
             driver.fail(function, -1);
-            CHECK(outcome.broken && outcome.why == std::string(function) + " answered 719 (FAKE_ERROR)");
+            REQUIRE(outcome.broken);
+            REQUIRE(outcome.why == std::string(function) + " answered 719 (FAKE_ERROR)");
             const Outcome next = of.rig.finish(of.rig.begin(Priority::kLoad, after(60), {way}, groups));
-            CHECK(!next.broken && next.why.empty());
+            REQUIRE((!next.broken && next.why.empty()));
             for (int64_t page = 0; page < way.pages; page++) {
-                CHECK(next.statuses[page] == Status::kLoaded && is_in_planes(of.rig, way, page));
+                REQUIRE(next.statuses[page] == Status::kLoaded);
+                REQUIRE(is_in_planes(of.rig, way, page));
             }
         }
     }
@@ -105,9 +106,10 @@ void broken(const Driver& driver) {
     prefetch.sources = prefetch.targets = {0};
     prefetch.sums.resize(kLayers);
     const std::vector<uint8_t> content(static_cast<size_t>(of.rig.limits.extent_bytes));
-    CHECK(pwrite(of.rig.files[2], content.data(), content.size(), 0) == static_cast<ssize_t>(content.size()));
+    REQUIRE(pwrite(of.rig.files[2], content.data(), content.size(), 0) == static_cast<ssize_t>(content.size()));
     const Outcome looked = of.rig.finish(of.rig.begin(Priority::kPrefetch, after(60), {prefetch}, groups));
-    CHECK(looked.broken && looked.why.find("look") != std::string::npos);
+    REQUIRE(looked.broken);
+    REQUIRE(looked.why.c_str() == doctest::Contains("look"));
 }
 
 // While nothing has begun, groups are ready behind their points, and the move has not ended. Then it is cancelled.
@@ -122,21 +124,22 @@ void held(const Driver& driver, bool cancels) {
     int64_t before = 0;
     for (int32_t group = 0; group < 4; group++) {
         const auto point = rig.executor->wait(move, group, after(60));
-        CHECK(point && *point > before && !of.copier->gpu().reached(*point));
-        before = *point;
+        CHECK(point.value_or(0) > before);
+        before = point.value_or(0);
+        CHECK(!of.copier->gpu().reached(before));
     }
     CHECK(!rig.executor->wait(move, -1, after(0.02)));
     if (cancels) CHECK(rig.executor->cancel(move));
     const int64_t store = rig.begin(Priority::kStore, 0, {into_memory(12)}, groups);
     const auto point = rig.executor->wait(store, 0, after(60));
-    CHECK(point && *point > 0 && !of.copier->gpu().reached(*point));
+    CHECK(point.value_or(0) > 0);
+    CHECK(!of.copier->gpu().reached(point.value_or(0)));
     driver.hold(0);
     of.copier->await(before);
-    for (int64_t page = 0; page < way.pages; page++) CHECK(is_in_planes(rig, way, page));
-    CHECK(!rig.finish(move).broken && !rig.finish(store).broken);
+    for (int64_t page = 0; page < way.pages; page++) REQUIRE(is_in_planes(rig, way, page));
+    REQUIRE((!rig.finish(move).broken && !rig.finish(store).broken));
 }
 
-// Copies come behind the events of their move, whenever these happen.
 void events(const Driver& driver) {
     driver.batches(12);
     GpuRig of(driver, Kernels::kPlain, true);
@@ -153,15 +156,14 @@ void events(const Driver& driver) {
     };
     driver.call(stream, spoil, &rig);
     cuda.record(event, stream);
-    CHECK(rig.executor->begin(
+    REQUIRE(rig.executor->begin(
         {1000, Priority::kLoad, kForever, {way}, groups_of(rig.limits, {0, 2}), {reinterpret_cast<uint64_t>(event)}}));
-    CHECK(!rig.finish(1000).broken);
-    for (int64_t page = 0; page < way.pages; page++) CHECK(is_in_planes(rig, way, page));
+    REQUIRE(!rig.finish(1000).broken);
+    for (int64_t page = 0; page < way.pages; page++) REQUIRE(is_in_planes(rig, way, page));
     cuda.close_event(event);
     cuda.close_stream(stream);
 }
 
-// Pages that a disk fails cost only themselves.
 void faults(const Driver& driver) {
     auto by = open_faulty_disk(disk());
     FaultyDisk* const faulty = by.get();
@@ -174,8 +176,8 @@ void faults(const Driver& driver) {
         of.rig.finish(of.rig.begin(Priority::kLoad, after(60), {way}, groups_of(of.rig.limits, {0})));
     const Status expected[] = {Status::kIoError, Status::kChecksum, Status::kLoaded,
                                Status::kLoaded,  Status::kLoaded,   Status::kLoaded};
-    CHECK(std::equal(expected, expected + 6, outcome.statuses.begin()) && !outcome.broken);
-    CHECK(of.rig.executor->free_slots() == kReserve);
+    REQUIRE((std::equal(expected, expected + 6, outcome.statuses.begin()) && !outcome.broken));
+    REQUIRE(of.rig.executor->free_slots() == kReserve);
 }
 
 // An executor that ends while copies are under way: nothing touches the memory afterwards. Each move has blocks and slots
@@ -205,15 +207,17 @@ void abandon(const Driver& driver, uint64_t seed) {
 
 }  // namespace
 
-int main(int argc, char** argv) {
-    const Driver driver;
-    round_trips_each(driver, rounds(argc, argv, 25));
-    broken(driver);
-    held(driver, false);
-    held(driver, true);
-    events(driver);
-    faults(driver);
-    for (uint64_t seed = 0; seed < 12; seed++) abandon(driver, seed);
-    driver.check_empty();
-    std::printf(" good\n");
+TEST_CASE("round trips by all routes") { round_trips_each(Driver(), setting("ROUNDS", 25)); }
+TEST_CASE("a refused call breaks its own move, which ends when its copies have, and no other") { broken(Driver()); }
+
+TEST_CASE("groups are ready behind their points while nothing has begun") {
+    for (const bool cancels : {false, true}) held(Driver(), cancels);
+}
+
+TEST_CASE("copies come behind the events of their move, whenever these happen") { events(Driver()); }
+TEST_CASE("pages that a disk fails cost only themselves") { faults(Driver()); }
+
+TEST_CASE("nothing touches memory after the end of an executor with copies under way") {
+    for (uint64_t seed = 0; seed < 12; seed++) abandon(Driver(), seed);
+    Driver().check_empty();
 }

@@ -4,6 +4,7 @@
 
 #include <sys/resource.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstring>
@@ -19,31 +20,34 @@ using namespace gdscache::test;
 
 namespace {
 
-// Blocks of any size do not overlap, and all of them can be taken again.
-void reserve(Random& random, uint64_t count) {
+TEST_CASE("blocks of any size do not overlap, and all of them can be taken again") {
+    Random random(24);
+    const uint64_t count = setting("ROUNDS", 20000);
     std::map<unsigned char*, size_t> taken;
     for (uint64_t n = 0; n < count; n++) {
         if (random.below(3) && !taken.empty()) {
             auto one = taken.begin();
             std::advance(one, random.below(taken.size()));
-            for (size_t k = 0; k < one->second; k++) CHECK(one->first[k] == static_cast<unsigned char>(one->second));
-            CHECK(give_to_reserve(one->first));
+            const auto fill = static_cast<unsigned char>(one->second);
+            REQUIRE(std::count(one->first, one->first + one->second, fill) == static_cast<int64_t>(one->second));
+            REQUIRE_FAST(give_to_reserve(one->first));
             taken.erase(one);
         } else {
             const size_t bytes = random.below(50) ? random.below(5000) : random.below(kReserveBytes);
             auto* const block = static_cast<unsigned char*>(take_of_reserve(bytes));
             if (!block) continue;
-            CHECK(reinterpret_cast<uintptr_t>(block) % alignof(std::max_align_t) == 0);
+            REQUIRE_FAST(reinterpret_cast<uintptr_t>(block) % alignof(std::max_align_t) == 0);
             std::memset(block, static_cast<int>(bytes & 0xFF), bytes);
             taken.emplace(block, bytes);
         }
     }
-    for (const auto& [block, bytes] : taken) CHECK(give_to_reserve(block));
+    for (const auto& [block, bytes] : taken) REQUIRE(give_to_reserve(block));
     void* const all = take_of_reserve(kReserveBytes - 64);
-    CHECK(all && !take_of_reserve(64) && give_to_reserve(all));
-    CHECK(!take_of_reserve(kReserveBytes) && !take_of_reserve(~size_t{0}));
+    REQUIRE((all && !take_of_reserve(64)));
+    REQUIRE(give_to_reserve(all));
+    REQUIRE((!take_of_reserve(kReserveBytes) && !take_of_reserve(~size_t{0})));
     int other = 0;
-    CHECK(!give_to_reserve(&other) && !give_to_reserve(nullptr));
+    REQUIRE((!give_to_reserve(&other) && !give_to_reserve(nullptr)));
 }
 
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__) && defined(__x86_64__)
@@ -57,54 +61,56 @@ bool throws(size_t bytes) {
     }
 }
 
-void system_without_memory() {
+// Nothing is checked while there is no memory, which a failed check would take.
+TEST_CASE("`new` while the system has no memory") {
     rlimit before;
-    CHECK(!getrlimit(RLIMIT_AS, &before));
+    REQUIRE(!getrlimit(RLIMIT_AS, &before));
     const rlimit none{1, before.rlim_max};
     constexpr size_t kBytes = size_t{1} << 20;  // of a mapping of its own
     std::atomic<bool> waits{false}, came{false};
-    std::thread waiting([&] {  // started while there is memory
+    std::jthread waiting([&] {  // started while there is memory
         while (!waits) std::this_thread::yield();
         const MustNotFail reserve;
         operator delete(operator new(2 * kReserveBytes));
         came = true;
     });
-    CHECK(!setrlimit(RLIMIT_AS, &none));
-    CHECK(throws(kBytes));
+    REQUIRE(!setrlimit(RLIMIT_AS, &none));
+    const bool fails = throws(kBytes);
+    void* other = nullptr;
+    bool fails_in_part = false;
     {
         const MustNotFail reserve;
         const MustNotFail within;
         void* const block = operator new(kBytes);
-        CHECK(!take_of_reserve(kReserveBytes - kBytes));  // it is of the reserve
+        other = take_of_reserve(kReserveBytes - kBytes);  // none: the block is of the reserve
         const MayFail may_fail;
-        CHECK(throws(kBytes + 1));
+        fails_in_part = throws(kBytes + 1);
         operator delete(block);
     }
-    CHECK(throws(kBytes) && !throws(4096));
+    const bool fails_again = throws(kBytes), fails_small = throws(4096);
     std::vector<void*> spared;
     spared.reserve(kReserveBytes / 4096);
     while (void* const block = take_of_reserve(4096, true)) spared.push_back(block);
-    CHECK(spared.size() >= kReserveBytes / 4096 / 2 - 16 && spared.size() < kReserveBytes / 4096 * 3 / 4);
-    for (void* const block : spared) CHECK(give_to_reserve(block));
+    const size_t count = spared.size();
+    size_t given = 0;
+    for (void* const block : spared) given += give_to_reserve(block);
     waits = true;
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
-    CHECK(!came);
-    CHECK(!setrlimit(RLIMIT_AS, &before));
+    const bool came_early = came;
+    REQUIRE(!setrlimit(RLIMIT_AS, &before));
     waiting.join();
     CHECK(came);
+    CHECK(!came_early);
+    CHECK(fails);
+    CHECK(!other);
+    CHECK(fails_in_part);
+    CHECK(fails_again);
+    CHECK(!fails_small);
+    CHECK(count >= kReserveBytes / 4096 / 2 - 16);
+    CHECK(count < kReserveBytes / 4096 * 3 / 4);
+    CHECK(given == count);
 }
-
-#else
-
-void system_without_memory() {}
 
 #endif
 
 }  // namespace
-
-int main(int argc, char** argv) {
-    Random random(24);
-    reserve(random, rounds(argc, argv, 20000));
-    system_without_memory();
-    std::printf(": good\n");
-}

@@ -1,6 +1,7 @@
 // Packed values against a second coding of docs/format.md, value by value: all values, any statistics, and any bytes.
 
 #include <cstring>
+#include <string>
 
 #include "pack/pack.h"
 #include "tests/check.h"
@@ -39,7 +40,7 @@ Bytes packed(const Values& values, uint8_t base) {
     }
     exceptions.end(base);
     all.insert(all.end(), list.begin(), list.end());
-    CHECK(all.size() == packed_bytes(values.size()));
+    REQUIRE(all.size() == packed_bytes(values.size()));
     return all;
 }
 
@@ -53,7 +54,7 @@ Values unpacked(const Bytes& part, size_t values) {
         coder->decode(tile.data(), some, base_of(list), out.data());
         auto* const room = static_cast<uint8_t*>(std::aligned_alloc(64, 2 * some));
         coder->decode_stream(tile.data(), some, base_of(list), room);
-        CHECK(!std::memcmp(room, out.data(), out.size()));
+        REQUIRE(!std::memcmp(room, out.data(), out.size()));
         std::free(room);
         all.insert(all.end(), out.begin(), out.end());
     }
@@ -82,7 +83,7 @@ uint8_t best_base(const Values& values, size_t step, Random& random) {
         }
         if (inside > most) most = inside, best = base;
     }
-    CHECK(exponents.base() == best);
+    REQUIRE(exponents.base() == best);
     return exponents.base();
 }
 
@@ -93,8 +94,8 @@ void check_tile(const Values& values, const Bytes& part, uint8_t base) {
         const uint8_t* const begin = part.data() + tiles_bytes(tile);
         const int exponent = values[n] >> 7 & 0xFF, code = exponent - base;
         const uint8_t pair = begin[some + at / 8 * 4 + at % 4];
-        CHECK(begin[at] == ((values[n] >> 8 & 0x80) | (values[n] & 0x7F)));
-        CHECK((at % 8 < 4 ? pair & 15 : pair >> 4) == (exponent == 0 ? 0 : code >= 1 && code <= 14 ? code : 15));
+        REQUIRE(begin[at] == ((values[n] >> 8 & 0x80) | (values[n] & 0x7F)));
+        REQUIRE((at % 8 < 4 ? pair & 15 : pair >> 4) == (exponent == 0 ? 0 : code >= 1 && code <= 14 ? code : 15));
     }
 }
 
@@ -105,12 +106,12 @@ void check_every_value() {
         for (uint32_t base : {0u, 1u, (high << 1) & 0xFF, 127u, 240u, 241u}) {
             Values few(values.begin(), values.begin() + 31);  // as many exceptions as a list of 128 bytes has
             const Bytes part = packed(few, static_cast<uint8_t>(base));
-            CHECK(unpacked(part, few.size()) == few);
+            REQUIRE(unpacked(part, few.size()) == few);
             check_tile(few, part, static_cast<uint8_t>(base));
         }
         Random random(high);
         const Bytes part = packed(values, best_base(values, 1, random));
-        CHECK(unpacked(part, values.size()) == values);
+        REQUIRE(unpacked(part, values.size()) == values);
     }
 }
 
@@ -135,10 +136,10 @@ void check_statistics(Random& random) {
         others += exponent != 0 && (exponent <= base || exponent > base + size_t{14});
     }
     const Bytes part = packed(values, base);
-    CHECK(part.empty() == (others > list_bytes(size) / 4 - 1));
+    REQUIRE(part.empty() == (others > list_bytes(size) / 4 - 1));
     if (part.empty()) return;
-    CHECK(unpacked(part, size) == values);
-    CHECK(exceptions_of(part.data() + tiles_bytes(size), size) == others);
+    REQUIRE(unpacked(part, size) == values);
+    REQUIRE(exceptions_of(part.data() + tiles_bytes(size), size) == others);
     check_tile(values, part, base);
 }
 
@@ -152,19 +153,19 @@ Bytes check_any_bytes(Random& random) {
 
 }  // namespace
 
-int main(int argc, char** argv) {
+TEST_CASE("packed values by each coder") {
     std::vector<Bytes> found;  // of any bytes, by the first coder
     for (const TileCoder* const one : coders()) {
         coder = one;
+        INFO(std::string(coder->name));
         Random random(60);
         check_every_value();
-        for (uint64_t n = 0; n < rounds(argc, argv, 200); n++) {
+        for (uint64_t n = 0; n < setting("ROUNDS", 200); n++) {
             check_statistics(random);
             const Bytes values = check_any_bytes(random);
             if (found.size() == n) found.push_back(values);
-            CHECK(values == found[n]);
+            REQUIRE(values == found[n]);
         }
         std::printf(" %s", coder->name);
     }
-    std::printf(": good\n");
 }

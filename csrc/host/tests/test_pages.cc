@@ -80,17 +80,17 @@ void check_page(Random& random) {
     for (int64_t layer = first; layer < last; layer++) {
         const size_t start = expected.size();
         each_byte(pool, blocks.data(), layer, [&](uint8_t& byte) { expected.push_back(byte); });
-        CHECK(static_cast<int64_t>(expected.size() - start) == layer_bytes(pool, layer));
+        REQUIRE(static_cast<int64_t>(expected.size() - start) == layer_bytes(pool, layer));
         sums.push_back(xxh3(expected.data() + start, expected.size() - start));
     }
     std::vector<uint8_t> part(expected.size());
     gather(pool, blocks.data(), first, last, part.data(), random.below(4) ? got.data() : nullptr, store);
-    CHECK(part == expected);
+    REQUIRE(part == expected);
     gather(pool, blocks.data(), first, last, part.data(), got.data(), store);
-    CHECK(part == expected && got == sums);
+    REQUIRE((part == expected && got == sums));
     std::fill(got.begin(), got.end(), 0);
     digest(pool, first, last, part.data(), got.data());
-    CHECK(got == sums);
+    REQUIRE(got == sums);
 
     const std::vector<uint8_t> fresh = random.bytes(expected.size());
     auto others = all.memory;  // bytes that must not change
@@ -99,12 +99,12 @@ void check_page(Random& random) {
     const uint8_t* at = fresh.data();
     for (int64_t layer = first; layer < last; layer++) {
         const uint8_t* const start = at;
-        each_byte(pool, blocks.data(), layer, [&](uint8_t& byte) { CHECK(byte == *at++); });
-        CHECK(got[static_cast<size_t>(layer - first)] == xxh3(start, static_cast<size_t>(at - start)));
+        each_byte(pool, blocks.data(), layer, [&](uint8_t& byte) { REQUIRE_FAST(byte == *at++); });
+        REQUIRE(got[static_cast<size_t>(layer - first)] == xxh3(start, static_cast<size_t>(at - start)));
     }
     scatter(pool, blocks.data(), first, last, expected.data(), nullptr, store);
     stream_fence();
-    CHECK(all.memory == others);
+    REQUIRE(all.memory == others);
 }
 
 // Values of few exponents come back out of packed extents; random bytes do not fit, and touch nothing else where they
@@ -143,13 +143,13 @@ void check_packed_page(Random& random) {
     const auto before = all.memory;
     if (packed) {
         digest(pool, 0, layers, part.data(), got.data());
-        CHECK(got == sums && gather(pool, blocks.data(), 0, layers, again.data(), nullptr, store) && part == again);
+        REQUIRE((got == sums && gather(pool, blocks.data(), 0, layers, again.data(), nullptr, store) && part == again));
         for (auto& memory : all.memory) std::fill(memory.begin(), memory.end(), uint8_t{7});
         for (int64_t layer = 0; layer < layers; layer++) {  // the pool's own, back in place by the page alone
             const uint8_t* at = part.data();
             for (int64_t n = 0; n < layer; n++) at += layer_bytes(pool, n);
             scatter(pool, blocks.data(), layer, layer + 1, at, got.data(), store);
-            CHECK(got[0] == sums[static_cast<size_t>(layer)]);
+            REQUIRE(got[0] == sums[static_cast<size_t>(layer)]);
         }
         stream_fence();
         auto found = all.memory;
@@ -158,33 +158,32 @@ void check_packed_page(Random& random) {
             each_byte(pool, blocks.data(), layer,
                       [&](uint8_t& byte) { ours.push_back(std::exchange(byte, uint8_t{7})); });
         }
-        for (auto& memory : all.memory) CHECK(std::ranges::all_of(memory, [](uint8_t byte) { return byte == 7; }));
+        for (auto& memory : all.memory) REQUIRE(std::ranges::all_of(memory, [](uint8_t byte) { return byte == 7; }));
         for (size_t n = 0; n < before.size(); n++) std::ranges::copy(before[n], all.memory[n].begin());
         const uint8_t* at = ours.data();
         for (int64_t layer = 0; layer < layers; layer++) {
-            each_byte(pool, blocks.data(), layer, [&](uint8_t& byte) { CHECK(byte == *at++); });
+            each_byte(pool, blocks.data(), layer, [&](uint8_t& byte) { REQUIRE_FAST(byte == *at++); });
         }
     }
-    CHECK(packed || !fits);
+    REQUIRE((packed || !fits));
     const std::vector<uint8_t> fresh = random.bytes(part.size());
     for (auto& memory : all.memory) std::fill(memory.begin(), memory.end(), uint8_t{7});
     scatter(pool, blocks.data(), 0, layers, fresh.data(), got.data(), store);
     stream_fence();
     digest(pool, 0, layers, fresh.data(), sums.data());
-    CHECK(got == sums);
+    REQUIRE(got == sums);
     for (int64_t layer = 0; layer < layers; layer++) {
         each_byte(pool, blocks.data(), layer, [&](uint8_t& byte) { byte = 7; });
     }
-    for (auto& memory : all.memory) CHECK(std::ranges::all_of(memory, [](uint8_t byte) { return byte == 7; }));
+    for (auto& memory : all.memory) REQUIRE(std::ranges::all_of(memory, [](uint8_t byte) { return byte == 7; }));
 }
 
 }  // namespace
 
-int main(int argc, char** argv) {
+TEST_CASE("gather and scatter against a copy byte by byte") {
     Random random(17);
-    for (uint64_t n = rounds(argc, argv, 400); n-- > 0;) {
+    for (uint64_t n = setting("ROUNDS", 400); n-- > 0;) {
         check_page(random);
         check_packed_page(random);
     }
-    std::printf(" good\n");
 }

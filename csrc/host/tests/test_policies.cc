@@ -45,29 +45,29 @@ void check_table(Random& random) {
     for (int step = 0; step < 6000; ++step) {
         const uint64_t number = random.below(numbers);
         const uint32_t id = table.find(key_of(number));
-        CHECK((id != Table<Row>::kNone) == (model.count(number) == 1));
+        REQUIRE((id != Table<Row>::kNone) == (model.count(number) == 1));
         if (id == Table<Row>::kNone) {
             const uint32_t made = table.add(key_of(number));
-            CHECK(table[made].value == 0);  // no value of an earlier row
+            REQUIRE(table[made].value == 0);  // no value of an earlier row
             table[made].value = model[number] = random.next();
             const bool front = random.below(2);
             front ? list.push_front(table, made) : list.push_back(table, made);
             order.insert(front ? order.begin() : order.end(), number);
         } else {
-            CHECK(table[id].value == model[number]);
+            REQUIRE(table[id].value == model[number]);
             list.remove(table, id);
             order.erase(std::find(order.begin(), order.end(), number));
             table.drop(id);
             model.erase(number);
         }
-        CHECK(table.size() == model.size() && list.size() == static_cast<int64_t>(order.size()));
+        REQUIRE((table.size() == model.size() && list.size() == static_cast<int64_t>(order.size())));
     }
     uint32_t id = list.first();
     for (const uint64_t number : order) {
-        CHECK(table[id].key == key_of(number));
+        REQUIRE(table[id].key == key_of(number));
         id = table[id].after;
     }
-    CHECK(id == Table<Row>::kNone);
+    REQUIRE(id == Table<Row>::kNone);
 }
 
 // With any rows, no call goes astray, and all ends empty.
@@ -79,12 +79,12 @@ void check_circles(Random& random) {
         const Key key = key_of(number);
         const auto place = std::find(tier.begin(), tier.end(), number);
         if (place == tier.end()) {
-            CHECK(refused([&] { shadow.touch({&key, 1}); }));
-            CHECK(refused([&] { shadow.evict({&key, 1}); }));
-            CHECK(refused([&] { shadow.drop(key); }));
+            REQUIRE(refused([&] { shadow.touch({&key, 1}); }));
+            REQUIRE(refused([&] { shadow.evict({&key, 1}); }));
+            REQUIRE(refused([&] { shadow.drop(key); }));
             const LruShadow::New page{key, key_of(random.below(30))};  // itself, or one behind it, at times
-            CHECK(shadow.insert({&page, 1}, INT64_MAX) == std::make_pair(size_t{1}, false));
-            CHECK(refused([&] { shadow.insert({&page, 1}, INT64_MAX); }));
+            REQUIRE(shadow.insert({&page, 1}, INT64_MAX) == std::make_pair(size_t{1}, false));
+            REQUIRE(refused([&] { shadow.insert({&page, 1}, INT64_MAX); }));
             tier.push_back(number);
         } else if (random.below(2)) {
             shadow.touch({&key, 1});
@@ -95,16 +95,17 @@ void check_circles(Random& random) {
         LruShadow::Walk walk(shadow);
         const Key* const first = shadow.first();
         const Key* const next = walk.next();
-        CHECK(next ? *first == *next : !first);
+        REQUIRE((next ? *first == *next : !first));
         size_t seen = next != nullptr;
         while (walk.next()) ++seen;
-        CHECK(seen == tier.size() && shadow.recency().size() == tier.size());
-        CHECK(shadow.pages == static_cast<int64_t>(tier.size()) && shadow.rows() <= 30);
+        REQUIRE((seen == tier.size() && shadow.recency().size() == tier.size()));
+        REQUIRE(shadow.pages == static_cast<int64_t>(tier.size()));
+        REQUIRE(shadow.rows() <= 30);
     }
     const LruShadow thin(shadow, 3);  // all keys have the same bits here, which are in the sample
-    CHECK(thin.left() == shadow.left() && thin.owed() == shadow.owed());
+    REQUIRE((thin.left() == shadow.left() && thin.owed() == shadow.owed()));
     for (const uint64_t number : tier) shadow.drop(key_of(number));
-    CHECK(!shadow.pages && shadow.left() == 0 && shadow.size() == shadow.owed());
+    REQUIRE((!shadow.pages && shadow.left() == 0 && shadow.size() == shadow.owed()));
 }
 
 // With one lifetime for all the order is LRU, restored pages first and deferred ones last.
@@ -133,9 +134,9 @@ void check_lifetimes(Random& random) {
         const Key key = key_of(number);
         const bool there = forget(restored, number) || forget(level, number) || forget(aside, number);
         if (!there) {
-            CHECK(refused([&] { order.touch({&key, 1}); }));
+            REQUIRE(refused([&] { order.touch({&key, 1}); }));
             const LifetimeOrder::Gone gone{key, {}};
-            CHECK(refused([&] { order.evict({&gone, 1}); }));
+            REQUIRE(refused([&] { order.evict({&gone, 1}); }));
             const LifetimeOrder::New page{key, {}};
             order.insert({&page, 1});
             level.push_back(number);
@@ -148,24 +149,24 @@ void check_lifetimes(Random& random) {
         }
         LifetimeOrder::Walk walk(order);
         for (const auto* const some : {&restored, &level, &aside}) {
-            for (const uint64_t one : *some) CHECK(*walk.next() == key_of(one));
+            for (const uint64_t one : *some) REQUIRE(*walk.next() == key_of(one));
         }
-        CHECK(!walk.next());
-        CHECK(order.rows() == restored.size() + level.size());
-        CHECK(sample->known() <= 16);
+        REQUIRE(!walk.next());
+        REQUIRE(order.rows() == restored.size() + level.size());
+        REQUIRE(sample->known() <= 16);
         if (!level.empty()) {
             LifetimeOrder::Walk late(order);
             order.defer(key_of(level[0]));
-            CHECK(order.is_deferred(key_of(level[0])));
-            CHECK(refused([&] { late.next(); }));  // the order has changed
+            REQUIRE(order.is_deferred(key_of(level[0])));
+            REQUIRE(refused([&] { late.next(); }));  // the order has changed
             order.hasten(key_of(level[0]));
-            CHECK(!order.is_deferred(key_of(level[0])));
+            REQUIRE(!order.is_deferred(key_of(level[0])));
         }
     }
-    CHECK(asked > 0);
+    REQUIRE(asked > 0);
 }
 
-void check_ages() {
+TEST_CASE("uses by age") {
     ReuseSample sample(2, 100, 1);
     sample.see(1, 0, 0, true);
     for (const int64_t age : {0, 1, 2, 3, 4, 5, 6, 7, 8, 11, 12}) {
@@ -173,25 +174,26 @@ void check_ages() {
         sample.see(1, 1, age, false);  // 0 later
         sample.see(1, 0, age, false);
     }
-    CHECK(sample.hits[ReuseSample::kAges] == 11);  // of the other class, all of age 0
-    CHECK(sample.arrived[0] == 23 && sample.arrived[1] == 11 && sample.arrived[2] == 1);
+    REQUIRE(sample.hits[ReuseSample::kAges] == 11);  // of the other class, all of age 0
+    REQUIRE(sample.arrived[0] == 23);
+    REQUIRE(sample.arrived[1] == 11);
+    REQUIRE(sample.arrived[2] == 1);
     sample.clear();
     sample.see(2, 0, 0, true);
     sample.see(2, 0, INT64_MAX, false);
-    CHECK(sample.hits[ReuseSample::kAges - 1] == 1);
-    CHECK(refused([&] { sample.see(2, 2, INT64_MAX, false); }));
-    CHECK(refused([&] { sample.see(2, 0, 0, false); }));
+    REQUIRE(sample.hits[ReuseSample::kAges - 1] == 1);
+    REQUIRE(refused([&] { sample.see(2, 2, INT64_MAX, false); }));
+    REQUIRE(refused([&] { sample.see(2, 0, 0, false); }));
 }
 
 }  // namespace
 
-int main(int argc, char** argv) {
-    check_ages();
-    for (uint64_t round = rounds(argc, argv, 20); round--;) {
+TEST_CASE("tables, the order by lifetimes, and LRU's shadow") {
+    for (uint64_t round = setting("ROUNDS", 20); round--;) {
+        CAPTURE(round);
         Random random(round);
         check_table(random);
         check_circles(random);
         check_lifetimes(random);
     }
-    std::printf(" good\n");
 }

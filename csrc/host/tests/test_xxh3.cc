@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <string>
 
 #include "hash/xxh3.h"
 #include "tests/check.h"
@@ -34,12 +35,12 @@ constexpr Known kKnown[] = {
 void check_arm(const Arm& arm, const Arm& scalar, uint64_t rounds) {
     std::vector<uint8_t> counted(200000);
     for (size_t n = 0; n < counted.size(); n++) counted[n] = static_cast<uint8_t>(n % 251);
-    for (const Known& known : kKnown) CHECK(xxh3(counted.data(), known.size, arm) == known.sum);
+    for (const Known& known : kKnown) REQUIRE(xxh3(counted.data(), known.size, arm) == known.sum);
 
     Random random(5);
     const std::vector<uint8_t> data = random.bytes(40000);
     for (size_t size = 0; size <= 4096; size++) {
-        CHECK(xxh3(data.data() + size % 13, size, arm) == xxh3(data.data() + size % 13, size, scalar));
+        REQUIRE_FAST(xxh3(data.data() + size % 13, size, arm) == xxh3(data.data() + size % 13, size, scalar));
     }
     constexpr size_t kSizes[] = {1, 3, 63, 64, 65, 128, 255, 256, 257, 700, 1024, 4096};
     for (uint64_t round = 0; round < rounds; round++) {
@@ -54,11 +55,11 @@ void check_arm(const Arm& arm, const Arm& scalar, uint64_t rounds) {
                 const size_t some = std::min(size - at, random.pick(kSizes));
                 hash.update_copy(room + shift + at, in.data() + at, some, stream);
                 at += some;
-                if (random.below(8) == 0) CHECK(hash.digest() == xxh3(in.data(), at, scalar));
+                if (random.below(8) == 0) REQUIRE(hash.digest() == xxh3(in.data(), at, scalar));
             }
             stream_fence();
-            CHECK(hash.digest() == xxh3(in.data(), size, scalar));
-            CHECK(!std::memcmp(room + shift, in.data(), size));
+            REQUIRE(hash.digest() == xxh3(in.data(), size, scalar));
+            REQUIRE(!std::memcmp(room + shift, in.data(), size));
         }
         std::free(room);
     }
@@ -66,13 +67,13 @@ void check_arm(const Arm& arm, const Arm& scalar, uint64_t rounds) {
 
 }  // namespace
 
-int main(int argc, char** argv) {
+TEST_CASE("XXH3-64 by each arm") {
     const std::vector<const Arm*> all = arms();
-    CHECK(all.size() >= 2);  // the architecture's arm, and the scalar one
-    CHECK(!std::strcmp(all.back()->name, "scalar"));
+    REQUIRE(all.size() >= 2);  // the architecture's arm, and the scalar one
+    CHECK(all.back()->name == std::string("scalar"));
     for (const Arm* const arm : all) {
-        check_arm(*arm, *all.back(), rounds(argc, argv, 300));
+        INFO(std::string(arm->name));
+        check_arm(*arm, *all.back(), setting("ROUNDS", 300));
         std::printf(" %s", arm->name);
     }
-    std::printf(": good\n");
 }
