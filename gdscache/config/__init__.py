@@ -299,7 +299,8 @@ class Config(ConfigSection):
         default=30.0,
         gt=0,
         le=MAX_SECONDS,
-        description="seconds after which loads and prefetches stop waiting for reads, and a batch of writes is dropped",
+        description="seconds after which loads and prefetches stop waiting for reads, and a batch of writes is "
+        "dropped, also when ranks do not flush it",
     )
     store: StoreConfig = Field(default=StoreConfig(), validate_default=True, description="how pages are stored")
     load: LoadConfig = Field(default=LoadConfig(), description="how pages are loaded")
