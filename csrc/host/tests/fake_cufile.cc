@@ -15,6 +15,7 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <vector>
 
 #define CUFILE extern "C" __attribute__((visibility("default")))
 
