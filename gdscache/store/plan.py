@@ -167,8 +167,8 @@ class StorePlanner:
         again = landing is None or (self._policy == "write_through" and not self._earned.by_hits)
         found = absent = [] if landing is None else landing.index.lacking(pages)
         if again and len(absent) < len(pages):
-            there = set(range(len(pages))).difference(absent)
-            found = sorted([*absent, *(number for number in there if self._lacking(pages[number]))])
+            there = sorted(set(range(len(pages))).difference(absent))
+            found = sorted([*absent, *(there[i] for i in self._lacking([pages[number] for number in there]))])
         if len({pages[number].key for number in found}) < len(found):
             found = sorted({pages[number].key: number for number in reversed(found)}.values())
         return found if self._unfit is None else self._unfit.lacking(pages, found)
@@ -185,10 +185,10 @@ class StorePlanner:
         there = self._landing is not None and page.key in self._landing.index
         return there or any(not outlet.lacking((page,), self._epoch) for outlet in self.outlets)
 
-    def _lacking(self, page: Page) -> list[Outlet]:
-        if self._policy == "never":
-            return []
-        return [outlet for outlet in self.outlets if outlet.lacking((page,), self._epoch)]
+    def _lacking(self, pages: Sequence[Page]) -> list[int]:
+        """The numbers of pages that a tier of files should have, lacks and is not getting."""
+        outlets = () if self._policy == "never" else self.outlets
+        return sorted({number for outlet in outlets for number in outlet.lacking(pages, self._epoch)})
 
     def _falls_behind(self) -> bool:
         landing = self._landing
@@ -296,9 +296,9 @@ class StorePlanner:
 
     def _offer_again(self, job: StoreJob, places: range, landing: Tier, parcels: list[Parcel]) -> None:
         entries: dict[int, Entry] = {}
-        for i in places if self._policy == "write_through" else ():
-            page = job.pages[i]
-            entry = landing.index.find(page.key) if self._lacking(page) else None
+        pages = job.pages[places.start : places.stop] if self._policy == "write_through" else ()
+        for i in (places[number] for number in self._lacking(pages)):
+            entry = landing.index.find(job.pages[i].key)
             if entry is not None and entry.state is PageState.VERIFIED:
                 entries[i] = entry
         some = list(entries)
@@ -318,7 +318,7 @@ class StorePlanner:
         quarantine = self._manager.quarantine  # its writes hold the bounce slots
         full = "" if self._landing is None else f"{self._landing.name}_full"
         if self._off and self._policy != "write_through_selective":
-            self.finish_pages(job, [i for i in range(at, stop) if self._lacking(job.pages[i])], quarantine.cause)
+            self.finish_pages(job, [at + number for number in self._lacking(job.pages[at:stop])], quarantine.cause)
         if self._off or self._policy in ("never", "write_through_selective"):
             self.finish_pages(job, range(at, stop), full)
             return stop
@@ -326,7 +326,7 @@ class StorePlanner:
             room = max((outlet.room for outlet in self.outlets), default=0)
             most = min(room, len(bounced)) if room else stop - at
             if not most:
-                if self._lacking(job.pages[at]):
+                if self._lacking(job.pages[at : at + 1]):
                     return at
                 most = 1
             places = range(at, min(stop, at + most))
@@ -380,9 +380,8 @@ class StorePlanner:
             job.receipt.committed(job.numbers_of(parcel.places_of(shown)), landing.name)
             self._manager.counts["stored", landing.name] += len(shown)
             self._measure(parcel, PLANES, landing.name, len(shown))
-            for row in shown if self._policy == "write_back" else ():
-                if self._lacking(entries[row].page):
-                    landing.index.mark_dirty(entries[row])
+            for number in self._lacking([entries[row].page for row in shown]) if self._policy == "write_back" else ():
+                landing.index.mark_dirty(entries[shown[number]])
         if parcel.to:
             return True
         for lease in parcel.leases:
@@ -545,15 +544,15 @@ class StorePlanner:
         for entry in filter(None, (index.find(page.key) for page in pages)):
             index.mark_clean(entry)
 
-    def leaving(self, pages: Iterable[Page]) -> list[Parcel]:
+    def leaving(self, pages: Sequence[Page]) -> list[Parcel]:
         """Parcels of the landing tier's pages that go on to tiers of files without a store."""
         landing = self._landing
         if landing is None or self._off:
             return []
         index, groups = landing.index, dict[tuple[bytes, Retention], list[Entry]]()
         behind = self._policy != "write_back" and self._falls_behind()  # dirty pages hold their slots anyway
-        for page in pages:
-            entry = index.find(page.key) if self._lacking(page) else None
+        for number in self._lacking(pages):
+            entry = index.find(pages[number].key)
             if entry is not None and entry.state is PageState.VERIFIED:
                 groups.setdefault((entry.namespace, entry.retention), []).append(entry)
         parcels: list[Parcel] = []
