@@ -86,6 +86,11 @@ def show(*parts: Table | str) -> None:
     print(text)  # `typer.echo` would write UTF-8 in every encoding
 
 
+def reason_of(error: BaseException) -> str:
+    """The words of an error that a message about a file ends with; of the system's errors without number and file."""
+    return str(getattr(error, "strerror", None) or error)
+
+
 def figure(value: float, unit: str = "") -> str:
     """A number with three significant digits, and its unit: `31.4 GB/s`."""
     return f"{significant(value)} {unit}".rstrip()

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from gdscache.commands.console import Progress, Table, silent
+from gdscache.commands.console import Progress, Table, reason_of, silent
 from gdscache.commands.inspect.names import facts_of, kept_by, made_of
 from gdscache.commands.inspect.owner import find_owner
 from gdscache.commands.inspect.reading import Contents, at_rest, existing, has_log, read
@@ -64,8 +64,7 @@ def read_ids(given: str) -> Asked:
         with Path(given).open(encoding="utf-8") as file:
             text = file.read(_MOST_BYTES)
     except (OSError, ValueError) as error:
-        cause = getattr(error, "strerror", None) or error
-        message = f"{given!r} has no ids, and is no file that can be read: {cause}"
+        message = f"{given!r} has no ids, and is no file that can be read: {reason_of(error)}"
         raise IOFailedError(message, f"pass {_FORMS}") from None
     return _ids(text)
 

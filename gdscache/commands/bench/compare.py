@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from gdscache.commands.bench.figures import RATE, spread
 from gdscache.commands.bench.report import JSON_NAME
-from gdscache.commands.console import Table, figure
+from gdscache.commands.console import Table, figure, reason_of
 from gdscache.errors import InvalidValueError
 
 QUIET = ("same", "unsure")  # words for no known change
@@ -80,8 +80,9 @@ def _figures(path: Path) -> dict[str, Figure]:
     try:
         report = json.loads(file.read_text())
     except (OSError, ValueError) as error:
-        cause = getattr(error, "strerror", None) or error
-        raise InvalidValueError(f"{file} cannot be read: {cause}", "name a report, or the folder of one") from None
+        raise InvalidValueError(
+            f"{file} cannot be read: {reason_of(error)}", "name a report, or the folder of one"
+        ) from None
     if not isinstance(report, dict) or not str(report.get("schema", "")).startswith("gdscache.bench."):
         raise InvalidValueError(f"{file} is no report of gdscache bench", "see gdscache bench --help")
     benches = report.get("benches", {report["schema"].split(".")[2].partition("/")[0]: report})

@@ -38,7 +38,7 @@ import typer
 from gdscache.commands import EXIT_FAILED, EXIT_INTERRUPTED
 from gdscache.commands.bench import machine
 from gdscache.commands.bench.figures import Ratios, Row, Values, draw
-from gdscache.commands.console import Progress, Table, progress_bar, show, silent
+from gdscache.commands.console import Progress, Table, progress_bar, reason_of, show, silent
 from gdscache.errors import (
     CapacityError,
     GdsCacheError,
@@ -277,8 +277,8 @@ class Bench:
         try:
             found = json.loads(path.read_text())
         except (OSError, ValueError) as error:
-            cause, hint = getattr(error, "strerror", None) or error, f"name a report of bench {self.name}"
-            raise InvalidValueError(f"--resume {path} cannot be read: {cause}", hint) from None
+            hint = f"name a report of bench {self.name}"
+            raise InvalidValueError(f"--resume {path} cannot be read: {reason_of(error)}", hint) from None
         if not isinstance(found, dict) or found.get("schema") != self.schema:
             raise InvalidValueError(f"--resume {path} is no report of bench {self.name}", f"its schema: {self.schema}")
         here = {"settings": settings.describe(), "machine": machine.describe(directory)}

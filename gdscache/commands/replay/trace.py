@@ -16,6 +16,7 @@ from typing import NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
 from gdscache.arguments import shown
+from gdscache.commands.console import reason_of
 from gdscache.errors import GdsCacheError
 
 BLOCK_TOKENS = 512
@@ -86,8 +87,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                     yield number, line
     except (OSError, EOFError, ValueError, zlib.error) as error:
         after = f" after line {number}" if number else ""
-        reason = getattr(error, "strerror", None) or error
-        raise TraceError(f"{path}: cannot be read{after}: {reason}", "give a readable file") from error
+        raise TraceError(f"{path}: cannot be read{after}: {reason_of(error)}", "give a readable file") from error
 
 
 class _Line(BaseModel):
