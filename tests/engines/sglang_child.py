@@ -84,11 +84,15 @@ class Run:
             )
             for result in results:
                 about = result["meta_info"]
+                each = about[
+                    "output_top_logprobs"
+                ]  # log-probability, token and text of the five likeliest, token by token
                 found.append(
                     {
                         "tokens": list(result["output_ids"]),
+                        "likeliest": [sorted((p for p, *_ in of), reverse=True)[:2] for of in each],
                         "cached": about.get("cached_tokens") or 0,
-                        "first": {str(token): p for p, token, *_ in about["output_top_logprobs"][0]},
+                        "first": {str(token): p for p, token, *_ in each[0]},
                         "why": (about["finish_reason"] or {}).get("type"),
                     }
                 )
