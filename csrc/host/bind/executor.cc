@@ -204,7 +204,17 @@ void OpenExecutor::begin(int64_t number, int priority, Nanoseconds until, const 
                       sound(spec.ways, known, has_gpu()) && sound(spec.groups, known.limits()) &&
                       (!more || loads(spec.ways, known));
     require(good, "a move that makes no sense");
-    if (!known.begin(std::move(spec))) throw Error(EEXIST, "another move has that number");
+    bool begun = false;
+    {
+        // Waking the threads takes as long as the rest. A load's caller, often the thread that launches a model's
+        // kernels, would wait for the lock longer than that.
+        std::optional<Unlocked> others;
+        if (spec.priority != Priority::kLoad) others.emplace();
+        const Calls::Inside inside(calls_);
+        if (inside.over) throw Stopped();
+        begun = known.begin(std::move(spec));
+    }
+    if (!begun) throw Error(EEXIST, "another move has that number");
 }
 
 void OpenExecutor::extend(int64_t move, const nb::sequence& ways, bool last) {
