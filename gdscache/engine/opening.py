@@ -39,9 +39,7 @@ from gdscache.errors import (
     TierUnavailableError,
 )
 from gdscache.events.base import GroupFacts, KVEventHub
-from gdscache.extents.base import Extents, SlotMemory
-from gdscache.extents.device import DeviceExtents
-from gdscache.extents.host import HostExtents
+from gdscache.extents import DeviceExtents, Extents, HostExtents, SlotMemory
 from gdscache.groups.base import Group
 from gdscache.kernels.copies import PageCopies, open_copies
 from gdscache.limits import EngineLimits

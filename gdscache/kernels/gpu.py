@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from gdscache.cuda.driver import Driver
     from gdscache.cuda.streams import Event
-    from gdscache.extents.base import Extents
+    from gdscache.extents import Extents
     from gdscache.kernels.cuda import PageKernels, PlaneRuns
     from gdscache.kernels.packed import PackedKernels
     from gdscache.pages.planes import PagedPlanes

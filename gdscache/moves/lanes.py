@@ -16,7 +16,7 @@ from gdscache.runtime.threads import Flag, Workers, failure_of
 
 if TYPE_CHECKING:
     from gdscache.cuda.streams import Event
-    from gdscache.extents.base import Extents, SlotMemory
+    from gdscache.extents import Extents, SlotMemory
     from gdscache.index.free_slots import SlotShare
     from gdscache.pages.checksum import Checksums
 

@@ -30,7 +30,7 @@ from gdscache.tracing import OFF, Timeline
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from gdscache.extents.base import Extents
+    from gdscache.extents import Extents
     from gdscache.kernels.copies import PageCopies
     from gdscache.storage.base import Files
 

@@ -34,7 +34,7 @@ from gdscache.ranks.wire import Message
 from gdscache.runtime.threads import Flag
 
 if TYPE_CHECKING:
-    from gdscache.extents.base import SlotMemory
+    from gdscache.extents import SlotMemory
 
 _SPENT = 64
 # Seconds to wait for a load without a deadline, or whose order the caller does not pass on. Its pages were promised,

@@ -35,7 +35,7 @@ from gdscache.errors import (
     ShortIOError,
     StorageError,
 )
-from gdscache.extents.host import HostExtents
+from gdscache.extents import HostExtents
 from gdscache.kernels.copies import PageCopies, open_copies
 from gdscache.load.plan import CODES
 from gdscache.moves import PLANES, Move, Moving, PageStatus, Priority, Spent, Way

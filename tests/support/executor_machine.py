@@ -18,7 +18,7 @@ from gdscache.arrays import integers
 from gdscache.disk.slab import Slab
 from gdscache.disk.slab_io import SlabIO
 from gdscache.errors import NativeCallError
-from gdscache.extents.host import HostExtents
+from gdscache.extents import HostExtents
 from gdscache.kernels.copies import PageCopies
 from gdscache.moves import PageStatus
 from gdscache.moves import native as native_module

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gdscache.extents.base import Extents
+from gdscache.extents import Extents
 from gdscache.moves.library import DIGEST, MoveLimits, NativeMoves, Space
 from gdscache.pages.checksum import layer_checksums
 from gdscache.tiers.cpu import Bounce
@@ -22,7 +22,7 @@ from tests.support.hooks import Job, hooks
 from tests.support.host_copies import HostCopies
 
 if TYPE_CHECKING:
-    from gdscache.extents.host import HostExtents
+    from gdscache.extents import HostExtents
     from gdscache.pages.checksum import Checksums
     from gdscache.pages.layout import PageLayout
     from gdscache.pages.planes import PagedPlanes
