@@ -312,6 +312,21 @@ def own_file(path: Path, found: os.stat_result) -> None:
         )
 
 
+def open_own(path: Path, flags: int) -> int:
+    """A descriptor of a regular file with one name. Raises `NotARegularFileError` for anything else, and `OSError`."""
+    try:  # non-blocking: a FIFO here must not hang us
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, FILE_MODE)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise irregular(path) from error
+        raise
+    with contextlib.ExitStack() as undo:
+        undo.callback(os.close, descriptor)
+        own_file(path, os.fstat(descriptor))
+        undo.pop_all()
+    return descriptor
+
+
 def status(path: Path) -> os.stat_result:
     with _os_errors(path, "opened"):
         return path.stat()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gdscache.disk.catalog_file import own_file
+from gdscache.disk.catalog_file import open_own
 
 MOST_JSON = 1 << 20  # bytes
 
@@ -46,10 +46,8 @@ class KeptFile:
 def read(path: Path, most: int) -> bytes:
     """A file's bytes. Raises `OSError`, `ValueError` for more than `most`, and `NotARegularFileError` for a link or a
     file with further names."""
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
-        found = os.fstat(file.fileno())
-        own_file(path, found)
-        if found.st_size > most:
+    with open(open_own(path, os.O_RDONLY), "rb") as file:
+        if os.fstat(file.fileno()).st_size > most:
             raise ValueError(f"it has more than {most:,} bytes")
         return file.read()
 

@@ -14,7 +14,7 @@ import os
 import time
 from pathlib import Path
 
-from gdscache.disk.catalog_file import FILE_MODE, irregular, own_file
+from gdscache.disk.catalog_file import open_own
 from gdscache.errors import DirectoryNotWritableError
 
 QUIET_NS = 100_000_000  # a directory that changed less than this ago may change again with the same time stamp
@@ -35,16 +35,9 @@ class FileLock:
     def open(cls, path: Path, *, create: bool) -> FileLock:
         """Lock a file. Raises `BlockingIOError` if it is locked, `OSError` if it cannot be opened or locked,
         `NotARegularFileError` for a link (a hard one too), a directory or a device."""
-        flags = os.O_RDWR | (os.O_CREAT if create else 0) | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-        try:
-            descriptor = os.open(path, flags, FILE_MODE)
-        except OSError as error:
-            if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
-                raise irregular(path) from error
-            raise
+        descriptor = open_own(path, os.O_RDWR | (os.O_CREAT if create else 0))
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, descriptor)
-            own_file(path, os.fstat(descriptor))
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             undo.pop_all()
         return cls(path, descriptor)

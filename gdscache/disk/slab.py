@@ -12,7 +12,6 @@ import dataclasses
 import errno
 import os
 import shutil
-import stat
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gdscache.disk.catalog_file import FILE_MODE, irregular
+from gdscache.disk.catalog_file import open_own
 from gdscache.errors import (
     CapacityError,
     DirectoryNotWritableError,
@@ -187,8 +186,6 @@ def _prepare(path: Path, total: int, descriptors: contextlib.ExitStack, undo: co
     fd, created = _open_file(path)
     descriptors.callback(os.close, fd)
     status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode):
-        raise irregular(path)
     before = 0 if created else status.st_size
     undo.callback(_restore, path, fd, created, before)
     _check_space(path, total, status)
@@ -197,15 +194,12 @@ def _prepare(path: Path, total: int, descriptors: contextlib.ExitStack, undo: co
 
 
 def _open_file(path: Path) -> tuple[int, bool]:
-    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # non-blocking: a FIFO here must not hang us
     try:
         try:
-            return os.open(path, flags), False
+            return open_own(path, os.O_RDWR), False
         except FileNotFoundError:
-            return os.open(path, flags | os.O_CREAT | os.O_EXCL, FILE_MODE), True
+            return open_own(path, os.O_RDWR | os.O_CREAT | os.O_EXCL), True
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
-            raise irregular(path) from error
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise NoSpaceError(f"{path} cannot be made: {error.strerror}", "free space or inodes there") from error
         raise DirectoryNotWritableError(

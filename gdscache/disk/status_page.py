@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from gdscache.disk import kept_file
-from gdscache.disk.catalog_file import CATALOG_NAME, FILE_MODE, MOST_SHARDS, own_file
+from gdscache.disk.catalog_file import CATALOG_NAME, MOST_SHARDS, open_own
 from gdscache.disk.catalog_image import LOG_SUFFIX
 from gdscache.errors import DirectoryNotWritableError, NotARegularFileError
 from gdscache.pages.layout import is_plain
@@ -284,20 +284,14 @@ class StatusWriter:
         self._failed = False
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gdscache-status", daemon=True)
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
         try:
-            self._descriptor = os.open(path, flags, FILE_MODE)
+            self._descriptor = open_own(path, os.O_RDWR | os.O_CREAT)
         except OSError as error:
-            if path.is_symlink() or path.exists():
-                raise NotARegularFileError(
-                    f"{path} is not a regular file: {error.strerror}", "remove it, or set another ssd.path"
-                ) from error
             raise DirectoryNotWritableError(
                 f"{path} cannot be made: {error.strerror}", "make it writable for this user, or set another ssd.path"
             ) from error
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, self._descriptor)
-            own_file(path, os.fstat(self._descriptor))
             undo.callback(path.unlink, missing_ok=True)
             start([self._thread], self._end.set)
             undo.pop_all()
