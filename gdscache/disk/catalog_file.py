@@ -95,7 +95,8 @@ class CorruptCatalogError(Exception):
 
 @contextlib.contextmanager
 def sqlite_errors(path: Path, what: str) -> Iterator[None]:
-    """SQLite's errors as `CorruptCatalogError` (the file's content) or `IOFailedError` (all others).
+    """SQLite's errors as `CorruptCatalogError` (the file's content), `DirectoryInUseError` (another program has a file
+    that is `opened`) or `IOFailedError` (all others).
 
     SQLite also reports corruption when a read failed: see `is_corrupt`.
     """
@@ -111,6 +112,11 @@ def sqlite_errors(path: Path, what: str) -> Iterator[None]:
         if code == sqlite3.SQLITE_READONLY and os.access(path, os.W_OK):
             code = sqlite3.SQLITE_CORRUPT  # a header that claims a write version from the future
         primary = code & 0xFF
+        if primary in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED) and what == "opened":
+            raise DirectoryInUseError(
+                f"{path} is open in another program",
+                f"end that program (fuser {path} names it), or give each engine its own ssd.path",
+            ) from error
         if primary in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_TOOBIG):
             raise CorruptCatalogError(f"{path} is corrupt: {error}") from error
         number = {sqlite3.SQLITE_FULL: errno.ENOSPC, sqlite3.SQLITE_IOERR: errno.EIO}.get(primary)
@@ -137,9 +143,9 @@ def open_writer(path: Path, slab: SlabShape, synchronous: str) -> tuple[sqlite3.
         log.warning("%s: reads failed while it was in use; read again, it is sound, and is kept", path)
         with _os_errors(path, "opened"):
             path.with_name(SUSPECT_NAME).unlink()
-    with sqlite_errors(path, "opened"), _nobody_else(path), contextlib.ExitStack() as undo:
+    with _os_errors(path, "opened"), sqlite_errors(path, "opened"), contextlib.ExitStack() as undo:
         writer = undo.enter_context(contextlib.closing(_connect(path)))
-        if status(path).st_size <= QUICK_CHECK_BYTES:
+        if path.stat().st_size <= QUICK_CHECK_BYTES:
             verdict = writer.execute("PRAGMA quick_check(1)").fetchone()[0]
             if verdict != "ok":
                 raise CorruptCatalogError(f"{path} is corrupt: {verdict}")
@@ -153,8 +159,7 @@ def open_writer(path: Path, slab: SlabShape, synchronous: str) -> tuple[sqlite3.
         writer.execute(f"PRAGMA synchronous = {synchronous}")
         writer.execute(f"PRAGMA wal_autocheckpoint = {WAL_PAGES}")
         writer.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
-        with _os_errors(path, "opened"):
-            Path(f"{path}-shm").unlink(missing_ok=True)  # left by a killed engine of the previous format
+        Path(f"{path}-shm").unlink(missing_ok=True)  # left by a killed engine of the previous format
         undo.pop_all()
         return _kept(writer), version
 
@@ -327,25 +332,6 @@ def open_own(path: Path, flags: int) -> int:
     return descriptor
 
 
-def status(path: Path) -> os.stat_result:
-    with _os_errors(path, "opened"):
-        return path.stat()
-
-
-@contextlib.contextmanager
-def _nobody_else(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except sqlite3.OperationalError as error:
-        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)  # none: see `sqlite_errors`
-        if code & 0xFF not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-            raise
-        raise DirectoryInUseError(
-            f"{path} is open in another program",
-            f"end that program (fuser {path} names it), or give each engine its own ssd.path",
-        ) from error
-
-
 def _kept(connection: sqlite3.Connection) -> sqlite3.Connection:
     """Keep a connection from being closed except by `close`.
 
@@ -397,20 +383,20 @@ def check(connection: sqlite3.Connection, path: Path, wanted: SlabShape | None) 
     version = meta.get("format_version")
     if version is None:
         raise CorruptCatalogError(f"{path} is not a catalogue: it has no format_version")
+    old, ours = version == OLD_VERSION, f"use the gdscache that wrote it, {_start_empty(path)}"
     if version not in (OLD_VERSION, FORMAT_VERSION):
         raise CatalogVersionError(
             f"{path} has format version {version}; this gdscache reads versions {OLD_VERSION} and {FORMAT_VERSION}",
-            f"use the gdscache that wrote it, set another ssd.path, or start empty: rm -r {path.parent}",
+            ours,
         )
-    if version == OLD_VERSION and meta.get("head_groups", 1) != 1:
+    if old and meta.get("head_groups", 1) != 1:
         raise CatalogVersionError(
-            f"{path} has checksums of {meta['head_groups']} head groups a layer; this gdscache reads 1",
-            f"use the gdscache that wrote it, set another ssd.path, or start empty: rm -r {path.parent}",
+            f"{path} has checksums of {meta['head_groups']} head groups a layer; this gdscache reads 1", ours
         )
-    needed = {"extent_bytes", "head_groups", "striped"} if version == OLD_VERSION else {"striped"}
-    if tables != (OLD_SCHEMA if version == OLD_VERSION else SCHEMA) or needed - meta.keys():
+    needed = {"extent_bytes", "head_groups", "striped"} if old else {"striped"}
+    if tables != (OLD_SCHEMA if old else SCHEMA) or needed - meta.keys():
         raise CorruptCatalogError(f"{path} does not have the tables of format version {version}")
-    slab = SlabShape(meta["extent_bytes"]) if version == OLD_VERSION else _only_slab(connection, path)
+    slab = SlabShape(meta["extent_bytes"]) if old else _only_slab(connection, path)
     striped = meta["striped"] != 0
     if striped != _striped(path):
         which = "missing" if striped else "beside it, and it is the catalogue of a single directory"
@@ -438,9 +424,13 @@ def _only_slab(connection: sqlite3.Connection, path: Path) -> SlabShape:
         raise CatalogVersionError(
             f"{path} has {len(slabs)} slabs (of {', '.join(f'{s.extent_bytes:,}' for s in slabs.values())} bytes an "
             "extent); this gdscache reads directories of one",
-            f"use the gdscache that wrote it, set another ssd.path, or start empty: rm -r {path.parent}",
+            f"use the gdscache that wrote it, {_start_empty(path)}",
         )
     return slabs[0]
+
+
+def _start_empty(path: Path) -> str:
+    return f"set another ssd.path, or start empty: rm -r {path.parent}"
 
 
 def _refuse_others(path: Path, found: SlabShape, wanted: SlabShape) -> None:

@@ -89,11 +89,9 @@ class CacheDirectory:
 
     def watch_catalog(self) -> None:
         """The catalogue and its log must keep their names from now on. Raises `DirectoryNotWritableError`."""
-        try:
+        with _refusals(self.path):
             for name in (CATALOG_NAME, CATALOG_NAME + LOG_SUFFIX):
                 self._watches[0].add(self.path / name)
-        except OSError as error:
-            raise _refusal(self.path, error) from error
 
     def lost(self, *, thorough: bool = False) -> str:
         """Why another process may use a directory; "" while none may, and after `close`: `DirectoryWatch.lost`."""
@@ -111,23 +109,17 @@ class CacheDirectory:
 
 
 def _own(path: Path, *, engine: bool) -> DirectoryWatch:
-    _make_directory(path)
-    with contextlib.ExitStack() as undo:
-        try:
-            watch = DirectoryWatch(path)
-            _refuse_foreign_writers(path)
-        except OSError as error:
-            raise _refusal(path, error) from error
+    with _refusals(path), contextlib.ExitStack() as undo:
+        _make_directory(path)
+        watch = DirectoryWatch(path)
+        _refuse_foreign_writers(path)
         lock = _lock(path, LOCK_NAME, create=True, patient=engine)
         watch.locks.append(lock)
         undo.callback(watch.close)
         if engine:
             _sweep(path)
-        try:
-            os.ftruncate(lock.descriptor, 0)
-            os.pwrite(lock.descriptor, _describe_owner("engine" if engine else "verification"), 0)
-        except OSError as error:
-            raise _refusal(path, error) from error
+        os.ftruncate(lock.descriptor, 0)
+        os.pwrite(lock.descriptor, _describe_owner("engine" if engine else "verification"), 0)
         undo.pop_all()
     return watch
 
@@ -142,27 +134,20 @@ def lock_slab(directory: Path, number: int, shard: int, *, held: Collection[Path
 
 
 def _make_directory(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            path.mkdir(mode=DIRECTORY_MODE)
-        except FileExistsError:
-            if not path.is_dir():
-                raise
-        else:
-            path.chmod(DIRECTORY_MODE)
-    except OSError as error:
-        raise _refusal(path, error) from error
+        path.mkdir(mode=DIRECTORY_MODE)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+    else:
+        path.chmod(DIRECTORY_MODE)
 
 
 def _sweep(path: Path) -> None:
-    try:
-        for name in os.listdir(path):
-            if name.startswith(PROBE_PREFIX):
-                with contextlib.suppress(FileNotFoundError):
-                    (path / name).unlink()
-    except OSError as error:
-        raise _refusal(path, error) from error
+    for name in os.listdir(path):
+        if name.startswith(PROBE_PREFIX):
+            (path / name).unlink(missing_ok=True)
 
 
 def _refuse_foreign_writers(path: Path) -> None:
@@ -179,28 +164,22 @@ def _refuse_foreign_writers(path: Path) -> None:
 def _lock(directory: Path, name: str, *, create: bool, patient: bool) -> FileLock:
     """Take a lock in a directory. `patient`: ask a verification to give way. Raises as `CacheDirectory.open`."""
     path, began = directory / name, time.monotonic()
-    try:
-        with contextlib.ExitStack() as asking:
-            ask: Callable[[], None] | None = None
-            while True:
-                try:
-                    return FileLock.open(path, create=create)
-                except BlockingIOError as error:
-                    what = str(_owner(directory).get("what", "")) if patient else "engine"
-                    most = {"verification": VERIFICATION_S, "": NAME_S}.get(what, 0.0)
-                    if what == "verification" and ask is None:
-                        ask, began = asking.enter_context(_asked_for(directory)), time.monotonic()
-                    elif time.monotonic() - began >= most:
-                        raise DirectoryInUseError(*_owner_message(directory, name)) from error
-                    elif ask is not None:
-                        ask()
-                time.sleep(_AGAIN_S)
-    except OSError as error:
-        if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
-            raise DirectoryNotWritableError(
-                f"{directory} cannot be locked: {error.strerror}", "set ssd.path to a directory on a local file system"
-            ) from error
-        raise _refusal(directory, error) from error
+    no_locks = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+    with _refusals(directory, no_locks), contextlib.ExitStack() as asking:
+        ask: Callable[[], None] | None = None
+        while True:
+            try:
+                return FileLock.open(path, create=create)
+            except BlockingIOError as error:
+                what = str(_owner(directory).get("what", "")) if patient else "engine"
+                most = {"verification": VERIFICATION_S, "": NAME_S}.get(what, 0.0)
+                if what == "verification" and ask is None:
+                    ask, began = asking.enter_context(_asked_for(directory)), time.monotonic()
+                elif time.monotonic() - began >= most:
+                    raise DirectoryInUseError(*_owner_message(directory, name)) from error
+                elif ask is not None:
+                    ask()
+            time.sleep(_AGAIN_S)
 
 
 @contextlib.contextmanager
@@ -278,7 +257,20 @@ def _owner(path: Path) -> dict[str, Any]:
     return owner if isinstance(owner, dict) else {}
 
 
-def _refusal(path: Path, error: OSError) -> StorageError:
+@contextlib.contextmanager
+def _refusals(path: Path, no_locks: Collection[int] = ()) -> Iterator[None]:
+    """The system's errors as ours. `no_locks`: those of a file system without locks."""
+    try:
+        yield
+    except OSError as error:
+        raise _refusal(path, error, no_locks) from error
+
+
+def _refusal(path: Path, error: OSError, no_locks: Collection[int]) -> StorageError:
+    if error.errno in no_locks:
+        return DirectoryNotWritableError(
+            f"{path} cannot be locked: {error.strerror}", "set ssd.path to a directory on a local file system"
+        )
     if isinstance(error, (FileExistsError, NotADirectoryError)):
         file = next((one for one in (path, *path.parents) if one.exists() and not one.is_dir()), path)
         return NotADirectoryPathError(f"{file} is not a directory", "set ssd.path to a directory, or to a new path")
