@@ -63,11 +63,8 @@ class Quarantine:
         self.absent: Callable[[], str] = lambda: ""
         self._lock = lock
         self._ended = threading.Condition(lock)
-        self._slots: dict[str, int] = {}
-        self._only: dict[str, str] = {}  # by memory, the one tier that is switched off for it; "": all
-        # memories that count the slots of late requests themselves
-        self._holds: dict[str, Callable[[], int]] = {}
-        # late requests by memory; each holds a slot where `_holds` has no count
+        # by memory: its slots, a count of those that late requests hold, the one tier that is off for it ("": all)
+        self._memories: dict[str, tuple[int, Callable[[], int], str]] = {}
         self._requests: Counter[str] = Counter()
         self._late: Counter[str] = Counter()  # by op
         self._counts = {"switch_offs": 0, "held": 0, "ended": 0}
@@ -88,9 +85,7 @@ class Quarantine:
         """Watch a memory. `held` counts the slots that late requests hold; None: one a request. `only`: the tier of
         files that is switched off for it; "": all are."""
         with self._lock:
-            self._slots[name], self._only[name] = slots, only
-            if held is not None:
-                self._holds[name] = held
+            self._memories[name] = slots, held or (lambda: self._requests[name]), only
 
     def hold(self, submission: Moving, late: Mapping[int, Late]) -> None:
         """Take over late pages of a move, by their index in it. The lock may be held."""
@@ -123,9 +118,7 @@ class Quarantine:
                 "Its pages miss and nothing is written to it until I/O ends. See the system log for the device; if it "
                 "stays away, start again with another ssd.path, or without the tier",
                 _named(only),
-                self._held(name),
-                self._slots[name],
-                name,
+                *(self._memories[name][1](), self._memories[name][0], name),
             )
             self.log.flush()
 
@@ -198,7 +191,7 @@ class Quarantine:
                 "late_writes": self._late["write"],
                 **self._counts,
                 **self.failed_reads.describe(),
-                "held_slots": {name: self._held(name) for name in self._slots},
+                "held_slots": {name: held() for name, (_, held, _) in self._memories.items()},
             }
 
     def _end(self, request: Late) -> None:
@@ -240,14 +233,11 @@ class Quarantine:
                 for action in reversed(actions):
                     first_to_last.callback(action)
 
-    def _held(self, memory: str) -> int:
-        return self._holds[memory]() if memory in self._holds else self._requests[memory]
-
     def _crowded(self, parts: int) -> dict[str, str]:
         """A memory of which late requests hold more than one of `parts` parts, by the tier that is switched off for
         it."""
-        full = [name for name, slots in self._slots.items() if self._held(name) * parts > slots]
-        return {self._only[name]: name for name in reversed(full)}
+        memories = reversed(self._memories.items())
+        return {only: name for name, (slots, held, only) in memories if held() * parts > slots}
 
 
 def _named(only: str) -> str:
