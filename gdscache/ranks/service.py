@@ -23,8 +23,7 @@ from gdscache.arrays import Int64Array
 from gdscache.config import GpuConfig, ModelConfig
 from gdscache.cuda.numa import near
 from gdscache.cuda.streams import Event
-from gdscache.disk.directory import lock_slab
-from gdscache.disk.locks import FileLock
+from gdscache.disk.directory import FileLock, lock_slab
 from gdscache.disk.slab import Slab
 from gdscache.disk.slab_io import SlabIO
 from gdscache.errors import (

@@ -48,8 +48,6 @@ class Quarantine:
 
     `off`: all tiers of files are switched off since their I/O hangs. `stopped`: why they are off for good, or "".
     `failed_reads` may switch single tiers off.
-
-    Many methods: begins and ends of late requests, and what they mean for a tier, change one account under one lock.
     """
 
     def __init__(
