@@ -23,7 +23,7 @@ from gdscache.arrays import Int64Array
 from gdscache.cuda.streams import Event, Landed
 from gdscache.errors import InvalidValueError, RankLostError
 from gdscache.load.plan import CODES, STATUSES
-from gdscache.moves.base import PLANES, End, Listener, Move, Orders, PageStatus, Priority, Spent, Steps, Way
+from gdscache.moves import PLANES, End, Listener, Move, Orders, PageStatus, Priority, Spent, Steps, Way
 from gdscache.moves.lanes import Blocking, ThreadDriver
 from gdscache.moves.native import write_error
 from gdscache.ranks import wire

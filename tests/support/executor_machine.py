@@ -22,8 +22,7 @@ from gdscache.extents import HostExtents
 from gdscache.kernels.copies import PageCopies
 from gdscache.moves import PageStatus
 from gdscache.moves import native as native_module
-from gdscache.moves.library import MoveLimits
-from gdscache.moves.native import Machine, NativeExecutor
+from gdscache.moves.native import Machine, MoveLimits, NativeExecutor
 from gdscache.pages.layout import PageLayout
 from gdscache.pages.planes import PagedPlanes
 from gdscache.storage.base import Op, Transport
