@@ -24,8 +24,7 @@ from gdscache.config import GpuConfig, ModelConfig
 from gdscache.cuda.numa import near
 from gdscache.cuda.streams import Event
 from gdscache.disk.directory import FileLock, lock_slab
-from gdscache.disk.slab import Slab
-from gdscache.disk.slab_io import SlabIO
+from gdscache.disk.slab import Slab, SlabIO
 from gdscache.errors import (
     EngineClosedError,
     GdsCacheError,

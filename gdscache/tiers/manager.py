@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, cast
 from gdscache.gate.busy_periods import BusyPeriods
 from gdscache.gate.costs import Costs
 from gdscache.index.retention import DEFAULT, Retention
+from gdscache.pages.hit import CACHED, Reason, Told, joined
 from gdscache.pages.keys import Page
-from gdscache.pages.reasons import CACHED, Reason, Told, joined
 from gdscache.runtime.calls import Caller
 from gdscache.runtime.latencies import Latencies
 from gdscache.runtime.limited_log import LimitedLog

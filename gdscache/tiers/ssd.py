@@ -25,8 +25,7 @@ from gdscache.disk import stripes
 from gdscache.disk.catalog import Catalog, PageRecord, Recovered
 from gdscache.disk.catalog_file import lacking_room
 from gdscache.disk.directory import CacheDirectory
-from gdscache.disk.slab import Slab
-from gdscache.disk.slab_io import SlabFiles, SlabIO
+from gdscache.disk.slab import Slab, SlabFiles, SlabIO
 from gdscache.errors import IOFailedError, LockLostError
 from gdscache.index.index import PageIndex
 from gdscache.index.retention import DEFAULT, HIGHEST, LOWEST, Retention

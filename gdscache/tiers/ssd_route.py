@@ -19,7 +19,7 @@ import torch
 
 from gdscache.arrays import Int64Array
 from gdscache.config import SsdConfig
-from gdscache.disk.slab_io import SlabIO
+from gdscache.disk.slab import SlabIO
 from gdscache.errors import NoMemoryError, StorageError, TransportUnavailableError
 from gdscache.extents import DeviceExtents, HostExtents
 from gdscache.index.index import PageIndex

@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from gdscache.arrays import integers
-from gdscache.disk.slab import Slab
-from gdscache.disk.slab_io import SlabIO
+from gdscache.disk.slab import Slab, SlabIO
 from gdscache.errors import NativeCallError
 from gdscache.extents import HostExtents
 from gdscache.kernels.copies import PageCopies
