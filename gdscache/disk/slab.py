@@ -32,7 +32,7 @@ from gdscache.errors import (
 from gdscache.runtime.files import flush_directory
 from gdscache.sizes import MIB, about
 from gdscache.storage.base import Descriptors, Files, Transport
-from gdscache.storage.native import NativeTransport
+from gdscache.storage.files import NativeTransport
 
 if TYPE_CHECKING:
     import torch

@@ -25,7 +25,7 @@ from gdscache.moves.native import Machine, MoveLimits, NativeExecutor
 from gdscache.pages.layout import PageLayout
 from gdscache.pages.planes import PagedPlanes
 from gdscache.storage.base import Op, Transport
-from gdscache.storage.native import NativeTransport
+from gdscache.storage.files import NativeTransport
 from gdscache.tiers.cpu import Bounce
 from gdscache.tiers.quarantine import Quarantine
 from tests.support import fake_cufile
