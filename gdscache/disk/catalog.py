@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -171,7 +171,7 @@ class Catalog:
 
     def commit(
         self,
-        insert: Sequence[PageRecord],
+        insert: Sequence[PageRecord | tuple[Any, ...]],
         delete: Sequence[int],
         touch: Mapping[int, int],
         retain: Mapping[int, tuple[int, float | None]] = NOTHING,
