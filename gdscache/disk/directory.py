@@ -45,25 +45,22 @@ _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
 
 class FileLock:
-    """An exclusive lock on a file, until `close`. Use `FileLock.open`."""
+    """An exclusive lock on a file, until `close`.
 
-    def __init__(self, path: Path, descriptor: int) -> None:
+    Raises `BlockingIOError` if it is locked, `OSError` if it cannot be opened or locked, `NotARegularFileError` for a
+    link (a hard one too), a directory or a device.
+    """
+
+    def __init__(self, path: Path, *, create: bool) -> None:
         self.path = path
-        self.descriptor = descriptor
-        found = os.fstat(descriptor)
+        self.descriptor = open_own(path, os.O_RDWR | (os.O_CREAT if create else 0))
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, self.descriptor)
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            undo.pop_all()
+        found = os.fstat(self.descriptor)
         self._file = (found.st_dev, found.st_ino)
         self._pid = os.getpid()
-
-    @classmethod
-    def open(cls, path: Path, *, create: bool) -> FileLock:
-        """Lock a file. Raises `BlockingIOError` if it is locked, `OSError` if it cannot be opened or locked,
-        `NotARegularFileError` for a link (a hard one too), a directory or a device."""
-        descriptor = open_own(path, os.O_RDWR | (os.O_CREAT if create else 0))
-        with contextlib.ExitStack() as undo:
-            undo.callback(os.close, descriptor)
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            undo.pop_all()
-        return cls(path, descriptor)
 
     def lost(self, *, thorough: bool) -> str:
         """Why the lock keeps no process out any more; "" while it does. `thorough`: check the descriptor too."""
@@ -283,7 +280,7 @@ def _lock(directory: Path, name: str, *, create: bool, patient: bool) -> FileLoc
         ask: Callable[[], None] | None = None
         while True:
             try:
-                return FileLock.open(path, create=create)
+                return FileLock(path, create=create)
             except BlockingIOError as error:
                 what = str(_owner(directory).get("what", "")) if patient else "engine"
                 most = {"verification": VERIFICATION_S, "": NAME_S}.get(what, 0.0)
@@ -309,7 +306,7 @@ def _asked_for(directory: Path) -> Iterator[Callable[[], None]]:
             lock = None
         if lock is None:
             with contextlib.suppress(OSError, StorageError):  # another engine asks already, or asking is impossible
-                lock = FileLock.open(directory / WANTED_NAME, create=True)
+                lock = FileLock(directory / WANTED_NAME, create=True)
 
     ask()
     try:
@@ -323,7 +320,7 @@ def _asked_for(directory: Path) -> Iterator[Callable[[], None]]:
 
 def wanted(directory: Path) -> bool:
     try:
-        lock = FileLock.open(directory / WANTED_NAME, create=False)
+        lock = FileLock(directory / WANTED_NAME, create=False)
     except BlockingIOError:
         return True
     except (OSError, StorageError):

@@ -97,7 +97,7 @@ class SsdTier(DurableTier):
             stripes.claim((path, *config.stripes))
             if open_slab is None:
                 open_slab = self._slab_here(config, device, undo)
-            self._catalog = Catalog.open(
+            self._catalog = Catalog(
                 path,
                 extent_bytes=layout.extent_bytes,
                 durability=config.durability,

@@ -364,7 +364,7 @@ def _bases(root: Path) -> tuple[tuple[bytes, bytes], ...]:
     for name, pages in (("closed", 20), ("killed", 20), ("single", 1)):
         where = root / name
         where.mkdir(parents=True)
-        with Catalog.open(where, extent_bytes=EXTENT, durability="process") as catalog:
+        with Catalog(where, extent_bytes=EXTENT, durability="process") as catalog:
             records, kept = [_record(slot) for slot in range(pages)], {1: (2, NOW + 60), 2: (-1, NOW - 60)}
             catalog.commit(records, [], {0: 99}, kept, {b"n" * 32: FIELDS})
             image, log = (where / catalog_file.CATALOG_NAME), (where / f"{catalog_file.CATALOG_NAME}-wal")
@@ -548,7 +548,7 @@ def used(folder: Path, image: bytes | None, log: bytes) -> None:
     kept: set[bytes] = set()
     for again in (False, True):
         try:
-            catalog = Catalog.open(folder, extent_bytes=EXTENT, durability="process")
+            catalog = Catalog(folder, extent_bytes=EXTENT, durability="process")
         except GdsCacheError:
             require(not again, "what was opened and closed does not open again")
             return

@@ -42,7 +42,7 @@ def unpacked(name: str, place: Path) -> Path:
 
 
 def opened(path: Path, **options: Any) -> Catalog:
-    return Catalog.open(path, extent_bytes=EXTENT, durability="process", **options)
+    return Catalog(path, extent_bytes=EXTENT, durability="process", **options)
 
 
 def ends(path: Path) -> dict[bytes, tuple[int, float | None]]:
