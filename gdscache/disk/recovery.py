@@ -17,7 +17,7 @@ from gdscache.arrays import Float64Array, Int64Array
 from gdscache.disk.catalog_file import CorruptCatalogError
 from gdscache.disk.namespaces import namespaces_by_id, tidy
 from gdscache.limits import KEY_BYTES
-from gdscache.pages.columns import find
+from gdscache.pages.keys import find
 
 SCAN_SLOTS = 1 << 15  # slots a query: a few MiB of keys at a time
 LAST_MILLISECOND = 1 << 53  # milliseconds since the epoch; no valid row is written later, or lives longer

@@ -26,8 +26,7 @@ from gdscache.index.retention import DEFAULT, Retention
 from gdscache.index.table import PENDING, VERIFIED, Columns, Entry, PageState
 from gdscache.limits import KEY_BYTES
 from gdscache.native import Victims, take_out
-from gdscache.pages.columns import KEY, differ, find
-from gdscache.pages.keys import Page
+from gdscache.pages.keys import KEY, Page, differ, find
 from gdscache.policies.base import LRU, EvictionPolicy
 
 _AHEAD = 32  # most tails that are evicted in advance, so that the next calls need no victims

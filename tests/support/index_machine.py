@@ -16,8 +16,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from gdscache.index.index import PageIndex
 from gdscache.index.retention import DEFAULT, PRIORITIES, Retention
 from gdscache.index.table import Entry, PageState
-from gdscache.pages.columns import KEY
-from gdscache.pages.keys import Page
+from gdscache.pages.keys import KEY, Page
 from gdscache.policies.base import LRU, EvictionPolicy
 from gdscache.policies.lifetime import Lifetime
 from tests.support.policy_models import MODELS, Model, Undeferred
