@@ -544,7 +544,7 @@ def _executor(
             undo.callback(executor.close)
         undo.pop_all()
     assert executor is not None, "planes that are nowhere"
-    manager.quarantine.on_switch(executor.look)
+    manager.quarantine.switched = executor.look
     return executor
 
 

@@ -54,11 +54,13 @@ class Quarantine:
         self, lock: threading.RLock, clock: Callable[[], float] = time.monotonic, log: LimitedLog | None = None
     ) -> None:
         self.log = LimitedLog(clock) if log is None else log
-        self.failed_reads = FailedReads(clock, self._tell, self.log)
+        self.failed_reads = FailedReads(clock, lambda: self.switched(), self.log)
         self._off: set[str] = set()  # tiers that are switched off since their I/O hangs; "": all
         self.stopped = ""
         # why nothing is loaded or stored while ranks do not answer; "" while they do
         self.absent: Callable[[], str] = lambda: ""
+        # called when a tier is switched off or on, perhaps under the lock: it must be quick
+        self.switched: Callable[[], object] = lambda: None
         self._lock = lock
         self._ended = threading.Condition(lock)
         # by memory: its slots, a count of those that late requests hold, the one tier that is off for it ("": all)
@@ -68,16 +70,7 @@ class Quarantine:
         self._counts = {"switch_offs": 0, "held": 0, "ended": 0}
         self._reading: Counter[tuple[str, int]] = Counter()  # tier and slot of late reads
         self._afterwards: list[Callable[[], None]] = []
-        self._switched: list[Callable[[], None]] = []
         self._finishing = False
-
-    def on_switch(self, callback: Callable[[], None]) -> None:
-        """Call `callback()` when the tier is switched off or on. The lock may be held; it must be quick."""
-        self._switched.append(callback)
-
-    def _tell(self) -> None:
-        for callback in self._switched:
-            callback()
 
     def add_memory(self, name: str, slots: int, held: Callable[[], int] | None = None, only: str = "") -> None:
         """Watch a memory. `held` counts the slots that late requests hold; None: one a request. `only`: the tier of
@@ -108,7 +101,7 @@ class Quarantine:
             self._off.update(full)
             if full:
                 self._counts["switch_offs"] += len(full)
-                self._tell()
+                self.switched()
         for only, name in full.items():
             self.log.say(
                 *(_log, logging.ERROR, "switched off"),
@@ -127,7 +120,7 @@ class Quarantine:
                 return
             self._off.add("")
             self.stopped = why
-            self._tell()
+            self.switched()
         _log.error(
             "the SSD tier has stopped: %s, so that another process may use its directory. Its pages miss (lock_lost) "
             "and nothing is written to it until the engine is closed and opened again",
@@ -206,7 +199,7 @@ class Quarantine:
             on = sorted(only for only in self._off - crowded.keys() if only or not self.stopped)
             self._off.difference_update(on)
             if on:
-                self._tell()
+                self.switched()
             finish = not self.requests and bool(self._afterwards) and not self._finishing
             self._finishing = self._finishing or finish
             self._ended.notify_all()
