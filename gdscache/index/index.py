@@ -66,7 +66,7 @@ class PageIndex:
         self._held: Counter[int] = Counter()  # leases on pages at rest, by slot: see `hold_run`
         self._children = array("i", bytes(4 * slots))  # number of pages that follow the page in the slot
         self._orphans: dict[bytes, int] = {}  # number of pages that follow an absent page, by its key
-        self._orders = Orders(LRU() if policy is None else policy, self.present, self.all_keys)
+        self.orders = Orders(LRU() if policy is None else policy, self.present, self.all_keys)
         self._dirty: set[int] = set()  # slots of pages that a lower tier is to get and lacks
         self.evictions = 0
         self.ages = PageAges(slots)
@@ -133,7 +133,7 @@ class PageIndex:
         return slot
 
     def retention(self, key: bytes) -> Retention | None:
-        return self._orders.retained.get(key, DEFAULT) if key in self else None
+        return self.orders.retained.get(key, DEFAULT) if key in self else None
 
     def all_keys(self) -> list[bytes]:
         """Keys of all pages, reserved ones included."""
@@ -155,7 +155,7 @@ class PageIndex:
 
     def pin_run(self, pages: Sequence[Page], start: int, stop: int) -> list[Entry]:
         """Lease the pages of `pages[start:stop]` up to the first that is not visible."""
-        take, entries, retained, held = self._resting.pop, self._entries, self._orders.retained, self._held
+        take, entries, retained, held = self._resting.pop, self._entries, self.orders.retained, self._held
         pinned = []
         for i in range(start, stop):  # no slice: this may end at the first page, and is called for each
             page = pages[i]
@@ -221,7 +221,7 @@ class PageIndex:
         A page that would follow itself, through pages that are present, begins a prefix instead, so that following
         parents always ends.
         """
-        self._orders.sift()
+        self.orders.sift()
         entries, children, orphans = self._entries, self._children, self._orphans
         parents, namespaces = self._parents, self._namespaces
         inserted: list[Entry] = []
@@ -249,7 +249,7 @@ class PageIndex:
                     children[above] += 1
             last, last_slot = key, slot
         added = [entry.page for entry in inserted] if rooted else pages[: len(inserted)]
-        self._orders.add(added, retentions[: len(inserted)])
+        self.orders.add(added, retentions[: len(inserted)])
         self.ages.came([entry.key for entry in inserted])
         if self.on_change is not None and state is not PENDING:
             self.on_change("stored", pages[: len(inserted)])
@@ -288,7 +288,7 @@ class PageIndex:
         """
         names = [key for (key,) in struct.iter_unpack(f"{KEY_BYTES}s", keys.tobytes())]
         self._resting = dict(zip(names, slots.tolist(), strict=True))
-        self._orders.restore(names, order, retentions)
+        self.orders.restore(names, order, retentions)
         # Pages share the objects of their namespaces; parents become objects only when they are read.
         by_slot = np.full(self.slots, b"", dtype=object)
         by_slot[slots] = np.array([*digests, None], dtype=object)[namespaces]
@@ -317,7 +317,7 @@ class PageIndex:
     # -- a page's row -------------------------------------------------------------------------------------------------
 
     def _entry(self, key: bytes, slot: int) -> Entry:
-        retention = self._orders.retained.get(key, DEFAULT)
+        retention = self.orders.retained.get(key, DEFAULT)
         return Entry(self._page_at(key, slot), slot, VERIFIED, retention, self._held[slot])
 
     def _page_at(self, key: bytes, slot: int) -> Page:
@@ -339,19 +339,12 @@ class PageIndex:
 
         The use enters the orders later, as new pages do: see `Orders`.
         """
-        self._orders.use(keys)
+        self.orders.use(keys)
         self.ages.used(keys)
-
-    @property
-    def waiting(self) -> int:
-        return self._orders.waiting
-
-    def bring_in(self, most: int | None = None) -> None:
-        self._orders.bring_in(most)
 
     def coldest(self) -> bytes | None:
         """The page that eviction looks at first."""
-        return next(iter(self._orders), None)
+        return next(iter(self.orders), None)
 
     # -- retention ----------------------------------------------------------------------------------------------------
 
@@ -366,19 +359,11 @@ class PageIndex:
             return False
         slot = self.slot(key)
         assert slot is not None, "a page that is there has a slot"
-        self._orders.retain(self._page_at(key, slot), new)
+        self.orders.retain(self._page_at(key, slot), new)
         entry = self._entries.get(key)
         if entry is not None:
             entry.retention = new
         return True
-
-    @property
-    def retained_pages(self) -> int:
-        return len(self._orders.retained)
-
-    @property
-    def next_expiry(self) -> float:
-        return self._orders.next_expiry
 
     # -- dirty pages --------------------------------------------------------------------------------------------------
 
@@ -402,7 +387,7 @@ class PageIndex:
         be longer.
         """
         chosen: dict[bytes, Page] = {}
-        for key in self._orders:
+        for key in self.orders:
             if len(chosen) >= n:
                 break
             family: list[Page] = []
@@ -477,13 +462,13 @@ class PageIndex:
             victims = self._tails(n + ahead, keep)
         if len(victims.chosen) < n:
             keep = {*keep, *self.family(pages)} if pages else keep
-            victims.look(self._columns, self._orders, keep, n, tails_only=False)
-        self._orders.defer_all(victims.passed)
+            victims.look(self._columns, self.orders, keep, n, tails_only=False)
+        self.orders.defer_all(victims.passed)
         return victims.chosen
 
     def _tails(self, n: int, keep: Collection[bytes]) -> Victims:
-        coldest = iter(self._orders)  # the orders are up to date from here on
-        victims = Victims(self._held, self._dirty, PENDING, self._orders.deferring())
+        coldest = iter(self.orders)  # the orders are up to date from here on
+        victims = Victims(self._held, self._dirty, PENDING, self.orders.deferring())
         victims.look(self._columns, coldest, keep, n, tails_only=True)
         return victims
 
@@ -562,7 +547,7 @@ class PageIndex:
         if entry.dropped:
             return
         key, slot, visible = entry.key, entry.slot, entry.state is not PENDING
-        self._orders.sift()  # its uses count only while it is present
+        self.orders.sift()  # its uses count only while it is present
         self._resting[key] = slot
         try:
             gone, _ = take_out(self._columns, (key,))
@@ -583,9 +568,9 @@ class PageIndex:
             self._evicted((key,), gone)
             return
         self.ages.gone(key)
-        self._orders.remove(key)
+        self.orders.remove(key)
         if (freed := gone[0][1]) is not None:
-            self._orders.hasten(freed)
+            self.orders.hasten(freed)
         if visible and self.on_change is not None:
             self.on_change("removed", (key,))
 
@@ -620,15 +605,15 @@ class PageIndex:
 
     def expire(self, now: float, most: int) -> list[bytes]:
         """Drop up to `most` pages that have expired by `now`; returns the keys of the visible ones."""
-        keys = self._orders.expired(now, most)
+        keys = self.orders.expired(now, most)
         try:
             return self._drop_expired(keys)
         except BaseException:
-            self._orders.not_yet_expired(keys)
+            self.orders.not_yet_expired(keys)
             raise
 
     def expire_among(self, pages: Iterable[Page], now: float) -> list[bytes]:
-        return self._drop_expired(self._orders.expired_among((page.key for page in pages), now))
+        return self._drop_expired(self.orders.expired_among((page.key for page in pages), now))
 
     def _drop_expired(self, keys: Iterable[bytes]) -> list[bytes]:
         visible = []
@@ -661,13 +646,13 @@ class PageIndex:
             self.find(key)
         in_use = list(self._entries.values())
         visible = len(self._resting) + sum(entry.state is not PENDING for entry in in_use)
-        orders, children = self._orders.empty(), array("i", bytes(4 * self.slots))
+        orders, children = self.orders.empty(), array("i", bytes(4 * self.slots))
         for entry in in_use:
             self.drop(entry)
         detached = Detached(
-            visible, list(self._resting.values()), (self._resting, self._orders, self._orphans, self._children)
+            visible, list(self._resting.values()), (self._resting, self.orders, self._orphans, self._children)
         )
-        self._resting, self._orders, self._orphans, self._children = {}, orders, {}, children
+        self._resting, self.orders, self._orphans, self._children = {}, orders, {}, children
         self._dirty = set()
         self.ages.clear()
         if self.on_change is not None:
@@ -693,7 +678,7 @@ class PageIndex:
 
     def _evicted(self, keys: Sequence[bytes], gone: Sequence[tuple[bytes, bytes | None]]) -> None:
         """Visible pages have gone. `gone`: as of `take_out`."""
-        self._orders.evict(gone)
+        self.orders.evict(gone)
         self.evictions += len(keys)
         self.ages.evicted(keys)
         self.on_evict(keys)
@@ -720,7 +705,7 @@ class PageIndex:
         return problems + self._free.check() + self._disagreements(pages)
 
     def _disagreements(self, pages: Collection[Entry]) -> list[str]:
-        problems = self._orders.check({e.key: e.retention for e in pages})
+        problems = self.orders.check({e.key: e.retention for e in pages})
         counted = {e.key: self._children[e.slot] for e in pages if self._children[e.slot]} | self._orphans
         rows = [(self._parent_at(e.slot), self._namespaces[e.slot]) for e in pages]
         if Counter(parent for parent, namespace in rows if parent != namespace) != counted:

@@ -347,10 +347,10 @@ class TierManager:
             with self.lock:
                 self.fates.bring_in(self.changes_at_once)
         for tier in self.tiers.values():
-            while tier.index.waiting > self.changes_kept:
+            while tier.index.orders.waiting > self.changes_kept:
                 time.sleep(PAUSE_S)
                 with self.lock:
-                    tier.index.bring_in(self.changes_at_once)
+                    tier.index.orders.bring_in(self.changes_at_once)
 
     # -- figures --------------------------------------------------------------------------------------------------
 

@@ -320,7 +320,7 @@ class IndexMachine(RuleBasedStateMachine):
             self.leave(victim)
 
     def copied(self) -> PageIndex:
-        return copy.deepcopy(self.index, {id(one): Snapshot(one) for one in self.index._orders._of_priority})
+        return copy.deepcopy(self.index, {id(one): Snapshot(one) for one in self.index.orders._of_priority})
 
     @rule(n=st.integers(1, 6), page=names)
     def evict_beside(self, n: int, page: Page) -> None:
@@ -361,4 +361,4 @@ class IndexMachine(RuleBasedStateMachine):
 
 def state(index: PageIndex) -> tuple[object, ...]:
     pages = {e.page: (e.slot, e.state, e.leases, e.retention) for e in index}
-    return pages, list(index._orders), index.next_expiry, index.check()
+    return pages, list(index.orders), index.orders.next_expiry, index.check()
