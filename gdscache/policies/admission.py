@@ -206,19 +206,14 @@ class Admission:
         self._log = LimitedLog() if log is None else log
         self.admitted = 0
         self.refused: Counter[str] = Counter()
-        self._policy = ADMISSIONS[name](slots, offers)
+        self.policy = ADMISSIONS[name](slots, offers)
         self._extent_bytes = extent_bytes
         self._budget = None if endurance is None else EnduranceBudget(endurance, clock)
         self._lately: OrderedDict[bytes, None] = OrderedDict()  # refused pages, not used since
 
     @property
     def refuses(self) -> bool:
-        return self._budget is not None or self._policy.name != AdmitAll.name
-
-    @property
-    def asks_victim(self) -> bool:
-        """Whether the answer depends on the victim; otherwise the caller need not look for it."""
-        return self._policy.asks_victim
+        return self._budget is not None or self.policy.name != AdmitAll.name
 
     def use(self, keys: Sequence[bytes]) -> list[bytes]:
         """A request found or brought these pages: each once a request. Returns the pages that were refused and not used
@@ -226,7 +221,7 @@ class Admission:
         refused = [key for key in keys if key in self._lately] if self._lately else []
         for key in refused:
             self._lately.pop(key, None)
-        self._policy.use(keys)
+        self.policy.use(keys)
         return refused
 
     def admit(self, page: Page, victim: bytes | None = None, *, room: bool = True) -> str:
@@ -235,8 +230,8 @@ class Admission:
         `victim`: the key of the page that would have to go, None while there is room. `room`: False if the most pages
         are on their way already. Counts an offer. If the page is not written after all, call `not_written`.
         """
-        if not self._policy.offer(page.key, victim):
-            return self._refuse(page, self._policy.name, victim)
+        if not self.policy.offer(page.key, victim):
+            return self._refuse(page, self.policy.name, victim)
         if not room:
             return self._refuse(page, "queue_full", victim)
         if page.parent in self._lately:
@@ -261,14 +256,10 @@ class Admission:
         if self._budget is not None:
             self._budget.give_back(pages * self._extent_bytes)
 
-    def vouched(self, keys: list[bytes]) -> None:
-        """See `AdmitAll.vouched`."""
-        self._policy.vouched(keys)
-
     def describe(self) -> dict[str, Any]:
         return {
-            "policy": self._policy.name,
-            **self._policy.describe(),
+            "policy": self.policy.name,
+            **self.policy.describe(),
             "admitted": self.admitted,
             "refused": dict(self.refused),
             "endurance": None if self._budget is None else self._budget.describe(),
@@ -300,4 +291,4 @@ class Admission:
                 "or as fill half of the CPU tier. Raise store.queue and cpu.capacity if that passes; if it lasts, "
                 "let store.admission choose the pages that are written"
             )
-        return self._policy.explain(page.key, victim)
+        return self.policy.explain(page.key, victim)

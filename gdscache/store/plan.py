@@ -474,7 +474,7 @@ class StorePlanner:
             outlet.admission.not_written(len(rows))
             for other in self._unfit.outlets if self._unfit is not None else ():
                 if other.tier.name == outlet.tier.name + PLAIN:
-                    other.admission.vouched(parcel.keys(rows))
+                    other.admission.policy.vouched(parcel.keys(rows))
         left = sorted(set(parcel.rows).difference(rows))
         if not left:
             self._end_empty(parcel)
