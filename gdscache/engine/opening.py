@@ -569,7 +569,7 @@ def _native_executor(
     executor = NativeExecutor(Machine(copies, memories, files, slots, reserve, refusal, manager.timeline), plain)
     only = "" if bounce is None else bounce.only
     if bounce is not None:
-        manager.quarantine.add_memory(f"{bounce.name}_loads", len(bounce.loads), executor.held_slots, only)
+        manager.quarantine.add_memory(f"{bounce.name}_loads", len(bounce.loads), executor.moves.held_slots, only)
     if below.cpu is not None:
         manager.quarantine.add_memory(below.cpu.name, below.cpu.index.slots, only=only)
     return executor

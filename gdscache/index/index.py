@@ -605,7 +605,7 @@ class PageIndex:
 
     def expire(self, now: float, most: int) -> list[bytes]:
         """Drop up to `most` pages that have expired by `now`; returns the keys of the visible ones."""
-        keys = self.orders.expired(now, most)
+        keys = self.orders.expiries.take(now, most)
         try:
             return self._drop_expired(keys)
         except BaseException:

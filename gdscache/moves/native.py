@@ -312,9 +312,6 @@ class NativeExecutor(ThreadDriver):
 
     def passed(self, mark: Event) -> None: ...
 
-    def held_slots(self) -> int:
-        return self.moves.held_slots()
-
     def reads_queued(self) -> Event:
         return None if self._gpu is None else self._gpu.point(self._gpu.last(loads=False))
 

@@ -41,14 +41,12 @@ class Expiry:
 
     def run(self, pages: Sequence[Page]) -> None:
         """Drop the expired pages among `pages`, and a bounded number of others."""
-        tiers = [
-            (name, tier.index) for name, tier in self._manager.tiers.items() if tier.index.orders.next_expiry < math.inf
-        ]
+        tiers = [tier for tier in self._manager.tiers.values() if tier.index.orders.expiries.first < math.inf]
         now = self.clock() if tiers else -math.inf
-        for name, index in tiers:
-            if index.orders.next_expiry <= now:
-                gone = index.expire_among(pages, now) + index.expire(now, PIECE)
-                self._manager.counts["expired", name] += len(gone)
+        for tier in tiers:
+            if tier.index.orders.expiries.first <= now:
+                gone = tier.index.expire_among(pages, now) + tier.index.expire(now, PIECE)
+                self._manager.counts["expired", tier.name] += len(gone)
                 self._expired.update(dict.fromkeys(gone))
         while len(self._expired) > self._kept:
             self._expired.popitem(last=False)

@@ -361,4 +361,4 @@ class IndexMachine(RuleBasedStateMachine):
 
 def state(index: PageIndex) -> tuple[object, ...]:
     pages = {e.page: (e.slot, e.state, e.leases, e.retention) for e in index}
-    return pages, list(index.orders), index.orders.next_expiry, index.check()
+    return pages, list(index.orders), index.orders.expiries.first, index.check()

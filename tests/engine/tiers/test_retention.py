@@ -247,7 +247,7 @@ class RetentionMachine(IndexMachine):
     @invariant()
     def ends_agree(self) -> None:
         ends = [r.expires for r in self.retention.values() if r.expires is not None]
-        assert self.index.orders.next_expiry == min(ends, default=math.inf)
+        assert self.index.orders.expiries.first == min(ends, default=math.inf)
         assert len(self.index.orders.retained) == sum(r != DEFAULT for r in self.retention.values())
         assert {e.key: e.retention for e in self.index} == self.retention
 
@@ -297,7 +297,7 @@ def test_check_sees_wrong_retentions() -> None:
     index.orders.retained[key] = Retention(1, 6.0)
     assert index.check()
     index, key = fresh()
-    index.orders._expiries.remove(key, 5.0)
+    index.orders.expiries.remove(key, 5.0)
     assert index.check()
     index, key = fresh()
     index.orders._of_priority[2].remove(key)
