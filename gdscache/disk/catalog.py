@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gdscache.arrays import Int64Array
-from gdscache.disk import catalog_file, conversion
+from gdscache.disk import catalog_file
 from gdscache.disk.catalog_file import FORMAT_VERSION, CorruptCatalogError, SlabShape
 from gdscache.disk.namespaces import descriptions, prune
 from gdscache.disk.recovery import Recovered, clean, delete_pages, milliseconds, scan
@@ -142,18 +142,18 @@ class Catalog:
                 return Recovered(set_aside=self._set_aside)
 
     def _scan_copy(self, copy: sqlite3.Connection, slots: int, now: float) -> None:
-        conversion.present(copy, catalog_file.check(copy, self.path, self._slab).version)
+        catalog_file.present(copy, self.path, self._slab)
         scan(copy, slots, self._slab.extent_bytes, now)
 
     def _count_lifetimes(self, slots: Int64Array, now: float) -> None:
         """Count lifetimes from `now` on, in transactions of bounded size. A kill leaves the rest to the next open. So
         does a disk that takes no write: the pages are usable all the same."""
         said = time.monotonic()
-        for first in range(0, len(slots), conversion.STEP_ROWS):
-            some = slots[first : first + conversion.STEP_ROWS]
+        for first in range(0, len(slots), catalog_file.STEP_ROWS):
+            some = slots[first : first + catalog_file.STEP_ROWS]
             try:
                 with catalog_file.sqlite_errors(self.path, "written"), self._transaction() as writer:
-                    conversion.count_lifetimes(writer, int(some[0]), int(some[-1]), milliseconds(now))
+                    catalog_file.count_lifetimes(writer, int(some[0]), int(some[-1]), milliseconds(now))
             except IOFailedError as error:
                 log.warning("%s: ends wait for the next open to be counted from then on: %s", self.path, error.message)
                 return
@@ -309,7 +309,7 @@ class Catalog:
         with writer:  # commits, or rolls back when the block or the commit raises
             writer.execute("BEGIN IMMEDIATE")
             if self._version != FORMAT_VERSION:
-                conversion.convert(writer)
+                catalog_file.convert(writer)
             yield writer
             self._unsure = True
         self._unsure = False

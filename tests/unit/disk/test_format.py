@@ -20,7 +20,7 @@ import xxhash
 
 from gdscache.commands.inspect import inspect, verify
 from gdscache.commands.inspect.tables import inspect_tables
-from gdscache.disk import catalog_file, conversion, slab
+from gdscache.disk import catalog_file, slab
 from gdscache.disk.catalog import Catalog, PageRecord
 from gdscache.disk.directory import CacheDirectory
 from gdscache.disk.slab import Slab
@@ -443,7 +443,7 @@ def test_the_document_says_what_the_code_does() -> None:
     text = DOCUMENT.read_text()
     for statements in (SCHEMA, OLD_SCHEMA):
         assert statements in text
-    for statement in conversion.CONVERT:
+    for statement in catalog_file.CONVERT:
         assert f"{statement};\n" in text
     assert f"slab x 2^{slab.SLAB_SLOTS.bit_length() - 1} + slot" in text
     assert f"1 to {catalog_file.MOST_SHARDS}" in text
