@@ -27,7 +27,7 @@ from gdscache.disk.catalog_file import FORMAT_VERSION, last_written
 from gdscache.disk.costs_file import CostsFile
 from gdscache.disk.directory import CacheDirectory
 from gdscache.disk.history_file import HistoryFile
-from gdscache.disk.namespaces_file import NamespacesFile
+from gdscache.disk.kept_file import NamespacesFile
 from gdscache.disk.slab import SlabIO
 from gdscache.disk.status_page import LATENCIES, RANKS, SLOWEST, Figures, Queues, RankState, StatusWriter, TierState
 from gdscache.errors import (
