@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from gdscache.load.handle import Gap as Gap
     from gdscache.load.handle import LayerwiseLoad as LayerwiseLoad
     from gdscache.load.report import LoadReport as LoadReport
-    from gdscache.moves.base import PageStatus as PageStatus
-    from gdscache.moves.base import PrefetchEnd as PrefetchEnd
+    from gdscache.moves import PageStatus as PageStatus
+    from gdscache.moves import PrefetchEnd as PrefetchEnd
     from gdscache.pages.hit import Hit as Hit
     from gdscache.pages.keys import PageHashes as PageHashes
     from gdscache.prefetch.handle import Prefetch as Prefetch
@@ -47,7 +47,7 @@ _BY_HOME = {
     "StorageError",
     "load.handle": "Gap LayerwiseLoad",
     "load.report": "LoadReport",
-    "moves.base": "PageStatus PrefetchEnd",
+    "moves": "PageStatus PrefetchEnd",
     "pages.hit": "Hit",
     "pages.keys": "PageHashes",
     "prefetch.handle": "Prefetch PrefetchReport",

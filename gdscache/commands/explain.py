@@ -30,8 +30,7 @@ from gdscache.disk import history_file
 from gdscache.disk.history_file import History
 from gdscache.errors import IOFailedError, TokensError
 from gdscache.limits import KEY_BYTES
-from gdscache.pages.columns import find
-from gdscache.pages.keys import as_tokens, namespace_digest, page_keys
+from gdscache.pages.keys import as_tokens, find, namespace_digest, page_keys
 
 SCHEMA = "gdscache.explain/1"
 RUNS_SHOWN = 40

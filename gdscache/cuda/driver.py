@@ -51,13 +51,10 @@ class Driver:
         self.call("cuDeviceGet", ctypes.byref(ordinal), device.index)
         self._context = ctypes.c_void_p()  # kept for good, as torch keeps it
         self.call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), ordinal)
+        self.context = self._context.value or 0
         version = ctypes.c_int()
         self.call("cuDriverGetVersion", ctypes.byref(version))
         self.version = version.value
-
-    @property
-    def context(self) -> int:
-        return self._context.value or 0
 
     def call(self, name: str, *arguments: Any) -> None:
         """Call a function of the driver; an error code becomes a `DeviceError`."""

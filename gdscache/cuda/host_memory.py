@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import mmap
@@ -64,7 +65,8 @@ class HostBuffer:
             self._map: mmap.mmap | None = _map(nbytes, self.descriptor if descriptor is None else descriptor)
         self.nbytes = nbytes
         self._step = MAX_REGISTRATION // unit * unit  # bytes of a registration
-        _advise_huge_pages(self._map)
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            self._map.madvise(mmap.MADV_HUGEPAGE)
         _touch(self._map)
         # The tensor gets its bytes through a view that only it can release: torch keeps the object alive but not its
         # buffer export, and without an export mmap would unmap the memory below a living tensor.
@@ -174,13 +176,6 @@ def _memory_file(nbytes: int) -> int:
         os.close(descriptor)
         raise MemoryError(error.strerror) from error
     return descriptor
-
-
-def _advise_huge_pages(region: mmap.mmap) -> None:
-    try:
-        region.madvise(mmap.MADV_HUGEPAGE)
-    except OSError as error:
-        _log.debug("the kernel gives no huge pages: %s", error)
 
 
 def _touch(region: mmap.mmap) -> None:

@@ -19,13 +19,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from gdscache.arrays import Int64Array
-from gdscache.disk import catalog_file, conversion
+from gdscache.disk import catalog_file
 from gdscache.disk.catalog_file import FORMAT_VERSION, CorruptCatalogError, SlabShape
 from gdscache.disk.namespaces import descriptions, prune
 from gdscache.disk.recovery import Recovered, clean, delete_pages, milliseconds, scan
@@ -74,18 +74,34 @@ class PageRecord(NamedTuple):
 
 
 class Catalog:
-    """The catalogue of one cache directory: the pages in its slab 0, whose places are their slots. Use `Catalog.open`;
-    the directory must be owned (`CacheDirectory`).
+    """The catalogue of one cache directory: the pages in its slab 0, whose places are their slots. The
+    directory must be owned (`CacheDirectory`).
 
     Thread-safe: one connection writes and one reads, each under its own lock. After `close` every method raises
     `EngineClosedError`; an error of the disk is raised as `IOFailedError`.
     """
 
     def __init__(
-        self, directory: Path, slab: SlabShape, durability: Durability, wall_clock: Callable[[], float]
+        self,
+        directory: Path,
+        *,
+        extent_bytes: int,
+        durability: Durability,
+        shards: int = 1,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
+        """Open or make `directory/catalog.sqlite` for extents of `extent_bytes` in each of `shards`.
+
+        `durability`: `process` survives any kill of the process, `power` a loss of power too (each commit is flushed).
+        `wall_clock`: seconds since the epoch, from which lifetimes are counted. A corrupt catalogue is moved aside and
+        an empty one takes its place; `recover` returns its new path. One of the previous format is converted by
+        `recover`. Raises `CatalogVersionError`, `ExtentSizeError`, `ShardsError`, `NotARegularFileError`,
+        `InvalidValueError`, `IOFailedError`.
+        """
+        if durability not in ("process", "power"):
+            raise InvalidValueError(f"durability is {durability!r}", "set ssd.durability to process or power")
         self.path = directory / catalog_file.CATALOG_NAME
-        self._slab = slab
+        self._slab = slab = SlabShape(extent_bytes, shards)
         self._wall_clock = wall_clock
         self._version = FORMAT_VERSION  # of the tables; the first transaction converts older ones
         self._synchronous = "FULL" if durability == "power" else "NORMAL"
@@ -97,39 +113,16 @@ class Catalog:
         self._namespace_ids: dict[bytes, int] = {}
         self._unsure = False  # the log may have a commit that raised
         self._set_aside: Path | None = None
-
-    @classmethod
-    def open(
-        cls,
-        directory: Path,
-        *,
-        extent_bytes: int,
-        durability: Durability,
-        shards: int = 1,
-        wall_clock: Callable[[], float] = time.time,
-    ) -> Catalog:
-        """Open or make `directory/catalog.sqlite` for extents of `extent_bytes` in each of `shards`.
-
-        `durability`: `process` survives any kill of the process, `power` a loss of power too (each commit is flushed).
-        `wall_clock`: seconds since the epoch, from which lifetimes are counted. A corrupt catalogue is moved aside and
-        an empty one takes its place; `recover` returns its new path. One of the previous format is converted by
-        `recover`. Raises `CatalogVersionError`, `ExtentSizeError`, `ShardsError`, `NotARegularFileError`,
-        `InvalidValueError`, `IOFailedError`.
-        """
-        if durability not in ("process", "power"):
-            raise InvalidValueError(f"durability is {durability!r}", "set ssd.durability to process or power")
-        catalog = cls(directory, SlabShape(extent_bytes, shards), durability, wall_clock)
         try:
-            catalog._connect()
+            self._connect()
         except CorruptCatalogError as error:
-            catalog._rebuild(error, lambda connection: catalog_file.check(connection, catalog.path, catalog._slab))
-        return catalog
+            self._rebuild(error, lambda connection: catalog_file.check(connection, self.path, slab))
 
     def recover(self, slots: int, now: float = -math.inf) -> Recovered:
         """All pages in slots below `slots`. Other rows, broken rows, and pages expired by `now` (seconds since the
         epoch) are deleted.
 
-        Call it once, directly after `open`. `slots`: leading slots that have their bytes (`Slab.valid_slots`).
+        Call it once, at first. `slots`: leading slots that have their bytes (`Slab.valid_slots`).
         Namespaces without pages are deleted, some thousands a call. Checksums stay on disk. A catalogue of the previous
         format is converted in the same transaction; then lifetimes that do not begin at a time of `now`'s clock are
         counted from `now`, in steps.
@@ -149,18 +142,18 @@ class Catalog:
                 return Recovered(set_aside=self._set_aside)
 
     def _scan_copy(self, copy: sqlite3.Connection, slots: int, now: float) -> None:
-        conversion.present(copy, catalog_file.check(copy, self.path, self._slab).version)
+        catalog_file.present(copy, self.path, self._slab)
         scan(copy, slots, self._slab.extent_bytes, now)
 
     def _count_lifetimes(self, slots: Int64Array, now: float) -> None:
         """Count lifetimes from `now` on, in transactions of bounded size. A kill leaves the rest to the next open. So
         does a disk that takes no write: the pages are usable all the same."""
         said = time.monotonic()
-        for first in range(0, len(slots), conversion.STEP_ROWS):
-            some = slots[first : first + conversion.STEP_ROWS]
+        for first in range(0, len(slots), catalog_file.STEP_ROWS):
+            some = slots[first : first + catalog_file.STEP_ROWS]
             try:
                 with catalog_file.sqlite_errors(self.path, "written"), self._transaction() as writer:
-                    conversion.count_lifetimes(writer, int(some[0]), int(some[-1]), milliseconds(now))
+                    catalog_file.count_lifetimes(writer, int(some[0]), int(some[-1]), milliseconds(now))
             except IOFailedError as error:
                 log.warning("%s: ends wait for the next open to be counted from then on: %s", self.path, error.message)
                 return
@@ -171,7 +164,7 @@ class Catalog:
 
     def commit(
         self,
-        insert: Sequence[PageRecord],
+        insert: Sequence[PageRecord | tuple[Any, ...]],
         delete: Sequence[int],
         touch: Mapping[int, int],
         retain: Mapping[int, tuple[int, float | None]] = NOTHING,
@@ -316,7 +309,7 @@ class Catalog:
         with writer:  # commits, or rolls back when the block or the commit raises
             writer.execute("BEGIN IMMEDIATE")
             if self._version != FORMAT_VERSION:
-                conversion.convert(writer)
+                catalog_file.convert(writer)
             yield writer
             self._unsure = True
         self._unsure = False

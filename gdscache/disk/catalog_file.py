@@ -1,4 +1,4 @@
-"""The catalogue's file: its schema, creation, checks at open, and moving it aside when it is corrupt."""
+"""The catalogue's file: its schema and the previous one, creation, checks at open, and moving it aside if corrupt."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from gdscache.runtime.files import flush_directory
 log = logging.getLogger("gdscache.disk.catalog")
 
 FORMAT_VERSION = 6
-OLD_VERSION = 5  # converted at open: see conversion.py
+OLD_VERSION = 5  # converted at open
 STRIPE_NAME = "stripe.json"  # present if a slab lies over several directories
 CATALOG_NAME = "catalog.sqlite"
 NEW_NAME = "catalog.new"
@@ -74,6 +74,43 @@ OLD_SCHEMA = {
     "retention": "CREATE TABLE retention(slot INTEGER PRIMARY KEY, priority INTEGER, expires INTEGER)",
 }
 
+# Catalogues of the previous format: one transaction does everything but the expiries, and touches no row: tables get
+# columns and new names. After it, expiries are lifetimes from the epoch on. Steps of bounded size then count them from
+# the time of an open instead, so that a clock that is set back cannot extend them (docs/format.md). After a kill the
+# next open does the remaining steps.
+STEP_ROWS = 1 << 14  # retentions of one step's transaction: some 20 ms
+
+# The tables get exactly the text of `SCHEMA`: SQLite defines ALTER TABLE so.
+CONVERT = (
+    "ALTER TABLE pages RENAME COLUMN slot TO place",
+    "ALTER TABLE pages ADD COLUMN packed INTEGER DEFAULT 0",
+    "ALTER TABLE checksums RENAME COLUMN slot TO place",
+    "ALTER TABLE retention RENAME COLUMN slot TO place",
+    "ALTER TABLE retention RENAME COLUMN expires TO lifetime",
+    "ALTER TABLE retention ADD COLUMN written INTEGER DEFAULT 0",
+    SCHEMA["slabs"],
+    "INSERT INTO slabs SELECT 0, extent.value, heads.value FROM meta AS extent, meta AS heads "
+    "WHERE extent.name = 'extent_bytes' AND heads.name = 'head_groups'",
+    "DELETE FROM meta WHERE name IN ('extent_bytes', 'head_groups')",
+    f"UPDATE meta SET value = {FORMAT_VERSION} WHERE name = 'format_version'",
+)
+
+# An old catalogue as one of this version: temporary views hide the tables of the same names.
+VIEWS = (
+    "CREATE TEMP VIEW pages AS SELECT slot AS place, key, parent, namespace, length, recency, 0 AS packed "
+    "FROM main.pages",
+    "CREATE TEMP VIEW checksums AS SELECT slot AS place, sums FROM main.checksums",
+    "CREATE TEMP VIEW retention AS SELECT slot AS place, priority, expires AS lifetime, 0 AS written "
+    "FROM main.retention",
+)
+
+# Of lifetimes that do not begin at a time of this clock: they begin at the epoch, or later than now.
+COUNT_LIFETIMES = (
+    "UPDATE retention SET lifetime = CASE WHEN written > :now THEN lifetime ELSE max(lifetime - :now, 0) END, "
+    "written = :now "
+    "WHERE place BETWEEN :first AND :last AND lifetime IS NOT NULL AND (written = 0 OR written > :now)"
+)
+
 
 class SlabShape(NamedTuple):
     """The bytes of a slab's extents, in each of its shards."""
@@ -95,7 +132,8 @@ class CorruptCatalogError(Exception):
 
 @contextlib.contextmanager
 def sqlite_errors(path: Path, what: str) -> Iterator[None]:
-    """SQLite's errors as `CorruptCatalogError` (the file's content) or `IOFailedError` (all others).
+    """SQLite's errors as `CorruptCatalogError` (the file's content), `DirectoryInUseError` (another program has a file
+    that is `opened`) or `IOFailedError` (all others).
 
     SQLite also reports corruption when a read failed: see `is_corrupt`.
     """
@@ -111,6 +149,11 @@ def sqlite_errors(path: Path, what: str) -> Iterator[None]:
         if code == sqlite3.SQLITE_READONLY and os.access(path, os.W_OK):
             code = sqlite3.SQLITE_CORRUPT  # a header that claims a write version from the future
         primary = code & 0xFF
+        if primary in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED) and what == "opened":
+            raise DirectoryInUseError(
+                f"{path} is open in another program",
+                f"end that program (fuser {path} names it), or give each engine its own ssd.path",
+            ) from error
         if primary in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_TOOBIG):
             raise CorruptCatalogError(f"{path} is corrupt: {error}") from error
         number = {sqlite3.SQLITE_FULL: errno.ENOSPC, sqlite3.SQLITE_IOERR: errno.EIO}.get(primary)
@@ -137,9 +180,9 @@ def open_writer(path: Path, slab: SlabShape, synchronous: str) -> tuple[sqlite3.
         log.warning("%s: reads failed while it was in use; read again, it is sound, and is kept", path)
         with _os_errors(path, "opened"):
             path.with_name(SUSPECT_NAME).unlink()
-    with sqlite_errors(path, "opened"), _nobody_else(path), contextlib.ExitStack() as undo:
+    with _os_errors(path, "opened"), sqlite_errors(path, "opened"), contextlib.ExitStack() as undo:
         writer = undo.enter_context(contextlib.closing(_connect(path)))
-        if status(path).st_size <= QUICK_CHECK_BYTES:
+        if path.stat().st_size <= QUICK_CHECK_BYTES:
             verdict = writer.execute("PRAGMA quick_check(1)").fetchone()[0]
             if verdict != "ok":
                 raise CorruptCatalogError(f"{path} is corrupt: {verdict}")
@@ -153,8 +196,7 @@ def open_writer(path: Path, slab: SlabShape, synchronous: str) -> tuple[sqlite3.
         writer.execute(f"PRAGMA synchronous = {synchronous}")
         writer.execute(f"PRAGMA wal_autocheckpoint = {WAL_PAGES}")
         writer.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
-        with _os_errors(path, "opened"):
-            Path(f"{path}-shm").unlink(missing_ok=True)  # left by a killed engine of the previous format
+        Path(f"{path}-shm").unlink(missing_ok=True)  # left by a killed engine of the previous format
         undo.pop_all()
         return _kept(writer), version
 
@@ -312,23 +354,19 @@ def own_file(path: Path, found: os.stat_result) -> None:
         )
 
 
-def status(path: Path) -> os.stat_result:
-    with _os_errors(path, "opened"):
-        return path.stat()
-
-
-@contextlib.contextmanager
-def _nobody_else(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except sqlite3.OperationalError as error:
-        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)  # none: see `sqlite_errors`
-        if code & 0xFF not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-            raise
-        raise DirectoryInUseError(
-            f"{path} is open in another program",
-            f"end that program (fuser {path} names it), or give each engine its own ssd.path",
-        ) from error
+def open_own(path: Path, flags: int) -> int:
+    """A descriptor of a regular file with one name. Raises `NotARegularFileError` for anything else, and `OSError`."""
+    try:  # non-blocking: a FIFO here must not hang us
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, FILE_MODE)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise irregular(path) from error
+        raise
+    with contextlib.ExitStack() as undo:
+        undo.callback(os.close, descriptor)
+        own_file(path, os.fstat(descriptor))
+        undo.pop_all()
+    return descriptor
 
 
 def _kept(connection: sqlite3.Connection) -> sqlite3.Connection:
@@ -382,20 +420,20 @@ def check(connection: sqlite3.Connection, path: Path, wanted: SlabShape | None) 
     version = meta.get("format_version")
     if version is None:
         raise CorruptCatalogError(f"{path} is not a catalogue: it has no format_version")
+    old, ours = version == OLD_VERSION, f"use the gdscache that wrote it, {_start_empty(path)}"
     if version not in (OLD_VERSION, FORMAT_VERSION):
         raise CatalogVersionError(
             f"{path} has format version {version}; this gdscache reads versions {OLD_VERSION} and {FORMAT_VERSION}",
-            f"use the gdscache that wrote it, set another ssd.path, or start empty: rm -r {path.parent}",
+            ours,
         )
-    if version == OLD_VERSION and meta.get("head_groups", 1) != 1:
+    if old and meta.get("head_groups", 1) != 1:
         raise CatalogVersionError(
-            f"{path} has checksums of {meta['head_groups']} head groups a layer; this gdscache reads 1",
-            f"use the gdscache that wrote it, set another ssd.path, or start empty: rm -r {path.parent}",
+            f"{path} has checksums of {meta['head_groups']} head groups a layer; this gdscache reads 1", ours
         )
-    needed = {"extent_bytes", "head_groups", "striped"} if version == OLD_VERSION else {"striped"}
-    if tables != (OLD_SCHEMA if version == OLD_VERSION else SCHEMA) or needed - meta.keys():
+    needed = {"extent_bytes", "head_groups", "striped"} if old else {"striped"}
+    if tables != (OLD_SCHEMA if old else SCHEMA) or needed - meta.keys():
         raise CorruptCatalogError(f"{path} does not have the tables of format version {version}")
-    slab = SlabShape(meta["extent_bytes"]) if version == OLD_VERSION else _only_slab(connection, path)
+    slab = SlabShape(meta["extent_bytes"]) if old else _only_slab(connection, path)
     striped = meta["striped"] != 0
     if striped != _striped(path):
         which = "missing" if striped else "beside it, and it is the catalogue of a single directory"
@@ -406,6 +444,26 @@ def check(connection: sqlite3.Connection, path: Path, wanted: SlabShape | None) 
     if wanted is not None:
         _refuse_others(path, slab, wanted)
     return Checked(version, slab)
+
+
+def convert(writer: sqlite3.Connection) -> None:
+    """Convert a catalogue of the previous version, in the caller's transaction. Takes some milliseconds and a few KiB
+    of log, for any number of pages."""
+    for statement in CONVERT:
+        writer.execute(statement)
+
+
+def present(connection: sqlite3.Connection, path: Path, wanted: SlabShape | None) -> None:
+    """`check` a catalogue, and let this version's statements read it, without changing it."""
+    if check(connection, path, wanted).version == OLD_VERSION:
+        for statement in VIEWS:
+            connection.execute(statement)
+
+
+def count_lifetimes(writer: sqlite3.Connection, first: int, last: int, now: int) -> None:
+    """Count the lifetimes of the places `first` to `last` from `now` on (milliseconds since the epoch), if they do not
+    begin at a time of this clock: those of the previous format keep their end, those from the future their length."""
+    writer.execute(COUNT_LIFETIMES, {"now": now, "first": first, "last": last})
 
 
 def _only_slab(connection: sqlite3.Connection, path: Path) -> SlabShape:
@@ -423,9 +481,13 @@ def _only_slab(connection: sqlite3.Connection, path: Path) -> SlabShape:
         raise CatalogVersionError(
             f"{path} has {len(slabs)} slabs (of {', '.join(f'{s.extent_bytes:,}' for s in slabs.values())} bytes an "
             "extent); this gdscache reads directories of one",
-            f"use the gdscache that wrote it, set another ssd.path, or start empty: rm -r {path.parent}",
+            f"use the gdscache that wrote it, {_start_empty(path)}",
         )
     return slabs[0]
+
+
+def _start_empty(path: Path) -> str:
+    return f"set another ssd.path, or start empty: rm -r {path.parent}"
 
 
 def _refuse_others(path: Path, found: SlabShape, wanted: SlabShape) -> None:

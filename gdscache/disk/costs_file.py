@@ -28,15 +28,13 @@ class CostsFile:
 
     def __init__(self, directory: Path, costs: Costs, about: Mapping[str, str]) -> None:
         self._file = KeptFile(directory / COSTS_NAME, _log)
-        self._path = self._file.path
         self._costs = costs
         self._about = dict(about)
         self._written: Any = None
 
     def restore(self) -> None:
         """Take the figures of an earlier engine, as far as they hold for this one."""
-        found = self._read()
-        if found is None:
+        if not (found := self._read()):
             return
         if found.get("about") == self._about:
             self._costs.restore_prefills(_observations(found.get("prefills"), 3))
@@ -55,21 +53,21 @@ class CostsFile:
         if self._file.write(lambda: json.dumps({**content, "disk": self._disk()}).encode()):
             self._written = now
 
-    def _read(self) -> dict[str, Any] | None:
+    def _read(self) -> dict[str, Any]:
+        path = self._file.path
         try:
-            found = read_json(self._path)
+            found = read_json(path)
+            if isinstance(found, dict) and found.get("version") == _VERSION:
+                return found
+            _log.warning("%s is left out: it is of another version", path)
         except FileNotFoundError:
-            return None
+            pass
         except (OSError, ValueError, RecursionError, StorageError) as error:
-            _log.warning("%s is left out: %s", self._path, error)
-            return None
-        if not isinstance(found, dict) or found.get("version") != _VERSION:
-            _log.warning("%s is left out: it is of another version", self._path)
-            return None
-        return found
+            _log.warning("%s is left out: %s", path, error)
+        return {}
 
     def _disk(self) -> int:
-        return self._path.parent.stat().st_dev
+        return self._file.path.parent.stat().st_dev
 
 
 def _observations(found: object, columns: int) -> Observations:

@@ -2,6 +2,10 @@
 
 Ownership is a `flock` on `<path>/lock`, and one on each slab file. The kernel drops them with their holder, so a killed
 owner leaves nothing to clean up; the content of `lock` only names the holder. Needs a local file system.
+
+A `flock` is on a file, but other processes find the file by its name: a lock whose name is gone, or names another file,
+keeps no process out. Names are checked before every write, and at times while pages are read; a check costs an
+`os.stat`.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import errno
+import fcntl
 import json
 import os
 import shlex
@@ -22,9 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from gdscache.disk import kept_file
-from gdscache.disk.catalog_file import CATALOG_NAME
+from gdscache.disk.catalog_file import CATALOG_NAME, open_own
 from gdscache.disk.catalog_image import LOG_SUFFIX
-from gdscache.disk.locks import DirectoryWatch, FileLock
 from gdscache.disk.slab import slab_name
 from gdscache.errors import (
     DirectoryInUseError,
@@ -35,6 +39,113 @@ from gdscache.errors import (
     StorageError,
 )
 from gdscache.storage.base import PROBE_PREFIX
+
+QUIET_NS = 100_000_000  # a directory that changed less than this ago may change again with the same time stamp
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+
+
+class FileLock:
+    """An exclusive lock on a file, until `close`.
+
+    Raises `BlockingIOError` if it is locked, `OSError` if it cannot be opened or locked, `NotARegularFileError` for a
+    link (a hard one too), a directory or a device.
+    """
+
+    def __init__(self, path: Path, *, create: bool) -> None:
+        self.path = path
+        self.descriptor = open_own(path, os.O_RDWR | (os.O_CREAT if create else 0))
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, self.descriptor)
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            undo.pop_all()
+        found = os.fstat(self.descriptor)
+        self._file = (found.st_dev, found.st_ino)
+        self._pid = os.getpid()
+
+    def lost(self, *, thorough: bool) -> str:
+        """Why the lock keeps no process out any more; "" while it does. `thorough`: check the descriptor too."""
+        why = renamed(self.path, self._file)
+        if why or not thorough:
+            return why
+        try:
+            found = os.fstat(self.descriptor)
+            if (found.st_dev, found.st_ino) != self._file:
+                return f"the descriptor of {self.path} was closed by other code"
+            # takes the lock again if another owner of the descriptor dropped it
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return f"another process has locked {self.path}"
+        except OSError as error:
+            return f"the lock on {self.path} cannot be kept: {error.strerror}"
+        return ""
+
+    def close(self) -> None:
+        try:
+            found = os.fstat(self.descriptor)
+            if (found.st_dev, found.st_ino) != self._file:
+                return  # the descriptor's number is another file by now
+            if os.getpid() == self._pid:
+                fcntl.flock(self.descriptor, fcntl.LOCK_UN)  # explicit: a forked child may hold a copy
+            os.close(self.descriptor)
+        except OSError as error:
+            if error.errno != errno.EBADF:  # closed by other code
+                raise DirectoryNotWritableError(f"{self.path} cannot be closed: {error.strerror}") from error
+
+
+def renamed(path: Path, file: tuple[int, int]) -> str:
+    """Why `path` does not name `file` (device and inode) any more; "" if it does, or if this cannot be found out."""
+    try:
+        found = os.stat(path, follow_symlinks=False)
+    except OSError as error:
+        return f"{path} is gone" if error.errno in _GONE else ""
+    return "" if (found.st_dev, found.st_ino) == file else f"{path} is another file than the one that was opened"
+
+
+class DirectoryWatch:
+    """An owned directory: its locks, and its files that must keep their names."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.locks: list[FileLock] = []
+        found = os.stat(path)
+        self._directory = (found.st_dev, found.st_ino)
+        self._files: list[tuple[Path, tuple[int, int]]] = []
+        # time of the directory's last change when all names were right; -1 if a later change could have the same
+        self._quiet = -1
+
+    def add(self, path: Path) -> None:
+        found = os.stat(path, follow_symlinks=False)
+        self._files.append((path, (found.st_dev, found.st_ino)))
+
+    def lost(self, *, thorough: bool) -> str:
+        """Why another process may use the directory; "" while none may.
+
+        One `os.stat` while no name in the directory changed; `thorough` checks everything.
+        """
+        try:
+            found = os.stat(self.path)
+        except OSError as error:
+            return f"{self.path} is gone" if error.errno in _GONE else ""
+        if (found.st_dev, found.st_ino) != self._directory:
+            return f"{self.path} is another directory than the one that was opened"
+        if not thorough and found.st_mtime_ns == self._quiet:
+            return ""
+        for lock in self.locks:
+            if why := lock.lost(thorough=thorough):
+                return why
+        for path, file in self._files:
+            if why := renamed(path, file):
+                return why
+        self._quiet = found.st_mtime_ns if time.time_ns() - found.st_mtime_ns > QUIET_NS else -1
+        return ""
+
+    def close(self) -> None:
+        locks, self.locks = self.locks, []
+        self._files = []
+        with contextlib.ExitStack() as last_to_first:
+            for lock in locks:
+                last_to_first.callback(lock.close)
+
 
 LOCK_NAME = "lock"
 DIRECTORY_MODE = 0o700
@@ -89,11 +200,9 @@ class CacheDirectory:
 
     def watch_catalog(self) -> None:
         """The catalogue and its log must keep their names from now on. Raises `DirectoryNotWritableError`."""
-        try:
+        with _refusals(self.path):
             for name in (CATALOG_NAME, CATALOG_NAME + LOG_SUFFIX):
                 self._watches[0].add(self.path / name)
-        except OSError as error:
-            raise _refusal(self.path, error) from error
 
     def lost(self, *, thorough: bool = False) -> str:
         """Why another process may use a directory; "" while none may, and after `close`: `DirectoryWatch.lost`."""
@@ -111,23 +220,17 @@ class CacheDirectory:
 
 
 def _own(path: Path, *, engine: bool) -> DirectoryWatch:
-    _make_directory(path)
-    with contextlib.ExitStack() as undo:
-        try:
-            watch = DirectoryWatch(path)
-            _refuse_foreign_writers(path)
-        except OSError as error:
-            raise _refusal(path, error) from error
+    with _refusals(path), contextlib.ExitStack() as undo:
+        _make_directory(path)
+        watch = DirectoryWatch(path)
+        _refuse_foreign_writers(path)
         lock = _lock(path, LOCK_NAME, create=True, patient=engine)
         watch.locks.append(lock)
         undo.callback(watch.close)
         if engine:
             _sweep(path)
-        try:
-            os.ftruncate(lock.descriptor, 0)
-            os.pwrite(lock.descriptor, _describe_owner("engine" if engine else "verification"), 0)
-        except OSError as error:
-            raise _refusal(path, error) from error
+        os.ftruncate(lock.descriptor, 0)
+        os.pwrite(lock.descriptor, _describe_owner("engine" if engine else "verification"), 0)
         undo.pop_all()
     return watch
 
@@ -142,27 +245,20 @@ def lock_slab(directory: Path, number: int, shard: int, *, held: Collection[Path
 
 
 def _make_directory(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            path.mkdir(mode=DIRECTORY_MODE)
-        except FileExistsError:
-            if not path.is_dir():
-                raise
-        else:
-            path.chmod(DIRECTORY_MODE)
-    except OSError as error:
-        raise _refusal(path, error) from error
+        path.mkdir(mode=DIRECTORY_MODE)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+    else:
+        path.chmod(DIRECTORY_MODE)
 
 
 def _sweep(path: Path) -> None:
-    try:
-        for name in os.listdir(path):
-            if name.startswith(PROBE_PREFIX):
-                with contextlib.suppress(FileNotFoundError):
-                    (path / name).unlink()
-    except OSError as error:
-        raise _refusal(path, error) from error
+    for name in os.listdir(path):
+        if name.startswith(PROBE_PREFIX):
+            (path / name).unlink(missing_ok=True)
 
 
 def _refuse_foreign_writers(path: Path) -> None:
@@ -179,28 +275,22 @@ def _refuse_foreign_writers(path: Path) -> None:
 def _lock(directory: Path, name: str, *, create: bool, patient: bool) -> FileLock:
     """Take a lock in a directory. `patient`: ask a verification to give way. Raises as `CacheDirectory.open`."""
     path, began = directory / name, time.monotonic()
-    try:
-        with contextlib.ExitStack() as asking:
-            ask: Callable[[], None] | None = None
-            while True:
-                try:
-                    return FileLock.open(path, create=create)
-                except BlockingIOError as error:
-                    what = str(_owner(directory).get("what", "")) if patient else "engine"
-                    most = {"verification": VERIFICATION_S, "": NAME_S}.get(what, 0.0)
-                    if what == "verification" and ask is None:
-                        ask, began = asking.enter_context(_asked_for(directory)), time.monotonic()
-                    elif time.monotonic() - began >= most:
-                        raise DirectoryInUseError(*_owner_message(directory, name)) from error
-                    elif ask is not None:
-                        ask()
-                time.sleep(_AGAIN_S)
-    except OSError as error:
-        if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
-            raise DirectoryNotWritableError(
-                f"{directory} cannot be locked: {error.strerror}", "set ssd.path to a directory on a local file system"
-            ) from error
-        raise _refusal(directory, error) from error
+    no_locks = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+    with _refusals(directory, no_locks), contextlib.ExitStack() as asking:
+        ask: Callable[[], None] | None = None
+        while True:
+            try:
+                return FileLock(path, create=create)
+            except BlockingIOError as error:
+                what = str(_owner(directory).get("what", "")) if patient else "engine"
+                most = {"verification": VERIFICATION_S, "": NAME_S}.get(what, 0.0)
+                if what == "verification" and ask is None:
+                    ask, began = asking.enter_context(_asked_for(directory)), time.monotonic()
+                elif time.monotonic() - began >= most:
+                    raise DirectoryInUseError(*_owner_message(directory, name)) from error
+                elif ask is not None:
+                    ask()
+            time.sleep(_AGAIN_S)
 
 
 @contextlib.contextmanager
@@ -216,7 +306,7 @@ def _asked_for(directory: Path) -> Iterator[Callable[[], None]]:
             lock = None
         if lock is None:
             with contextlib.suppress(OSError, StorageError):  # another engine asks already, or asking is impossible
-                lock = FileLock.open(directory / WANTED_NAME, create=True)
+                lock = FileLock(directory / WANTED_NAME, create=True)
 
     ask()
     try:
@@ -230,7 +320,7 @@ def _asked_for(directory: Path) -> Iterator[Callable[[], None]]:
 
 def wanted(directory: Path) -> bool:
     try:
-        lock = FileLock.open(directory / WANTED_NAME, create=False)
+        lock = FileLock(directory / WANTED_NAME, create=False)
     except BlockingIOError:
         return True
     except (OSError, StorageError):
@@ -278,7 +368,20 @@ def _owner(path: Path) -> dict[str, Any]:
     return owner if isinstance(owner, dict) else {}
 
 
-def _refusal(path: Path, error: OSError) -> StorageError:
+@contextlib.contextmanager
+def _refusals(path: Path, no_locks: Collection[int] = ()) -> Iterator[None]:
+    """The system's errors as ours. `no_locks`: those of a file system without locks."""
+    try:
+        yield
+    except OSError as error:
+        raise _refusal(path, error, no_locks) from error
+
+
+def _refusal(path: Path, error: OSError, no_locks: Collection[int]) -> StorageError:
+    if error.errno in no_locks:
+        return DirectoryNotWritableError(
+            f"{path} cannot be locked: {error.strerror}", "set ssd.path to a directory on a local file system"
+        )
     if isinstance(error, (FileExistsError, NotADirectoryError)):
         file = next((one for one in (path, *path.parents) if one.exists() and not one.is_dir()), path)
         return NotADirectoryPathError(f"{file} is not a directory", "set ssd.path to a directory, or to a new path")

@@ -17,7 +17,7 @@ from gdscache.arrays import Float64Array, Int64Array
 from gdscache.disk.catalog_file import CorruptCatalogError
 from gdscache.disk.namespaces import namespaces_by_id, tidy
 from gdscache.limits import KEY_BYTES
-from gdscache.pages.columns import find
+from gdscache.pages.keys import find
 
 SCAN_SLOTS = 1 << 15  # slots a query: a few MiB of keys at a time
 LAST_MILLISECOND = 1 << 53  # milliseconds since the epoch; no valid row is written later, or lives longer
@@ -112,6 +112,11 @@ class _Columns:
     def take(self, rows: npt.NDArray[np.bool_] | Int64Array) -> _Columns:
         return _Columns(*(getattr(self, field.name)[rows] for field in dataclasses.fields(self)))
 
+    def without(self, rows: Int64Array, cause: str, causes: dict[int, str]) -> _Columns:
+        """The other rows. `causes` gets the slots of these."""
+        causes.update(dict.fromkeys(self.slots[rows].tolist(), cause))
+        return self.take(np.delete(np.arange(len(self.slots)), rows)) if len(rows) else self
+
 
 @dataclasses.dataclass(frozen=True)
 class _Retentions:
@@ -147,15 +152,10 @@ def scan(connection: sqlite3.Connection, slots: int, extent_bytes: int, now: flo
             causes |= {slot: cause for slot in columns.slots[bad].tolist() if slot not in causes}
     if causes:
         columns = columns.take(~np.isin(columns.slots, list(causes)))
-    repeated = _repeated(columns)
-    if len(repeated):
-        causes.update(dict.fromkeys(columns.slots[repeated].tolist(), "duplicate"))
-        columns = columns.take(np.delete(np.arange(len(columns.slots)), repeated))
+    columns = columns.without(_repeated(columns), "duplicate", causes)
     above = find(columns.keys, columns.parents)
-    circle = circular(above)
-    if len(circle):
-        causes.update(dict.fromkeys(columns.slots[circle].tolist(), "parent"))
-        columns = columns.take(np.delete(np.arange(len(columns.slots)), circle))
+    if len(circle := circular(above)):
+        columns = columns.without(circle, "parent", causes)
         above = find(columns.keys, columns.parents)
     retained = there = NO_INTEGERS
     if len(retentions.slots):
@@ -226,18 +226,11 @@ def _retentions(connection: sqlite3.Connection, slots: int, now: float) -> _Rete
 
 
 def _read(connection: sqlite3.Connection, slots: int) -> _Columns:
-    keys, parents = [], []
-    numbers: list[list[Int64Array]] = [[], [], [], []]
     end = min(slots, (connection.execute("SELECT max(place) FROM pages").fetchone()[0] or 0) + 1)
-    for first in range(0, end, SCAN_SLOTS):
-        key, parent, *some = _read_some(connection, first, min(first + SCAN_SLOTS, end))
-        if key is not None:
-            keys.append(key)
-            parents.append(parent)
-            for column, values in zip(numbers, some, strict=True):
-                column.append(values)
+    found = [_read_some(connection, first, min(first + SCAN_SLOTS, end)) for first in range(0, end, SCAN_SLOTS)]
+    keys, parents, *numbers = list(zip(*filter(None, found), strict=True)) or [()] * 6
     joined = (np.frombuffer(b"".join(column), f"V{KEY_BYTES}") for column in (keys, parents))
-    columns = _Columns(*joined, *map(_joined, numbers))
+    columns = _Columns(*joined, *(np.concatenate((NO_INTEGERS, *column)) for column in numbers))
     if (columns.slots[1:] <= columns.slots[:-1]).any():
         ascending = np.sort(columns.slots)
         if (ascending[1:] == ascending[:-1]).any():
@@ -248,7 +241,7 @@ def _read(connection: sqlite3.Connection, slots: int) -> _Columns:
 def _read_some(connection: sqlite3.Connection, first: int, end: int) -> tuple[Any, ...]:
     guess = connection.execute(FIRST, (first, end)).fetchone()
     if guess is None:
-        return None, None, *[NO_INTEGERS] * 4
+        return ()
     try:
         key, parent, slots, recency, count = connection.execute(UNIFORM, (first, end, *guess)).fetchone()
     except sqlite3.DataError:  # a value is larger than SQLite may read
@@ -265,10 +258,6 @@ def _integers(text: str, count: int) -> Int64Array:
     if len(values) != count:
         raise CorruptCatalogError("a column of numbers has something else in it: the table is damaged")
     return values
-
-
-def _joined(parts: list[Int64Array]) -> Int64Array:
-    return np.concatenate(parts) if parts else NO_INTEGERS.copy()
 
 
 def _ascending(values: Int64Array) -> Int64Array:

@@ -1,4 +1,4 @@
-"""Slab files: the extents of the SSD tier, preallocated, one after another. See docs/format.md.
+"""Slab files: the extents of the SSD tier, preallocated, one after another (docs/format.md); a transport opens them.
 
 Only this module maps slots to files. Over several directories, stretches of neighbouring slots (`stretch_slots`) are in
 one after the other in turn: neighbours are read together, and a batch keeps all devices busy. A slab has a *shard* for
@@ -12,15 +12,15 @@ import dataclasses
 import errno
 import os
 import shutil
-import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from gdscache.disk.catalog_file import FILE_MODE, irregular
+from gdscache.arrays import Int64Array
+from gdscache.disk.catalog_file import open_own
 from gdscache.errors import (
     CapacityError,
     DirectoryNotWritableError,
@@ -31,6 +31,11 @@ from gdscache.errors import (
 )
 from gdscache.runtime.files import flush_directory
 from gdscache.sizes import MIB, about
+from gdscache.storage.base import Descriptors, Files, Transport
+from gdscache.storage.files import NativeTransport
+
+if TYPE_CHECKING:
+    import torch
 
 STRETCH_BYTES = 4 << 20  # least bytes of neighbouring extents on one device: the most of one read
 SLAB_SLOTS = 1 << 40  # slots of one slab: a place is slab x SLAB_SLOTS + slot
@@ -187,8 +192,6 @@ def _prepare(path: Path, total: int, descriptors: contextlib.ExitStack, undo: co
     fd, created = _open_file(path)
     descriptors.callback(os.close, fd)
     status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode):
-        raise irregular(path)
     before = 0 if created else status.st_size
     undo.callback(_restore, path, fd, created, before)
     _check_space(path, total, status)
@@ -197,15 +200,12 @@ def _prepare(path: Path, total: int, descriptors: contextlib.ExitStack, undo: co
 
 
 def _open_file(path: Path) -> tuple[int, bool]:
-    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # non-blocking: a FIFO here must not hang us
     try:
         try:
-            return os.open(path, flags), False
+            return open_own(path, os.O_RDWR), False
         except FileNotFoundError:
-            return os.open(path, flags | os.O_CREAT | os.O_EXCL, FILE_MODE), True
+            return open_own(path, os.O_RDWR | os.O_CREAT | os.O_EXCL), True
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
-            raise irregular(path) from error
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise NoSpaceError(f"{path} cannot be made: {error.strerror}", "free space or inodes there") from error
         raise DirectoryNotWritableError(
@@ -256,3 +256,74 @@ def _restore(path: Path, fd: int, created: bool, before: int) -> None:
         path.unlink(missing_ok=True)
     elif os.fstat(fd).st_size > before:
         os.ftruncate(fd, before)
+
+
+class SlabFiles(Files, Protocol):
+    """The open files of a slab: of this process (`SlabIO`), or of ranks (`RemoteSlab`)."""
+
+    slab: Slab  # with ranks, the first shard's
+
+    def register(self, memory: memoryview | torch.Tensor) -> None:
+        """Announce a buffer that will be used until `close`."""
+
+    def check(self) -> list[str]: ...
+
+    def flush(self) -> None: ...
+
+    def describe(self) -> dict[str, object]: ...
+
+    def close(self) -> None:
+        """Close the files, after all I/O on them; may be called twice."""
+
+
+class SlabIO:
+    """The files of one shard of a slab, opened by a transport, which is closed with them. `shard`: its number among the
+    opened ones."""
+
+    def __init__(self, slab: Slab, transport: Transport, shard: int = 0) -> None:
+        self.transport = transport
+        self.slab = slab = slab.of(shard)
+        with contextlib.ExitStack() as undo:
+            undo.callback(transport.close)
+            self._files = [transport.open(file) for file in slab.files]
+            undo.pop_all()
+        self._period = slab.stretch if len(self._files) > 1 else slab.slots
+
+    def register(self, memory: memoryview | torch.Tensor) -> None:
+        self.transport.register(memory)
+
+    def stretches(self, slots: Int64Array, nbytes: int) -> Iterator[tuple[int, int, int, int]]:
+        """(file, offset in it, first, count) of runs of `slots`, int64 (slots,), that lie side by side, each of up to
+        `nbytes` or one slot."""
+        files, offsets = self.slab.locate_all(slots)
+        most = max(1, nbytes // self.slab.extent_bytes)
+        breaks = np.flatnonzero((np.diff(slots) != 1) | (slots[1:] % self._period == 0)) + 1
+        for run in np.split(np.arange(len(slots)), breaks):
+            for first in range(run[0], run[-1] + 1, most):
+                yield self._files[files[first]], int(offsets[first]), first, min(most, int(run[-1]) + 1 - first)
+
+    def hand_over(self) -> Descriptors:
+        """The files for an executor. Registering, flushing and closing stay here."""
+        transport = self.transport
+        own = transport if isinstance(transport, NativeTransport) and transport.is_own else None
+        return Descriptors(
+            tuple(self._files),
+            self._period,
+            transport.threads,
+            uring=own is not None and own.uring,
+            cufile=None if own is None else own.cufile,
+            transport=None if own is not None else transport,
+        )
+
+    def describe(self) -> dict[str, object]:
+        return self.transport.describe()
+
+    def check(self) -> list[str]:
+        return self.slab.check()
+
+    def flush(self) -> None:
+        for file in self._files:
+            self.transport.flush(file)
+
+    def close(self) -> None:
+        self.transport.close()

@@ -16,14 +16,14 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import xxhash
 
 from gdscache.disk import kept_file
-from gdscache.disk.catalog_file import CATALOG_NAME, FILE_MODE, MOST_SHARDS, own_file
+from gdscache.disk.catalog_file import CATALOG_NAME, MOST_SHARDS, open_own
 from gdscache.disk.catalog_image import LOG_SUFFIX
 from gdscache.errors import DirectoryNotWritableError, NotARegularFileError
 from gdscache.pages.layout import is_plain
@@ -52,24 +52,42 @@ COUNTS = (
 # Groups with a count for each tier: those of other tiers stand before the causes.
 BY_TIER = ("hits", "loaded", "stored")
 CAUSED = ("misses", "dropped", "refused", "lost")  # groups with a count for each cause, the most frequent first
-CAUSES = 48
 RANKS = 16
 LATENCIES = ("read", "write", "commit", "load_cpu", "load_ssd")
 TIERS = 5
 SLOWEST = 8  # loads
+
+
+class _Part:
+    """`most` entries of one form, from byte `at` of the page on."""
+
+    def __init__(self, at: int, form: str, most: int = 1) -> None:
+        self._entry = struct.Struct(form)
+        self._places = range(at, at + most * self._entry.size, self._entry.size)
+
+    def write(self, page: bytearray, entries: Iterable[Sequence[Any]]) -> None:
+        for at, values in zip(self._places, entries, strict=False):
+            self._entry.pack_into(page, at, *values)
+
+    def read(self, page: bytes) -> list[tuple[Any, ...]]:
+        return [self._entry.unpack_from(page, at) for at in self._places]
+
+    def named(self, page: bytes) -> Iterator[tuple[Any, ...]]:
+        """Entries that begin with a name, without the empty ones."""
+        return ((_read_text(name), *values) for name, *values in self.read(page) if name.rstrip(b"\0"))
+
+
 _HEAD = struct.Struct("<8sQ")
-_BODY = struct.Struct(f"<II qQQQ II 8Q {len(COUNTS)}Q II")
-_TEXTS = struct.Struct("<64s512s256s")
-_RANK = struct.Struct("<qII")
-_LATENCY = struct.Struct("<3Q")
-_CAUSE = struct.Struct("<32sQ")
-_TIER = struct.Struct("<16s3Q")
-_LOAD = struct.Struct("<16s3Q")
-_GROUPS = struct.Struct("<128s")
-_QUEUES = struct.Struct("<5Q")
-_PLAIN = struct.Struct("<Q")
-_GROUPS_AT, _TEXTS_AT, _RANKS_AT, _LATENCIES_AT, _CAUSES_AT = 256, 384, 1216, 1472, 1600
-_TIERS_AT, _LOADS_AT, _QUEUES_AT, _PLAIN_AT = 3520, 3720, 4040, 4080
+_BODY = _Part(_HEAD.size, f"<II qQQQ II 8Q {len(COUNTS)}Q II")
+_GROUPS = _Part(256, "<128s")
+_TEXTS = _Part(384, "<64s512s256s")
+_RANKS = _Part(1216, "<qII", RANKS)
+_LATENCIES = _Part(1472, "<3Q", len(LATENCIES))
+_CAUSES = _Part(1600, "<32sQ", 48)
+_TIERS = _Part(3520, "<16s3Q", TIERS)
+_LOADS = _Part(3720, "<16s3Q", SLOWEST)
+_QUEUES = _Part(4040, "<5Q")
+_PLAIN = _Part(4080, "<Q")
 _MOST_NS = (1 << 64) - 1
 _TRIES, _PAUSE = 5, 0.01  # reads of a page that is being written
 _CLOSE_S = 2.0  # seconds that `close` waits for a hanging write
@@ -171,32 +189,25 @@ class Status:
 
 def pack(status: Status) -> bytes:
     f = status.figures
+    times = (int(status.opened * 1000), int(status.written * 1000), status.number)
     sizes = (f.extent_bytes, f.slots, f.pages, f.free_slots, f.evictions, f.late_requests)
     files = (status.catalog_bytes, status.log_bytes)
-    times = (int(status.opened * 1000), int(status.written * 1000), status.number)
-    state = STATES.index(f.state), f.directories
     counts = [_count(f.counts, *name) for name in COUNTS]
-    ranks = f.ranks[:RANKS]
+    ranks = [(rank.pid, STATES.index(rank.state), 0) for rank in f.ranks[:RANKS]]
+    head = PAGE_FORMAT, f.format_version, status.pid, *times, STATES.index(f.state), f.directories
+    latencies = (f.latencies.get(what, NOTHING) for what in LATENCIES)
+    loads = ((_text(load.tier, 16), int(load.ended * 1000), _ns(load.seconds), load.nbytes) for load in f.slowest)
     page = bytearray(PAGE_BYTES)
-    body = PAGE_FORMAT, f.format_version, status.pid, *times, *state, *sizes, *files, *counts, f.shards, len(ranks)
-    _BODY.pack_into(page, _HEAD.size, *body)
-    _TEXTS.pack_into(page, _TEXTS_AT, _text(status.host, 64), _text(status.command, 512), _text(f.stopped, 256))
-    for at, rank in enumerate(ranks):
-        _RANK.pack_into(page, _RANKS_AT + at * _RANK.size, rank.pid, STATES.index(rank.state), 0)
-    for at, what in enumerate(LATENCIES):
-        samples, *seconds = f.latencies.get(what, NOTHING)
-        nanoseconds = (min(int(s * 1e9), _MOST_NS) for s in seconds)
-        _LATENCY.pack_into(page, _LATENCIES_AT + at * _LATENCY.size, samples, *nanoseconds)
-    _GROUPS.pack_into(page, _GROUPS_AT, _text(f.groups, 128))
-    _QUEUES.pack_into(page, _QUEUES_AT, *f.queues)
-    _PLAIN.pack_into(page, _PLAIN_AT, f.plain_extent_bytes)
-    for at, tier in enumerate(f.tiers[:TIERS]):
-        _TIER.pack_into(page, _TIERS_AT + at * _TIER.size, _text(tier.name, 16), *tier[1:])
-    for at, load in enumerate(f.slowest[:SLOWEST]):
-        ended, took = int(load.ended * 1000), min(int(load.seconds * 1e9), _MOST_NS)
-        _LOAD.pack_into(page, _LOADS_AT + at * _LOAD.size, _text(load.tier, 16), ended, took, load.nbytes)
-    for at, (name, count) in enumerate([*_further(f), *_causes(f.counts)][:CAUSES]):
-        _CAUSE.pack_into(page, _CAUSES_AT + at * _CAUSE.size, _text(name, 32), count)
+    _BODY.write(page, [(*head, *sizes, *files, *counts, f.shards, len(ranks))])
+    _GROUPS.write(page, [(_text(f.groups, 128),)])
+    _TEXTS.write(page, [(_text(status.host, 64), _text(status.command, 512), _text(f.stopped, 256))])
+    _RANKS.write(page, ranks)
+    _LATENCIES.write(page, ((samples, *map(_ns, seconds)) for samples, *seconds in latencies))
+    _CAUSES.write(page, ((_text(name, 32), count) for name, count in (*_further(f), *_causes(f.counts))))
+    _TIERS.write(page, ((_text(tier.name, 16), *tier[1:]) for tier in f.tiers))
+    _LOADS.write(page, loads)
+    _QUEUES.write(page, [f.queues])
+    _PLAIN.write(page, [(f.plain_extent_bytes,)])
     _HEAD.pack_into(page, 0, MAGIC, xxhash.xxh3_64_intdigest(memoryview(page)[_HEAD.size :]))
     return bytes(page)
 
@@ -205,54 +216,30 @@ def unpack(page: bytes) -> Status | OtherFormat | None:
     """The status on a page; None for other or torn bytes."""
     if len(page) != PAGE_BYTES or _HEAD.unpack_from(page) != (MAGIC, xxhash.xxh3_64_intdigest(page[_HEAD.size :])):
         return None
-    format_, version, pid, opened, written, number, state, directories, *rest = _BODY.unpack_from(page, _HEAD.size)
+    ((format_, version, pid, opened, written, number, state, directories, *rest),) = _BODY.read(page)
     if format_ != PAGE_FORMAT:
         return OtherFormat(format_)
-    extent, slots, pages, free, evictions, late, catalog, log, *rest = rest
-    shards, count = rest[len(COUNTS) :]
-    told = [_RANK.unpack_from(page, _RANKS_AT + at * _RANK.size) for at in range(min(count, RANKS))]
-    if (
-        shards > MOST_SHARDS
-        or count > RANKS
-        or any(code >= len(STATES) for code in (state, *(code for _, code, _ in told)))
-    ):
+    extent, slots, pages, free, evictions, late, catalog, log, *numbers, shards, count = rest
+    ranks = _RANKS.read(page)[:count]
+    states = [state, *(code for _, code, _ in ranks)]
+    if shards > MOST_SHARDS or count > RANKS or max(states) >= len(STATES):
         return None
-    host, command, stopped = map(_read_text, _TEXTS.unpack_from(page, _TEXTS_AT))
-    latencies = {}
-    for at, what in enumerate(LATENCIES):
-        samples, median, slow = _LATENCY.unpack_from(page, _LATENCIES_AT + at * _LATENCY.size)
-        latencies[what] = Summary(samples, median / 1e9, slow / 1e9)
-    counts, causes = dict(zip(COUNTS, rest, strict=False)), dict[tuple[str, str], int]()
-    for name, times in _entries(_CAUSE, page, _CAUSES_AT, CAUSES):
-        group, dot, cause = _read_text(name).partition(".")
+    host, command, stopped = map(_read_text, *_TEXTS.read(page))
+    counts, causes = dict(zip(COUNTS, numbers, strict=True)), dict[tuple[str, str], int]()
+    for name, times in _CAUSES.named(page):
+        group, dot, cause = name.partition(".")
         if dot:
             (counts if group in BY_TIER else causes)[group, cause] = times
-    (plain,) = _PLAIN.unpack_from(page, _PLAIN_AT)
-    tiers = [TierState(_read_text(name), *sizes) for name, *sizes in _entries(_TIER, page, _TIERS_AT, TIERS)]
-    slowest = [
-        SlowLoad(_read_text(tier), ended / 1000, took / 1e9, nbytes)
-        for tier, ended, took, nbytes in _entries(_LOAD, page, _LOADS_AT, SLOWEST)
-    ]
+    latencies = [Summary(samples, median / 1e9, slow / 1e9) for samples, median, slow in _LATENCIES.read(page)]
     figures = Figures(
-        format_version=version,
-        directories=directories,
-        extent_bytes=extent,
-        slots=slots,
-        pages=pages,
-        free_slots=free,
-        evictions=evictions,
-        late_requests=late,
-        state=STATES[state],
-        stopped=stopped,
-        counts=counts,
-        shards=shards,
-        ranks=tuple(RankState(number, STATES[code]) for number, code, _ in told),
-        latencies=latencies,
-        tiers=tuple(tiers),
-        slowest=tuple(slowest),
-        groups=_read_text(*_GROUPS.unpack_from(page, _GROUPS_AT)),
-        queues=Queues(*_QUEUES.unpack_from(page, _QUEUES_AT)),
-        plain_extent_bytes=plain,
+        *(version, directories, extent, slots, pages, free, evictions, late, STATES[state], stopped, counts, shards),
+        tuple(RankState(rank, STATES[code]) for rank, code, _ in ranks),
+        dict(zip(LATENCIES, latencies, strict=True)),
+        tuple(TierState(*tier) for tier in _TIERS.named(page)),
+        tuple(SlowLoad(tier, ended / 1000, took / 1e9, nbytes) for tier, ended, took, nbytes in _LOADS.named(page)),
+        _read_text(*_GROUPS.read(page)[0]),
+        Queues(*_QUEUES.read(page)[0]),
+        *_PLAIN.read(page)[0],
     )
     return Status(pid, host, command, opened / 1000, written / 1000, number, catalog, log, figures, format_, causes)
 
@@ -297,20 +284,14 @@ class StatusWriter:
         self._failed = False
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gdscache-status", daemon=True)
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
         try:
-            self._descriptor = os.open(path, flags, FILE_MODE)
+            self._descriptor = open_own(path, os.O_RDWR | os.O_CREAT)
         except OSError as error:
-            if path.is_symlink() or path.exists():
-                raise NotARegularFileError(
-                    f"{path} is not a regular file: {error.strerror}", "remove it, or set another ssd.path"
-                ) from error
             raise DirectoryNotWritableError(
                 f"{path} cannot be made: {error.strerror}", "make it writable for this user, or set another ssd.path"
             ) from error
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, self._descriptor)
-            own_file(path, os.fstat(self._descriptor))
             undo.callback(path.unlink, missing_ok=True)
             start([self._thread], self._end.set)
             undo.pop_all()
@@ -378,12 +359,8 @@ def _causes(counts: Mapping[tuple[str, str], int]) -> list[tuple[str, int]]:
     return sorted(found, key=lambda one: (-one[1], one[0]))
 
 
-def _entries(entry: struct.Struct, page: bytes, at: int, most: int) -> Iterator[tuple[Any, ...]]:
-    """Those of a list of entries that have a name, which comes first."""
-    for number in range(most):
-        found = entry.unpack_from(page, at + number * entry.size)
-        if found[0].rstrip(b"\0"):
-            yield found
+def _ns(seconds: float) -> int:
+    return min(int(seconds * 1e9), _MOST_NS)
 
 
 def _read_text(text: bytes) -> str:

@@ -7,19 +7,18 @@ directory's number in it, so that a missing, swapped or foreign directory is ref
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
 import os
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
-from gdscache.disk.catalog_file import CATALOG_NAME, FILE_MODE, STRIPE_NAME, irregular
+from gdscache.disk.catalog_file import CATALOG_NAME, FILE_MODE, STRIPE_NAME
+from gdscache.disk.kept_file import read_json
 from gdscache.errors import DirectoryNotWritableError, StripeError
 from gdscache.runtime.files import flush_directory
 
 STRIPE_FORMAT = 1
-LIMIT = 1 << 20  # most bytes of an identity
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,15 +79,7 @@ def claim(directories: Sequence[Path]) -> None:
 def read(directory: Path) -> Stripe | None:
     path = directory / STRIPE_NAME
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):
-            raise irregular(path) from error
-        raise DirectoryNotWritableError(f"{path} cannot be read: {error.strerror}", "read it as its owner") from error
-    try:
-        data = json.loads(os.read(fd, LIMIT))
+        data = read_json(path)
         if data["format"] != STRIPE_FORMAT:
             raise ValueError(f"format {data['format']!r}, not {STRIPE_FORMAT}")
         stripe = Stripe(str(data["set"]), int(data["number"]), tuple(map(str, data["directories"])))
@@ -97,12 +88,14 @@ def read(directory: Path) -> Stripe | None:
         if any(b"\0" in os.fsencode(name) for name in stripe.directories):
             raise ValueError("a directory has a name that there cannot be")
         return stripe
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise DirectoryNotWritableError(f"{path} cannot be read: {error.strerror}", "read it as its owner") from error
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise StripeError(
             f"{path} is damaged: {error}", f"start empty: rm -r {directory} and the other directories of ssd.stripes"
         ) from error
-    finally:
-        os.close(fd)
 
 
 def write(directory: Path, stripe: Stripe) -> None:

@@ -38,11 +38,10 @@ from gdscache.limits import KEY_BYTES, LIMITS, MAX_SECONDS, EngineLimits
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.load.loader import Loader
 from gdscache.moves.native import NativeExecutor
-from gdscache.pages.hit import Hit
+from gdscache.pages.hit import Hit, Told
 from gdscache.pages.keys import Page, PageHashes, PageNames, as_tokens, namespace_digest
 from gdscache.pages.layout import PageLayout
 from gdscache.pages.planes import Blocks
-from gdscache.pages.reasons import Told
 from gdscache.prefetch.handle import Prefetch
 from gdscache.ranks.address import RankAddress, StoreMark
 from gdscache.ranks.executor import RanksExecutor

@@ -16,8 +16,7 @@ from gdscache.groups.reasons import GroupReasons
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.load.report import LoadReport, told_of
 from gdscache.moves import PageStatus
-from gdscache.pages.hit import Hit
-from gdscache.pages.reasons import joined
+from gdscache.pages.hit import Hit, joined
 from gdscache.prefetch.handle import Prefetch, PrefetchReport
 from gdscache.store.handle import StoreHandle
 from gdscache.tiers.pins import Pin

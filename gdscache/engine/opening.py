@@ -27,8 +27,8 @@ from gdscache.disk.catalog_file import FORMAT_VERSION, last_written
 from gdscache.disk.costs_file import CostsFile
 from gdscache.disk.directory import CacheDirectory
 from gdscache.disk.history_file import HistoryFile
-from gdscache.disk.namespaces_file import NamespacesFile
-from gdscache.disk.slab_io import SlabIO
+from gdscache.disk.kept_file import NamespacesFile
+from gdscache.disk.slab import SlabIO
 from gdscache.disk.status_page import LATENCIES, RANKS, SLOWEST, Figures, Queues, RankState, StatusWriter, TierState
 from gdscache.errors import (
     CapacityError,
@@ -39,9 +39,7 @@ from gdscache.errors import (
     TierUnavailableError,
 )
 from gdscache.events.base import GroupFacts, KVEventHub
-from gdscache.extents.base import Extents, SlotMemory
-from gdscache.extents.device import DeviceExtents
-from gdscache.extents.host import HostExtents
+from gdscache.extents import DeviceExtents, Extents, HostExtents, SlotMemory
 from gdscache.groups.base import Group
 from gdscache.kernels.copies import PageCopies, open_copies
 from gdscache.limits import EngineLimits
@@ -546,7 +544,7 @@ def _executor(
             undo.callback(executor.close)
         undo.pop_all()
     assert executor is not None, "planes that are nowhere"
-    manager.quarantine.on_switch(executor.look)
+    manager.quarantine.switched = executor.look
     return executor
 
 
@@ -571,7 +569,7 @@ def _native_executor(
     executor = NativeExecutor(Machine(copies, memories, files, slots, reserve, refusal, manager.timeline), plain)
     only = "" if bounce is None else bounce.only
     if bounce is not None:
-        manager.quarantine.add_memory(f"{bounce.name}_loads", len(bounce.loads), executor.held_slots, only)
+        manager.quarantine.add_memory(f"{bounce.name}_loads", len(bounce.loads), executor.moves.held_slots, only)
     if below.cpu is not None:
         manager.quarantine.add_memory(below.cpu.name, below.cpu.index.slots, only=only)
     return executor

@@ -154,7 +154,7 @@ class Sequence:
             self._held.slots += self._take(layout.pages_for(len(grown)) - len(self._held.slots))
             self._held.entries += [None] * (len(self._held.slots) - len(self._held.entries))
             self._tokens = grown
-            if layout.full_pages(len(grown)) > len(self._pages):
+            if len(grown) // layout.page_tokens > len(self._pages):
                 self._pages = self._engine.pages(grown, self._salt)
 
     def commit(self, *, priority: int = 0, ttl: float | None = None) -> StoreHandle:

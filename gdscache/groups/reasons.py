@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from gdscache.groups.base import Group
 from gdscache.groups.names import GroupNames
-from gdscache.pages.reasons import CACHED, Reason, Told, joined, words
+from gdscache.pages.hit import CACHED, Reason, Told, joined, words
 
 GroupReasons = dict[str, tuple[Reason, ...]]
 

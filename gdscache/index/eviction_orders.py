@@ -53,7 +53,7 @@ class Orders:
         self._lost = False  # the policies have other pages than the tier, until they begin anew
         self.retained: dict[bytes, Retention] = {}  # of pages whose retention is not the default; read only
         self._of_priority = [policy if priority == 0 else policy.empty() for priority in PRIORITIES]
-        self._expiries = Expiries()
+        self.expiries = Expiries()
         self._changes: deque[Sequence[Page] | Sequence[bytes]] = deque()  # oldest first: new pages, or used keys
         self._changed = 0  # pages and keys in `_changes`
         self._uses: list[bytes] = []  # later uses, perhaps of absent pages
@@ -226,16 +226,8 @@ class Orders:
             self._change(before.remove, key)
             self._change(self._of(key).insert_all, (_named(page),))
 
-    @property
-    def next_expiry(self) -> float:
-        return self._expiries.first
-
-    def expired(self, now: float, most: int) -> list[bytes]:
-        """Up to `most` keys that have expired by `now`, each once; the caller removes their pages."""
-        return self._expiries.take(now, most)
-
     def not_yet_expired(self, keys: Iterable[bytes]) -> None:
-        """Those of the keys that `expired` has told whose pages are still there."""
+        """Those of the keys that were taken out of `expiries` whose pages are still there."""
         for key in self.retained.keys() & keys:
             self._keep(key, self.retained[key])
 
@@ -248,12 +240,12 @@ class Orders:
     def _keep(self, key: bytes, retention: Retention) -> None:
         self.retained[key] = retention
         if retention.expires is not None:
-            self._expiries.add(key, retention.expires)
+            self.expiries.add(key, retention.expires)
 
     def _forget(self, key: bytes) -> None:
         expires = self.retained.pop(key).expires
         if expires is not None:
-            self._expiries.remove(key, expires)
+            self.expiries.remove(key, expires)
 
     def check(self, pages: Mapping[bytes, Retention]) -> list[str]:
         """Contradictions with `pages`, all pages of the tier. Changes nothing."""
@@ -265,6 +257,6 @@ class Orders:
                 problems.append("the eviction order and the index name different pages")
         if self.retained != {key: kept for key, kept in pages.items() if kept != DEFAULT}:
             problems.append("pages with a retention of their own differ from the index")
-        if self._expiries.items() != {key: kept.expires for key, kept in pages.items() if kept.expires is not None}:
+        if self.expiries.items() != {key: kept.expires for key, kept in pages.items() if kept.expires is not None}:
             problems.append("pages that expire differ from the index")
         return problems

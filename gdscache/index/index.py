@@ -10,20 +10,23 @@ leased page stays, and so does a *dirty* one, whose bytes are in no other tier y
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from gdscache.index.ages import PageAges
+from gdscache.index.eviction_orders import NO_RETENTIONS, Orders
 from gdscache.index.free_slots import FreeSlots
-from gdscache.index.retention import Retention
-from gdscache.index.table import PENDING, VERIFIED, Entry, PageState, PageTable
+from gdscache.index.retention import DEFAULT, Retention
+from gdscache.index.table import PENDING, VERIFIED, Columns, Entry, PageState
+from gdscache.limits import KEY_BYTES
 from gdscache.native import Victims, take_out
-from gdscache.pages.keys import Page
+from gdscache.pages.keys import KEY, Page, differ, find
 from gdscache.policies.base import LRU, EvictionPolicy
 
 _AHEAD = 32  # most tails that are evicted in advance, so that the next calls need no victims
@@ -37,13 +40,13 @@ class Detached(NamedTuple):
     held: object
 
 
-class PageIndex(PageTable):
-    """Slots `0 ... slots-1` of a tier and the pages in them.
+class PageIndex:
+    """Slots `0 ... slots-1` of a tier and the pages in them. A page may be present without its parent.
 
     `forget(slots)` is called when visible pages are dropped, `recycle(slots)` when their slots are given back, which is
     later if a page is leased. By default the slot is free then; the SSD tier also waits for the committed deletion.
 
-    Many methods: each change of a page's state is one, so that no caller changes the columns.
+    Many methods: each question about pages and each change of their state is one, so that no caller uses the columns.
     """
 
     def __init__(
@@ -53,7 +56,17 @@ class PageIndex(PageTable):
         forget: Callable[[Sequence[int]], None] | None = None,
         recycle: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
-        super().__init__(slots, LRU() if policy is None else policy)
+        self.slots = slots
+        # Pages at rest are columns, not objects: a million of them cost little, and the garbage collector nothing.
+        self._resting: dict[bytes, int] = {}  # key -> slot
+        self._parents: list[bytes | None] = [b""] * slots  # None: in `_restored_parents`
+        self._restored_parents = b""  # KEY_BYTES a slot
+        self._namespaces: list[bytes] = [b""] * slots
+        self._entries: dict[bytes, Entry] = {}  # pages in use
+        self._held: Counter[int] = Counter()  # leases on pages at rest, by slot: see `hold_run`
+        self._children = array("i", bytes(4 * slots))  # number of pages that follow the page in the slot
+        self._orphans: dict[bytes, int] = {}  # number of pages that follow an absent page, by its key
+        self.orders = Orders(LRU() if policy is None else policy, self.present, self.all_keys)
         self._dirty: set[int] = set()  # slots of pages that a lower tier is to get and lacks
         self.evictions = 0
         self.ages = PageAges(slots)
@@ -67,28 +80,271 @@ class PageIndex(PageTable):
         self.on_evict: Callable[[Collection[bytes]], object] = _nobody
         self.on_change: Callable[[str, Sequence[Any]], object] | None = None
         # Where a prefix may lie in several tiers: the tables of the others, and the keys of pages on their way to any.
-        self.others: Sequence[PageTable] = ()
+        self.others: Sequence[PageIndex] = ()
         self.coming: Callable[[], Collection[bytes]] = tuple
         self._leaving: dict[int, Entry] = {}  # dropped pages that are still leased, by slot
+
+    def __len__(self) -> int:
+        return len(self._resting) + len(self._entries)
+
+    def __iter__(self) -> Iterator[Entry]:
+        """All pages, reserved ones included; a page at rest comes as a copy."""
+        yield from self._entries.values()
+        for key, slot in self._resting.items():
+            yield self._entry(key, slot)
+
+    def __contains__(self, key: bytes) -> bool:
+        """True if the page is present in any state."""
+        return key in self._resting or key in self._entries
+
+    def has(self, key: bytes) -> bool:
+        """True if the page is visible."""
+        if key in self._resting:
+            return True
+        entry = self._entries.get(key)
+        return entry is not None and entry.state is not PENDING
+
+    def visible(self, keys: Sequence[bytes]) -> bytes:
+        """`has` of each key, 1 or 0."""
+        mask, entries = bytes(map(self._resting.__contains__, keys)), self._entries
+        if not entries or 0 not in mask or entries.keys().isdisjoint(keys):
+            return mask
+        return bytes(map(self.has, keys))
+
+    def present(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        resting, entries = self._resting, self._entries
+        if not entries:
+            return list(filter(resting.__contains__, keys))
+        return [key for key in keys if key in resting or key in entries]
+
+    def lacking(self, pages: Sequence[Page]) -> list[int]:
+        resting, entries = self._resting, self._entries
+        return [i for i, page in enumerate(pages) if (key := page.key) not in resting and key not in entries]
+
+    def slots_of(self, keys: Sequence[bytes]) -> list[int]:
+        resting = list(map(self._resting.get, keys))
+        found = list(map(self.slot, keys)) if self._entries and None in resting else resting
+        return [slot for slot in found if slot is not None] if None in found else cast(list[int], found)
+
+    def slot(self, key: bytes) -> int | None:
+        slot = self._resting.get(key)
+        if slot is None and key in self._entries:
+            return self._entries[key].slot
+        return slot
+
+    def retention(self, key: bytes) -> Retention | None:
+        return self.orders.retained.get(key, DEFAULT) if key in self else None
+
+    def all_keys(self) -> list[bytes]:
+        """Keys of all pages, reserved ones included."""
+        return [*self._resting, *self._entries]
+
+    # -- pages to work with -------------------------------------------------------------------------------------------
+
+    def get(self, key: bytes) -> Entry | None:
+        entry = self.find(key)
+        return None if entry is None or entry.state is PENDING else entry
+
+    def find(self, key: bytes) -> Entry | None:
+        slot = self._resting.pop(key, None)
+        if slot is None:
+            return self._entries.get(key)
+        entry = self._entries[key] = self._entry(key, slot)
+        self._held.pop(slot, None)
+        return entry
+
+    def pin_run(self, pages: Sequence[Page], start: int, stop: int) -> list[Entry]:
+        """Lease the pages of `pages[start:stop]` up to the first that is not visible."""
+        take, entries, retained, held = self._resting.pop, self._entries, self.orders.retained, self._held
+        pinned = []
+        for i in range(start, stop):  # no slice: this may end at the first page, and is called for each
+            page = pages[i]
+            key = page.key
+            slot = take(key, None)
+            if slot is not None:
+                retention = retained.get(key, DEFAULT) if retained else DEFAULT
+                leases = 1 + held.pop(slot, 0) if held else 1
+                entry = entries[key] = Entry(page, slot, VERIFIED, retention, leases)
+            elif key not in entries or (entry := entries[key]).state is PENDING:
+                break
+            else:
+                entry.leases += 1
+            pinned.append(entry)
+        return pinned
+
+    def hold_run(self, pages: Sequence[Page], start: int, stop: int) -> list[int]:
+        """`pin_run` without objects: returns slots. Pages at rest stay at rest, and `let_go` ends the
+        leases."""
+        at_rest, entries = self._resting.get, self._entries
+        slots: list[int] = []
+        in_use: list[Entry] = []
+        for i in range(start, stop):
+            key = pages[i].key
+            slot = at_rest(key)
+            if slot is None:
+                if key not in entries or (entry := entries[key]).state is PENDING:
+                    break
+                slot = entry.slot
+                in_use.append(entry)
+            slots.append(slot)
+        self._held.update(slots)
+        for entry in in_use:
+            entry.leases += self._held.pop(entry.slot, 0)
+        return slots
+
+    def absent_until(self, pages: Sequence[Page], start: int, stop: int | None = None) -> int:
+        """The place of the first page of `pages[start:stop]` that is present in any state; `stop` if none is."""
+        resting, entries = self._resting, self._entries
+        stop = len(pages) if stop is None else stop
+        for i in range(start, stop):
+            key = pages[i].key
+            if key in resting or key in entries:
+                return i
+        return stop
+
+    # -- pages come, and go -------------------------------------------------------------------------------------------
+
+    def insert(self, page: Page, slot: int, state: PageState, retention: Retention = DEFAULT) -> Entry:
+        """Put a page into an allocated slot. `PENDING` keeps it invisible until `commit`."""
+        return self.insert_all((page,), (slot,), state, (retention,))[0]
+
+    def insert_all(
+        self,
+        pages: Sequence[Page],
+        slots: Sequence[int],
+        state: PageState,
+        retentions: Sequence[Retention],
+        leases: int = 0,
+    ) -> list[Entry]:
+        """`insert` each page into its slot, until the slots end, with this number of leases.
+
+        A page that would follow itself, through pages that are present, begins a prefix instead, so that following
+        parents always ends.
+        """
+        self.orders.sift()
+        entries, children, orphans = self._entries, self._children, self._orphans
+        parents, namespaces = self._parents, self._namespaces
+        inserted: list[Entry] = []
+        last, last_slot = None, 0
+        end, rooted = cast(bytes | None, None), False  # the end of the parents of `last`, once needed
+        for page, slot, retention in zip(pages, slots, retentions, strict=False):
+            key, parent, namespace = page
+            if parent != last:
+                end = None
+            if parent == key or (orphans and key in orphans and parent != namespace):
+                end = key if parent == key else self.end_of_prefix(parent) if end is None else end
+                if end == key:
+                    end, parent, rooted = namespace, namespace, True
+                    page = Page(key, parent, namespace)
+            entry = entries[key] = Entry(page, slot, state, retention, leases)
+            inserted.append(entry)
+            parents[slot] = parent
+            namespaces[slot] = namespace
+            children[slot] = orphans.pop(key, 0) if orphans else 0
+            if parent != namespace:
+                above = last_slot if parent == last else self.slot(parent)
+                if above is None:
+                    orphans[parent] = orphans.get(parent, 0) + 1
+                else:
+                    children[above] += 1
+            last, last_slot = key, slot
+        added = [entry.page for entry in inserted] if rooted else pages[: len(inserted)]
+        self.orders.add(added, retentions[: len(inserted)])
+        self.ages.came([entry.key for entry in inserted])
+        if self.on_change is not None and state is not PENDING:
+            self.on_change("stored", pages[: len(inserted)])
+        return inserted
+
+    def end_of_prefix(self, key: bytes) -> bytes:
+        """The absent page that the last of the present pages before `key`, or `key` itself, follows; b"" where the
+        prefix is whole."""
+        resting, parents, entries = self._resting, self._parents, self._entries
+        while True:
+            slot = resting.get(key)
+            if slot is None:
+                if key not in entries:
+                    return key
+                slot = entries[key].slot
+            key = parents[slot] or self._parent_at(slot)
+            if not self._orphans or key == self._namespaces[slot]:
+                return b""
+
+    def restore(
+        self,
+        keys: npt.NDArray[np.void],
+        parents: npt.NDArray[np.void],
+        digests: Sequence[bytes],
+        namespaces: npt.NDArray[np.int64],
+        slots: npt.NDArray[np.int64],
+        order: npt.NDArray[np.int64],
+        retentions: Mapping[int, Retention] = NO_RETENTIONS,
+        above: npt.NDArray[np.int64] | None = None,
+    ) -> None:
+        """Fill an empty table with visible pages, column by column. Keys differ, and so do slots.
+
+        `keys` and `parents` are of dtype V32, `namespaces` positions in `digests`, `order` positions of pages, the
+        least recently used first. `retentions`: by position, where they are not the default. `above`: the position of
+        each page's parent (-1: absent), if known. No page follows itself, not even through others.
+        """
+        names = [key for (key,) in struct.iter_unpack(f"{KEY_BYTES}s", keys.tobytes())]
+        self._resting = dict(zip(names, slots.tolist(), strict=True))
+        self.orders.restore(names, order, retentions)
+        # Pages share the objects of their namespaces; parents become objects only when they are read.
+        by_slot = np.full(self.slots, b"", dtype=object)
+        by_slot[slots] = np.array([*digests, None], dtype=object)[namespaces]
+        self._namespaces = by_slot.tolist()
+        self._parents = [None] * self.slots
+        restored = np.zeros(self.slots, KEY)
+        restored[slots] = parents
+        self._restored_parents = restored.tobytes()
+        follows = np.flatnonzero(differ(parents, np.frombuffer(b"".join(digests), KEY)[namespaces]))
+        above = find(keys, parents[follows]) if above is None else above[follows]
+        counts = np.bincount(slots[above[above >= 0]], minlength=self.slots).astype(np.intc)
+        self._children = array("i", counts.tobytes())
+        self._orphans = dict(Counter(parents[follows[above < 0]].tolist()))
+        used = np.zeros(self.slots, np.bool_)
+        used[slots] = True
+        self._free = FreeSlots.beside(used)
+
+    @property
+    def _columns(self) -> Columns:
+        places = self._resting, self._entries, self._children, self._parents, self._restored_parents
+        return Columns(*places, self._namespaces, self._orphans)
+
+    def namespaces_at(self, slots: Sequence[int]) -> list[bytes]:
+        return list(map(self._namespaces.__getitem__, slots))
+
+    # -- a page's row -------------------------------------------------------------------------------------------------
+
+    def _entry(self, key: bytes, slot: int) -> Entry:
+        retention = self.orders.retained.get(key, DEFAULT)
+        return Entry(self._page_at(key, slot), slot, VERIFIED, retention, self._held[slot])
+
+    def _page_at(self, key: bytes, slot: int) -> Page:
+        return Page(key, self._parent_at(slot), self._namespaces[slot])
+
+    def _parent_at(self, slot: int) -> bytes:
+        parent = self._parents[slot]
+        return self._restored_parents[slot * KEY_BYTES : (slot + 1) * KEY_BYTES] if parent is None else parent
+
+    def _parent(self, key: bytes) -> bytes:
+        """By the page's row, which leads to no circle; a caller may have named the page otherwise."""
+        entry = self._entries.get(key)
+        return self._parent_at(self._resting[key] if entry is None else entry.slot)
+
+    # -- uses ---------------------------------------------------------------------------------------------------------
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Count a use of each present page. Give a prefix tail first, so that its head stays longest.
 
         The use enters the orders later, as new pages do: see `Orders`.
         """
-        self._orders.use(keys)
+        self.orders.use(keys)
         self.ages.used(keys)
-
-    @property
-    def waiting(self) -> int:
-        return self._orders.waiting
-
-    def bring_in(self, most: int | None = None) -> None:
-        self._orders.bring_in(most)
 
     def coldest(self) -> bytes | None:
         """The page that eviction looks at first."""
-        return next(iter(self._orders), None)
+        return next(iter(self.orders), None)
 
     # -- retention ----------------------------------------------------------------------------------------------------
 
@@ -103,19 +359,11 @@ class PageIndex(PageTable):
             return False
         slot = self.slot(key)
         assert slot is not None, "a page that is there has a slot"
-        self._orders.retain(self._page_at(key, slot), new)
+        self.orders.retain(self._page_at(key, slot), new)
         entry = self._entries.get(key)
         if entry is not None:
             entry.retention = new
         return True
-
-    @property
-    def retained_pages(self) -> int:
-        return len(self._orders.retained)
-
-    @property
-    def next_expiry(self) -> float:
-        return self._orders.next_expiry
 
     # -- dirty pages --------------------------------------------------------------------------------------------------
 
@@ -139,7 +387,7 @@ class PageIndex(PageTable):
         be longer.
         """
         chosen: dict[bytes, Page] = {}
-        for key in self._orders:
+        for key in self.orders:
             if len(chosen) >= n:
                 break
             family: list[Page] = []
@@ -207,18 +455,20 @@ class PageIndex(PageTable):
         if pages:
             keep = {*keep, *(page.key for page in pages), *(page.parent for page in pages)}
         victims = self._tails(n + ahead, keep)
-        if pages and any(table.follows(victims.chosen) for table in self.others):  # no tails: these have children there
+        if pages and not all(
+            table._orphans.keys().isdisjoint(victims.chosen) for table in self.others
+        ):  # no tails: these have children there
             keep = {*keep, *self.family(pages)}
             victims = self._tails(n + ahead, keep)
         if len(victims.chosen) < n:
             keep = {*keep, *self.family(pages)} if pages else keep
-            victims.look(self._columns, self._orders, keep, n, tails_only=False)
-        self._orders.defer_all(victims.passed)
+            victims.look(self._columns, self.orders, keep, n, tails_only=False)
+        self.orders.defer_all(victims.passed)
         return victims.chosen
 
     def _tails(self, n: int, keep: Collection[bytes]) -> Victims:
-        coldest = iter(self._orders)  # the orders are up to date from here on
-        victims = Victims(self._held, self._dirty, PENDING, self._orders.deferring())
+        coldest = iter(self.orders)  # the orders are up to date from here on
+        victims = Victims(self._held, self._dirty, PENDING, self.orders.deferring())
         victims.look(self._columns, coldest, keep, n, tails_only=True)
         return victims
 
@@ -277,16 +527,6 @@ class PageIndex(PageTable):
 
     # -- pages --------------------------------------------------------------------------------------------------------
 
-    def _restored(self, slots: npt.NDArray[np.int64]) -> None:
-        used = np.zeros(self.slots, np.bool_)
-        used[slots] = True
-        self._free = FreeSlots.beside(used)
-
-    def _inserted(self, pages: Sequence[Page], state: PageState) -> None:
-        self.ages.came([page.key for page in pages])
-        if self.on_change is not None and state is not PENDING:
-            self.on_change("stored", pages)
-
     def commit(self, entry: Entry, state: PageState = VERIFIED) -> bool:
         """Make a reserved page visible; it stays leased. False if it was dropped meanwhile."""
         entry.state = state
@@ -307,7 +547,7 @@ class PageIndex(PageTable):
         if entry.dropped:
             return
         key, slot, visible = entry.key, entry.slot, entry.state is not PENDING
-        self._orders.sift()  # its uses count only while it is present
+        self.orders.sift()  # its uses count only while it is present
         self._resting[key] = slot
         try:
             gone, _ = take_out(self._columns, (key,))
@@ -328,9 +568,9 @@ class PageIndex(PageTable):
             self._evicted((key,), gone)
             return
         self.ages.gone(key)
-        self._orders.remove(key)
+        self.orders.remove(key)
         if (freed := gone[0][1]) is not None:
-            self._orders.hasten(freed)
+            self.orders.hasten(freed)
         if visible and self.on_change is not None:
             self.on_change("removed", (key,))
 
@@ -365,15 +605,15 @@ class PageIndex(PageTable):
 
     def expire(self, now: float, most: int) -> list[bytes]:
         """Drop up to `most` pages that have expired by `now`; returns the keys of the visible ones."""
-        keys = self._orders.expired(now, most)
+        keys = self.orders.expiries.take(now, most)
         try:
             return self._drop_expired(keys)
         except BaseException:
-            self._orders.not_yet_expired(keys)
+            self.orders.not_yet_expired(keys)
             raise
 
     def expire_among(self, pages: Iterable[Page], now: float) -> list[bytes]:
-        return self._drop_expired(self._orders.expired_among((page.key for page in pages), now))
+        return self._drop_expired(self.orders.expired_among((page.key for page in pages), now))
 
     def _drop_expired(self, keys: Iterable[bytes]) -> list[bytes]:
         visible = []
@@ -406,13 +646,13 @@ class PageIndex(PageTable):
             self.find(key)
         in_use = list(self._entries.values())
         visible = len(self._resting) + sum(entry.state is not PENDING for entry in in_use)
-        orders, children = self._orders.empty(), array("i", bytes(4 * self.slots))
+        orders, children = self.orders.empty(), array("i", bytes(4 * self.slots))
         for entry in in_use:
             self.drop(entry)
         detached = Detached(
-            visible, list(self._resting.values()), (self._resting, self._orders, self._orphans, self._children)
+            visible, list(self._resting.values()), (self._resting, self.orders, self._orphans, self._children)
         )
-        self._resting, self._orders, self._orphans, self._children = {}, orders, {}, children
+        self._resting, self.orders, self._orphans, self._children = {}, orders, {}, children
         self._dirty = set()
         self.ages.clear()
         if self.on_change is not None:
@@ -438,7 +678,7 @@ class PageIndex(PageTable):
 
     def _evicted(self, keys: Sequence[bytes], gone: Sequence[tuple[bytes, bytes | None]]) -> None:
         """Visible pages have gone. `gone`: as of `take_out`."""
-        self._orders.evict(gone)
+        self.orders.evict(gone)
         self.evictions += len(keys)
         self.ages.evicted(keys)
         self.on_evict(keys)
@@ -463,6 +703,17 @@ class PageIndex(PageTable):
         if self._dirty - {e.slot for e in pages if e.state is VERIFIED}:
             problems.append("slots are dirty that hold no page")
         return problems + self._free.check() + self._disagreements(pages)
+
+    def _disagreements(self, pages: Collection[Entry]) -> list[str]:
+        problems = self.orders.check({e.key: e.retention for e in pages})
+        counted = {e.key: self._children[e.slot] for e in pages if self._children[e.slot]} | self._orphans
+        rows = [(self._parent_at(e.slot), self._namespaces[e.slot]) for e in pages]
+        if Counter(parent for parent, namespace in rows if parent != namespace) != counted:
+            problems.append("pages that follow others are miscounted")
+        if min(self._held.values(), default=1) < 1 or self._held.keys() - {*self._resting.values()}:
+            problems.append("pages are held that are not at rest")
+        wrong = [e for e in self._entries.values() if e.leases < 0 or e.dropped or e.key in self._resting]
+        return problems + [f"page {e.key.hex()[:16]} has {e.leases} leases, dropped={e.dropped}" for e in wrong]
 
 
 def _nobody(keys: Collection[bytes]) -> None:

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from gdscache.errors import GdsCacheError, LoadOrderError
 from gdscache.integrations.weights import fresh_salt
 from gdscache.moves import PrefetchEnd
-from gdscache.pages.hit import Hit
+from gdscache.pages.hit import Hit, joined, words
 from gdscache.pages.keys import PageHashes
-from gdscache.pages.reasons import joined, words
 from gdscache.runtime.threads import Flag, log_failure
 
 if TYPE_CHECKING:

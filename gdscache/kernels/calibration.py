@@ -18,7 +18,7 @@ import torch
 import gdscache
 from gdscache.cuda.driver import Driver
 from gdscache.errors import GdsCacheError
-from gdscache.extents.host import HostExtents
+from gdscache.extents import HostExtents
 from gdscache.kernels import choice as paths
 from gdscache.kernels import jit
 from gdscache.kernels.choice import Calibration, Direction, Path, Rates

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import torch
 
@@ -92,16 +93,11 @@ class PageKernels:
         self._built: dict[int, dict[str, jit.Kernel]] = {} if like is None else like._built
         self.build(self._vector)
 
-    def loaded(self) -> tuple[int, int, int, int, int]:
-        """CUfunctions: gather, scatter, and both with checksums; and the address of their table."""
-        kernels = self.build(self._vector)
-        gather, scatter, gather_sums, scatter_sums = (kernels[name].pointer for name in FORMS)
-        return gather, scatter, gather_sums, scatter_sums, self._table.data_ptr()
-
-    def about(self) -> tuple[int, int, bool, bool]:
-        """Bytes of the widest access, processors of the GPU, and whether there are checksums, also from the planes
-        alone."""
-        return self._vector, self.processors, self.has_sums, self.can_look
+    def spec(self) -> dict[str, Any]:
+        """Their part of a `GpuSpec`."""
+        functions = {name: kernel.pointer for name, kernel in self.build(self._vector).items()}
+        about = {"vector": self._vector, "processors": self.processors, "sums": self.has_sums, "looks": self.can_look}
+        return functions | about | {"table": self._table.data_ptr()}
 
     def build(self, vector: int) -> dict[str, jit.Kernel]:
         """The kernels for accesses of `vector` bytes; compiled, loaded and run once without pages."""

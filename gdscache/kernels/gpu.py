@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from gdscache.cuda.driver import Driver
     from gdscache.cuda.streams import Event
-    from gdscache.extents.base import Extents
+    from gdscache.extents import Extents
     from gdscache.kernels.cuda import PageKernels, PlaneRuns
     from gdscache.kernels.packed import PackedKernels
     from gdscache.pages.planes import PagedPlanes
@@ -119,8 +119,6 @@ class NativeGpu(Gpu):
             for layer in runs
             for r in layer
         ]
-        loaded = (0, 0, 0, 0, 0) if kernels is None else kernels.loaded()
-        vector, processors, sums, looks = (0, 0, False, False) if kernels is None else kernels.about()
         spec = GpuSpec(
             **dataclasses.asdict(sizes or ChunkSizes()),
             context=driver.context,
@@ -131,12 +129,8 @@ class NativeGpu(Gpu):
             page_blocks=planes.blocks_per_page,
             extent_bytes=layout.extent_bytes,
             staging=staging,
-            **dict(zip(("gather", "scatter", "gather_sums", "scatter_sums", "table"), loaded, strict=True)),
-            vector=vector,
-            processors=processors,
-            sums=sums,
-            looks=looks,
             packed=layout.packed,
+            **({} if kernels is None else kernels.spec()),
         )
         try:
             super().__init__(driver.library, spec)

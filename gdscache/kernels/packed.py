@@ -6,6 +6,8 @@ synchronises.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from gdscache.kernels import jit
@@ -30,14 +32,12 @@ class PackedKernels:
         self.table = uploaded(planes, self.runs)
         self.kernels = jit.build(SOURCE, FORMS, self.device, VECTOR=self._vector(self.runs))
 
-    def loaded(self) -> tuple[int, int, int, int, int]:
-        """CUfunctions in the order of `PageKernels.loaded`, and the address of their table."""
+    def spec(self) -> dict[str, Any]:
+        """Their part of a `GpuSpec`. Extents are read and written in words of 8 bytes."""
         gather, scatter = (self.kernels[name].pointer for name in FORMS)
-        return gather, scatter, gather, scatter, self.table.data_ptr()
-
-    def about(self) -> tuple[int, int, bool, bool]:
-        """As `PageKernels.about`. Extents are read and written in words of 8 bytes."""
-        return 8, self.processors, True, False
+        functions = {"gather": gather, "scatter": scatter, "gather_sums": gather, "scatter_sums": scatter}
+        about = {"vector": 8, "processors": self.processors, "sums": True, "looks": False}
+        return functions | about | {"table": self.table.data_ptr()}
 
     @staticmethod
     def _vector(runs: list[list[PlaneRuns]]) -> int:

@@ -12,8 +12,7 @@ from gdscache import arguments
 from gdscache.cuda.streams import Event, Fence, LayerFences
 from gdscache.errors import DeadlineError
 from gdscache.load.report import LoadPart, LoadReport
-from gdscache.moves import Moving
-from gdscache.moves.base import Orders
+from gdscache.moves import Moving, Orders
 from gdscache.pages.layout import PageLayout
 from gdscache.runtime.calls import Caller
 from gdscache.runtime.threads import Flag

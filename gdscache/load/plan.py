@@ -14,8 +14,8 @@ from gdscache.arrays import Int64Array
 from gdscache.index.table import Entry
 from gdscache.load.report import told_of
 from gdscache.moves import PageStatus
+from gdscache.pages.hit import CACHED, Reason, joined
 from gdscache.pages.keys import Page
-from gdscache.pages.reasons import CACHED, Reason, joined
 from gdscache.tiers.base import Lease, Tier
 
 STATUSES = tuple(PageStatus)

@@ -323,8 +323,7 @@ class LoadPlanner:
         return found, "more"
 
     def _cut(self, plan: LoadPlan, pages: int) -> None:
-        for entry in plan.entries(range(pages, len(plan))):
-            plan.leases[-1].remove(entry)
+        plan.leases[-1].release(plan.entries(range(pages, len(plan))))
         del plan.pages[pages:], plan.slots[pages:], plan.sources[pages:], plan.targets[pages:]
         plan.runs = [TierRun(r.tier, r.rows[: pages - r.rows.start]) for r in plan.runs if r.rows.start < pages]
 

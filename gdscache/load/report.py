@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from gdscache.moves import PageStatus
-from gdscache.pages.reasons import CACHED, Reason, Told
+from gdscache.pages.hit import CACHED, Reason, Told
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from gdscache.arrays import Int64Array
-from gdscache.moves.base import PLANES, Lane, Orders, Priority, Steps, Wait, Way
+from gdscache.moves import PLANES, Lane, Orders, Priority, Steps, Wait, Way
 from gdscache.native import put_rows, take_rows
 from gdscache.runtime.threads import Flag, Workers, failure_of
 
 if TYPE_CHECKING:
     from gdscache.cuda.streams import Event
-    from gdscache.extents.base import Extents, SlotMemory
+    from gdscache.extents import Extents, SlotMemory
     from gdscache.index.free_slots import SlotShare
     from gdscache.pages.checksum import Checksums
 

@@ -1,5 +1,8 @@
 """The executor of an engine: the native library carries moves out, threads of Python drive steps. And its moves: their
-begin, their end, and their late pages."""
+begin, their end, and their late pages.
+
+`NativeMoves` is the library's executor in the terms of moves: spaces have names, and groups are layers of a layout.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +19,148 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
+from gdscache.arrays import Int64Array, integers
 from gdscache.cuda.streams import Event, Landed, events_of, given
-from gdscache.errors import DeviceError, IOFailedError, NativeCallError, ShortIOError, StorageError
-from gdscache.moves.base import PLANES, End, Listener, Move, Moving, PageStatus, Priority, Steps, Wait, Way
+from gdscache.errors import DeviceError, IOFailedError, NativeCallError, PlanesError, ShortIOError, StorageError
+from gdscache.moves import PLANES, End, Listener, Move, Moving, PageStatus, Priority, Steps, Wait, Way
 from gdscache.moves.lanes import Blocking, ThreadDriver
-from gdscache.moves.library import MoveLimits, NativeMoves, NativePlanes, Space
-from gdscache.native import NEVER, SHORT, error_of
+from gdscache.native import NEVER, SHORT, Executor, HostPlanes, error_of
+from gdscache.pages.planes import PagedPlanes
 from gdscache.runtime.threads import failure_of, log_failure, start
 from gdscache.storage.base import Descriptors, memory_of
 from gdscache.tracing import OFF, Timeline
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from gdscache.extents.base import Extents
+    from gdscache.extents import Extents
     from gdscache.kernels.copies import PageCopies
+    from gdscache.native import Gpu
+    from gdscache.pages.checksum import Checksums
+    from gdscache.pages.layout import PageLayout
     from gdscache.storage.base import Files
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Space:
+    """A space of moves. `foreign`: planes or a memory of a GPU.
+
+    `slots`: of a memory or of files; of planes, blocks. `memory`: the bytes, uint8; for a GPU, `device_memory` is their
+    address on the GPU `device` instead. `sums`: uint64 (slots, layers), where stores leave checksums; for files see
+    `Descriptors`. `files`: handles of the disk number `disk`, over which slots are striped, `stretch` at a time.
+    `pinned`: the GPU's copy engines reach the memory. A copy never crosses a multiple of `fence` slots.
+    """
+
+    kind: str  # planes, memory or files
+    slots: int
+    foreign: bool = True
+    memory: npt.NDArray[np.uint8] | None = None
+    sums: Checksums | None = None
+    files: Sequence[int] = ()
+    stretch: int = 1
+    disk: int = 0
+    device_memory: int = 0
+    device: int = 0
+    pinned: bool = False
+    fence: int = 0
+
+
+class NativePlanes(HostPlanes):
+    """Planes in host memory, as the library knows them. The tensors live as long as the pool.
+
+    Raises `NativeCallError` for planes that are none in host memory, and `PlanesError` for packed parts of unlike runs.
+    """
+
+    def __init__(self, planes: PagedPlanes) -> None:
+        self.planes = planes
+        memory = [planes.memory(piece) for layer in planes.layout.pieces for piece in layer]
+        # The library has as many runs a block in all planes. Those without gaps may be cut anew.
+        apart = {runs for _, _, stride, run, runs in memory if stride != run and runs > 1} or {planes.block_tokens}
+        runs = max(apart)
+        if len(apart) > 1 or any(its != runs and run * its % runs for *_, run, its in memory):
+            raise PlanesError(
+                f"parts of planes have {sorted(apart)} runs a block", "set model.pack to off: their runs differ"
+            )
+        rows = [
+            (first, block, stride, run) if its == runs else (first, block, *[run * its // runs] * 2)
+            for first, block, stride, run, its in memory
+        ]
+        firsts = np.array([0, *itertools.accumulate(map(len, planes.layout.pieces))], np.int32)
+        super().__init__(integers(rows), firsts, planes.blocks, runs, planes.blocks_per_page, planes.layout.packed)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MoveLimits:
+    """In bytes: I/O in flight over all moves, and the size of one job of each kind. See move.h."""
+
+    flying: int = 64 << 20
+    io: int = 4 << 20
+    copy: int = 2 << 20
+    foreign_copy: int = 64 << 20
+
+
+class NativeMoves(Executor):
+    """Moves over `spaces`, by name. Thread-safe, except `close`.
+
+    `reserve`: the memory of the bounce reserve, its first slot for loads, and their number; `fence`: no run of its
+    slots crosses a multiple of this. `pool`: planes on the host. `disks`: the files' means of I/O. `threads` copy, and
+    check deadlines. `gpu`: of the foreign planes and memories. Tests step an executor by hand that has no threads, no
+    GPU, and None for disks (tests/support/hooks.py). Raises `NativeCallError`.
+    """
+
+    def __init__(
+        self,
+        layout: PageLayout,
+        spaces: Mapping[str, Space],
+        page_blocks: int,
+        *,
+        limits: MoveLimits = MoveLimits(),
+        reserve: tuple[str, int, int] | None = None,
+        fence: int = 0,
+        pool: HostPlanes | None = None,
+        gpu: Gpu | None = None,
+        disks: Sequence[Descriptors | None] = (),
+        threads: int = 0,
+    ) -> None:
+        bounds = np.array([*(start for start, _ in layout.layer_bounds), layout.page_bytes], np.int64)
+        super().__init__(
+            *(bounds, layout.extent_bytes, page_blocks, dict(spaces), limits, reserve, fence),
+            *(pool, gpu, disks, threads),
+        )
+        self._layout = layout
+        self._groups: dict[tuple[range, ...], Int64Array] = {}
+        self.layers = layout.n_layers
+
+    def start(
+        self,
+        number: int,
+        move: Move,
+        until: int = NEVER,
+        after: Sequence[int] = (),
+        routes: Callable[[range], tuple[int, int]] | None = None,
+    ) -> None:
+        """Begin a move that ends by `until`, in nanoseconds. `number` is unique among moves that have not ended.
+
+        `after`: CUevents that a GPU's copies wait for; they live until the move has ended. `routes(layers)`: the kinds
+        of copies for these layers, without checksums and with them.
+        """
+        groups = self._groups.get(move.groups)
+        if groups is None:
+            groups = self._groups[move.groups] = self._table(move.groups or (range(self.layers),))
+        events = np.array(after, np.uint64) if after else None
+        self.begin(number, move.priority, until, move.ways, groups, routes, events, move.open)
+
+    def _table(self, groups: Sequence[range]) -> Int64Array:
+        """int64 (groups, 8): first and last layer, their bytes in an extent, the bytes to read after the group before,
+        and the bytes to read alone."""
+        layout = self._layout
+        rows = [
+            (some.start, some.stop, layout.layer_bounds[some.start][0], layout.layer_bounds[some.stop - 1][1])
+            + (layout.read_span(some) + layout.read_span(some, alone=True))
+            for some in groups
+        ]
+        return np.array(rows, np.int64)
+
 
 LIMITS = MoveLimits()
 TRACKS = {  # timeline tracks by the kinds of spans of the library's threads, in the library's order
@@ -183,9 +311,6 @@ class NativeExecutor(ThreadDriver):
     mark = behind
 
     def passed(self, mark: Event) -> None: ...
-
-    def held_slots(self) -> int:
-        return self.moves.held_slots()
 
     def reads_queued(self) -> Event:
         return None if self._gpu is None else self._gpu.point(self._gpu.last(loads=False))

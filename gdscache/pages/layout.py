@@ -67,6 +67,10 @@ class Plane:
     def row_bytes(self) -> int:
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
+    def describe(self, *, packed: bool) -> list[object]:
+        packing = [self.values, list(self.parts)] if packed and (self.values or self.parts) else []
+        return [self.name, list(self.shape), self.dtype, *packing]
+
     def packed_values(self, tokens: int) -> tuple[int, ...]:
         """Values of each part of `tokens` tokens in a packed extent. Raises `GeometryError` for planes that cannot be
         packed."""
@@ -192,28 +196,13 @@ class PageLayout:
         """Bytes of one token over all layers and planes."""
         return self.plane_bytes // self.page_tokens
 
-    def full_pages(self, n_tokens: int) -> int:
-        """Pages that `n_tokens` fill completely; a partial tail has no page."""
-        return n_tokens // self.page_tokens
-
     def pages_for(self, n_tokens: int) -> int:
         """Pages that `n_tokens` touch, a partial tail included."""
         return -(-n_tokens // self.page_tokens)
 
     def describe(self) -> list[object]:
         """The layout as plain data, for a namespace's digest and a catalogue."""
-        return [
-            [
-                [
-                    p.name,
-                    list(p.shape),
-                    p.dtype,
-                    *([p.values, list(p.parts)] if self.packed and (p.values or p.parts) else []),
-                ]
-                for p in planes
-            ]
-            for planes in self.layers
-        ]
+        return [[plane.describe(packed=self.packed) for plane in planes] for planes in self.layers]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

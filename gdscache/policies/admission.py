@@ -19,7 +19,7 @@ import logging
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from gdscache.errors import CapacityError
 from gdscache.limits import LIMITS
@@ -38,51 +38,34 @@ _DAY = 86_400 * _NS
 _log = logging.getLogger("gdscache.store")
 
 
-class AdmissionPolicy(Protocol):
-    """Whether a page is worth its write. Knows keys only. `asks_victim`: the answer depends on the victim."""
+class AdmitAll:
+    """Admits every page. The other policies say whether a page is worth its write. They know keys only."""
 
-    name: str
-    asks_victim: bool = False
+    name = "all"
+    asks_victim = False  # True: the answer depends on the victim
 
-    def use(self, keys: Sequence[bytes]) -> None:
-        return
+    def __init__(self, slots: int, offers: int) -> None:
+        """For an SSD of `slots` pages; `second_offer` admits a page at its `offers`th offer."""
+
+    def use(self, keys: Sequence[bytes]) -> None: ...
 
     def offer(self, key: bytes, victim: bytes | None) -> bool:
         """True when the page may go in, in place of `victim` (None: there is room)."""
-        ...
+        return True
 
     def vouched(self, keys: list[bytes]) -> None:
         """The next offers of these pages are offers that the policy of another tier has admitted."""
-        return
 
     def explain(self, key: bytes, victim: bytes | None) -> str:
         """Why the page was just refused, with figures, and the setting to change; for people."""
-        ...
-
-    def describe(self) -> dict[str, Any]:
-        """For `stats()`: `memory_bytes`, and the policy's own figures."""
-        ...
-
-
-class AdmitAll(AdmissionPolicy):
-    """Admits every page."""
-
-    name = "all"
-
-    def __init__(self, slots: int, offers: int) -> None:
-        """As every row: for an SSD of `slots` pages; `second_offer` admits a page at its `offers`th offer."""
-
-    def offer(self, key: bytes, victim: bytes | None) -> bool:
-        return True
-
-    def explain(self, key: bytes, victim: bytes | None) -> str:
         return "store.admission is all, which refuses nothing"
 
     def describe(self) -> dict[str, Any]:
+        """For `stats()`: `memory_bytes`, and the policy's own figures."""
         return {"memory_bytes": 0}
 
 
-class SecondOffer(AdmissionPolicy):
+class SecondOffer(AdmitAll):
     """Admits a page that was offered lately, `offers` - 1 times at least.
 
     Remembers an offer for four to eight offers a slot of the SSD, in 16 to 32 bytes a slot for every offer before the
@@ -113,7 +96,7 @@ class SecondOffer(AdmissionPolicy):
         return {"offers": self._offers, "remembered_offers": counter.period, "memory_bytes": counter.nbytes}
 
 
-class TinyLFU(AdmissionPolicy):
+class TinyLFU(AdmitAll):
     """Admits a page that was used more often than its victim; any page while there is room.
 
     Takes 18 to 36 bytes a slot of the SSD. See `FrequencySketch`.
@@ -142,11 +125,7 @@ class TinyLFU(AdmissionPolicy):
         return {"memory_bytes": self._sketch.nbytes}
 
 
-ADMISSIONS: dict[str, type[AdmitAll] | type[SecondOffer] | type[TinyLFU]] = {
-    "all": AdmitAll,
-    "second_offer": SecondOffer,
-    "tinylfu": TinyLFU,
-}
+ADMISSIONS = {policy.name: policy for policy in (AdmitAll, SecondOffer, TinyLFU)}
 
 
 class EnduranceBudget:
@@ -227,19 +206,14 @@ class Admission:
         self._log = LimitedLog() if log is None else log
         self.admitted = 0
         self.refused: Counter[str] = Counter()
-        self._policy: AdmissionPolicy = ADMISSIONS[name](slots, offers)
+        self.policy = ADMISSIONS[name](slots, offers)
         self._extent_bytes = extent_bytes
         self._budget = None if endurance is None else EnduranceBudget(endurance, clock)
         self._lately: OrderedDict[bytes, None] = OrderedDict()  # refused pages, not used since
 
     @property
     def refuses(self) -> bool:
-        return self._budget is not None or not isinstance(self._policy, AdmitAll)
-
-    @property
-    def asks_victim(self) -> bool:
-        """Whether the answer depends on the victim; otherwise the caller need not look for it."""
-        return self._policy.asks_victim
+        return self._budget is not None or self.policy.name != AdmitAll.name
 
     def use(self, keys: Sequence[bytes]) -> list[bytes]:
         """A request found or brought these pages: each once a request. Returns the pages that were refused and not used
@@ -247,7 +221,7 @@ class Admission:
         refused = [key for key in keys if key in self._lately] if self._lately else []
         for key in refused:
             self._lately.pop(key, None)
-        self._policy.use(keys)
+        self.policy.use(keys)
         return refused
 
     def admit(self, page: Page, victim: bytes | None = None, *, room: bool = True) -> str:
@@ -256,8 +230,8 @@ class Admission:
         `victim`: the key of the page that would have to go, None while there is room. `room`: False if the most pages
         are on their way already. Counts an offer. If the page is not written after all, call `not_written`.
         """
-        if not self._policy.offer(page.key, victim):
-            return self._refuse(page, self._policy.name, victim)
+        if not self.policy.offer(page.key, victim):
+            return self._refuse(page, self.policy.name, victim)
         if not room:
             return self._refuse(page, "queue_full", victim)
         if page.parent in self._lately:
@@ -282,14 +256,10 @@ class Admission:
         if self._budget is not None:
             self._budget.give_back(pages * self._extent_bytes)
 
-    def vouched(self, keys: list[bytes]) -> None:
-        """See `AdmissionPolicy.vouched`."""
-        self._policy.vouched(keys)
-
     def describe(self) -> dict[str, Any]:
         return {
-            "policy": self._policy.name,
-            **self._policy.describe(),
+            "policy": self.policy.name,
+            **self.policy.describe(),
             "admitted": self.admitted,
             "refused": dict(self.refused),
             "endurance": None if self._budget is None else self._budget.describe(),
@@ -321,4 +291,4 @@ class Admission:
                 "or as fill half of the CPU tier. Raise store.queue and cpu.capacity if that passes; if it lasts, "
                 "let store.admission choose the pages that are written"
             )
-        return self._policy.explain(page.key, victim)
+        return self.policy.explain(page.key, victim)

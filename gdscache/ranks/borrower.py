@@ -16,10 +16,9 @@ import torch
 import gdscache
 from gdscache.arrays import Int64Array
 from gdscache.config import Config
-from gdscache.disk.slab import Slab
-from gdscache.disk.slab_io import SlabIO
+from gdscache.disk.slab import Slab, SlabIO
 from gdscache.errors import RankLostError, RankMismatchError
-from gdscache.extents.host import HostExtents
+from gdscache.extents import HostExtents
 from gdscache.kernels.copies import open_copies
 from gdscache.load.plan import STATUSES
 from gdscache.moves import PLANES, Move, PageStatus, Priority, Way

@@ -23,7 +23,7 @@ from gdscache.arrays import Int64Array
 from gdscache.cuda.streams import Event, Landed
 from gdscache.errors import InvalidValueError, RankLostError
 from gdscache.load.plan import CODES, STATUSES
-from gdscache.moves.base import PLANES, End, Listener, Move, Orders, PageStatus, Priority, Spent, Steps, Way
+from gdscache.moves import PLANES, End, Listener, Move, Orders, PageStatus, Priority, Spent, Steps, Way
 from gdscache.moves.lanes import Blocking, ThreadDriver
 from gdscache.moves.native import write_error
 from gdscache.ranks import wire
@@ -34,7 +34,7 @@ from gdscache.ranks.wire import Message
 from gdscache.runtime.threads import Flag
 
 if TYPE_CHECKING:
-    from gdscache.extents.base import SlotMemory
+    from gdscache.extents import SlotMemory
 
 _SPENT = 64
 # Seconds to wait for a load without a deadline, or whose order the caller does not pass on. Its pages were promised,

@@ -10,7 +10,7 @@ import numpy as np
 
 from gdscache.arrays import Int64Array
 from gdscache.cuda.streams import Event, Landed
-from gdscache.moves.base import End, Listener, Move, Moving, PageStatus, Steps, Way
+from gdscache.moves import End, Listener, Move, Moving, PageStatus, Steps, Way
 from gdscache.pages.layout import is_plain
 from gdscache.runtime.threads import Flag
 

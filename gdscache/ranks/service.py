@@ -23,10 +23,8 @@ from gdscache.arrays import Int64Array
 from gdscache.config import GpuConfig, ModelConfig
 from gdscache.cuda.numa import near
 from gdscache.cuda.streams import Event
-from gdscache.disk.directory import lock_slab
-from gdscache.disk.locks import FileLock
-from gdscache.disk.slab import Slab
-from gdscache.disk.slab_io import SlabIO
+from gdscache.disk.directory import FileLock, lock_slab
+from gdscache.disk.slab import Slab, SlabIO
 from gdscache.errors import (
     EngineClosedError,
     GdsCacheError,
@@ -35,7 +33,7 @@ from gdscache.errors import (
     ShortIOError,
     StorageError,
 )
-from gdscache.extents.host import HostExtents
+from gdscache.extents import HostExtents
 from gdscache.kernels.copies import PageCopies, open_copies
 from gdscache.load.plan import CODES
 from gdscache.moves import PLANES, Move, Moving, PageStatus, Priority, Spent, Way

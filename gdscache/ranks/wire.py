@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from gdscache.arrays import Int64Array
 from gdscache.errors import RankProtocolError
-from gdscache.moves.base import Move, Priority, Way
+from gdscache.moves import Move, Priority, Way
 
 PROTOCOL = 3
 HEAD = struct.Struct("<4sIQ")  # the magic, the bytes of the JSON, the bytes of all

@@ -51,7 +51,7 @@ def choose_and_open(
     if choice == "posix" and transport == "auto":
         opened, reason = _without_gds(directory, threads, direct_io, reason)
     elif choice in ("posix", "uring"):
-        from gdscache.storage.native import NativeTransport
+        from gdscache.storage.files import NativeTransport
 
         opened = NativeTransport(threads=threads, direct_io=direct_io, uring=choice == "uring")
     elif choice == "cufile":
@@ -76,7 +76,7 @@ def choose_and_open(
 def _without_gds(directory: Path, threads: int, direct_io: Switch, reason: str) -> tuple[Transport, str]:
     """io_uring if the kernel has it, else threads; and the reason. Files in memory are copied by a thread either way,
     and the kernel's own threads are slower with pages of 4 MiB and more (docs/design/transports.md)."""
-    from gdscache.storage.native import NativeTransport
+    from gdscache.storage.files import NativeTransport
 
     kind = find_mount(directory).file_system
     if kind in IN_MEMORY:

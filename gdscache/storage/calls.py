@@ -16,7 +16,7 @@ from gdscache.errors import DeadlineError, ShortIOError
 from gdscache.native import error_of, move_pieces
 from gdscache.runtime.threads import start
 from gdscache.storage.base import Memory, Op, Transport, address_of, failed
-from gdscache.storage.native import NativeTransport
+from gdscache.storage.files import NativeTransport
 
 PROC_MODULES = "/proc/modules"
 CALL_S = 60.0  # seconds for a call into cuFile, or into a library above it

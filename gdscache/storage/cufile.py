@@ -19,7 +19,7 @@ from gdscache.native import CuFiles, error_of
 from gdscache.sizes import about
 from gdscache.storage.base import Memory, Op, Switch, failed
 from gdscache.storage.calls import cufile_hangs, within
-from gdscache.storage.native import NativeTransport
+from gdscache.storage.files import NativeTransport
 
 if TYPE_CHECKING:
     import torch

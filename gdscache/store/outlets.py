@@ -65,7 +65,7 @@ class Outlet:
             admission.admit_all(len(pages))
             return [""] * len(pages)
         causes: list[str] = []
-        going, asks = 0, admission.asks_victim
+        going, asks = 0, admission.policy.asks_victim
         for page in pages:
             full = asks and self.tier.spare_slots <= len(self.keys) + going  # pages on their way have no slot yet
             cause = admission.admit(page, self.tier.index.coldest() if full else None, room=going < room)

@@ -31,9 +31,9 @@ from gdscache.index.retention import DEFAULT, Retention
 from gdscache.index.table import Entry, PageState
 from gdscache.limits import BATCH_PAGES, LEAST_BATCH
 from gdscache.moves import PLANES
+from gdscache.pages.hit import Told
 from gdscache.pages.keys import Page
 from gdscache.pages.layout import PLAIN
-from gdscache.pages.reasons import Told
 from gdscache.store.batch_size import batch_pages
 from gdscache.store.earned_offers import EarnedOffers
 from gdscache.store.outlets import Outlet
@@ -474,7 +474,7 @@ class StorePlanner:
             outlet.admission.not_written(len(rows))
             for other in self._unfit.outlets if self._unfit is not None else ():
                 if other.tier.name == outlet.tier.name + PLAIN:
-                    other.admission.vouched(parcel.keys(rows))
+                    other.admission.policy.vouched(parcel.keys(rows))
         left = sorted(set(parcel.rows).difference(rows))
         if not left:
             self._end_empty(parcel)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import abc
 import functools
-import itertools
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -201,7 +200,7 @@ class Lease:
 
     def __iter__(self) -> Iterator[tuple[PageIndex, Entry]]:
         for index, entries in self._taken:
-            yield from zip(itertools.repeat(index), entries, strict=False)
+            yield from ((index, entry) for entry in entries)
 
     def runs(self) -> Iterator[tuple[PageIndex, Sequence[Page], Sequence[int]]]:
         """All pins: an index, its pages and their slots."""
@@ -218,11 +217,6 @@ class Lease:
 
     def hold(self, index: PageIndex, pages: Sequence[Page], slots: Sequence[int]) -> None:
         self._held.append((index, pages, slots))
-
-    def remove(self, entry: Entry) -> None:
-        index, entries = next(taken for taken in self._taken if entry in taken[1])
-        entries.remove(entry)
-        index.release(entry)
 
     def release(self, entries: Collection[Entry]) -> None:
         for index, mine in self._part(entries):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
-from gdscache.extents.base import SlotMemory, TierMemory
+from gdscache.extents import SlotMemory, TierMemory
 from gdscache.index.free_slots import SlotShare
 from gdscache.index.index import PageIndex
 from gdscache.index.table import PageState

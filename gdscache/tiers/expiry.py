@@ -41,12 +41,12 @@ class Expiry:
 
     def run(self, pages: Sequence[Page]) -> None:
         """Drop the expired pages among `pages`, and a bounded number of others."""
-        tiers = [(name, tier.index) for name, tier in self._manager.tiers.items() if tier.index.next_expiry < math.inf]
+        tiers = [tier for tier in self._manager.tiers.values() if tier.index.orders.expiries.first < math.inf]
         now = self.clock() if tiers else -math.inf
-        for name, index in tiers:
-            if index.next_expiry <= now:
-                gone = index.expire_among(pages, now) + index.expire(now, PIECE)
-                self._manager.counts["expired", name] += len(gone)
+        for tier in tiers:
+            if tier.index.orders.expiries.first <= now:
+                gone = tier.index.expire_among(pages, now) + tier.index.expire(now, PIECE)
+                self._manager.counts["expired", tier.name] += len(gone)
                 self._expired.update(dict.fromkeys(gone))
         while len(self._expired) > self._kept:
             self._expired.popitem(last=False)
@@ -60,14 +60,14 @@ class Expiry:
             for page in pages:
                 self._expired.pop(page.key, None)
         for tier in self._manager.tiers.values():
-            if retention == DEFAULT and not tier.index.retained_pages:
+            if retention == DEFAULT and not tier.index.orders.retained:
                 continue
             for page in pages:
                 tier.retain(page.key, retention)
 
     @property
     def retains(self) -> bool:
-        return any(tier.index.retained_pages for tier in self._manager.tiers.values())
+        return any(tier.index.orders.retained for tier in self._manager.tiers.values())
 
     def joined(self, page: Page, retention: Retention) -> Retention:
         for tier in self._manager.tiers.values():

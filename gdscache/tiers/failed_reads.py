@@ -50,7 +50,7 @@ class FailedReads:
     def __init__(
         self,
         clock: Callable[[], float] = time.monotonic,
-        on_switch: Callable[[], None] = lambda: None,
+        on_switch: Callable[[], object] = lambda: None,
         log: LimitedLog | None = None,
     ) -> None:
         self.watching = self.any_off = False

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 
 from gdscache.disk.history_file import BAD_KEPT, BadPage
-from gdscache.pages.reasons import Told
+from gdscache.pages.hit import Told
 from gdscache.policies.sketch import RecentCounter
 
 KEPT = 1 << 14  # the last pages whose causes are remembered: some 3 MiB

@@ -33,12 +33,11 @@ class GpuTier(Tier):
             self.paged = PagedPlanes.allocate(layout, slots, device)
         self.index = PageIndex(slots, new_policy(eviction))
         self.private: set[int] = set()  # slots of sequences, not published
-        self._capacity = slots * layout.plane_bytes
         self._last_uses: dict[int, dict[object, Event]] = {}  # by slot and stream
 
     @property
     def capacity(self) -> int:
-        return self._capacity
+        return self.index.slots * self.paged.layout.plane_bytes
 
     def planes(self, layer: int) -> tuple[torch.Tensor, ...]:
         """The paged tensors of one layer, a tensor a plane: `(slots, page_tokens, *row)`."""

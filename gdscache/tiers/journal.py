@@ -56,9 +56,7 @@ class Journal:
         """Write the lines that are due, unless another thread is writing them."""
         self._manager.log.flush()
         now = self._manager.log.clock()
-        if now < self._due and (self._manager.sample is None or now < self._sampled):
-            return
-        if self._turn.acquire(blocking=False):
+        if self.due and self._turn.acquire(blocking=False):
             try:
                 if self._manager.sample is not None and now >= self._sampled:
                     self._sampled = now + self._requests

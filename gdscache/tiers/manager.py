@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, cast
 from gdscache.gate.busy_periods import BusyPeriods
 from gdscache.gate.costs import Costs
 from gdscache.index.retention import DEFAULT, Retention
+from gdscache.pages.hit import CACHED, Reason, Told, joined
 from gdscache.pages.keys import Page
-from gdscache.pages.reasons import CACHED, Reason, Told, joined
 from gdscache.runtime.calls import Caller
 from gdscache.runtime.latencies import Latencies
 from gdscache.runtime.limited_log import LimitedLog
@@ -73,6 +73,10 @@ class TierManager:
         self.lock = lock
         self.calls = Caller() if calls is None else calls
         self.tiers: dict[str, Tier] = {tier.name: tier for tier in tiers}
+        # for callers that know the tiers' names: nothing is decided by these three
+        self.gpu = cast("GpuTier | None", self.tiers.get("gpu"))
+        self.cpu = cast("CpuTier | None", self.tiers.get("cpu"))
+        self.ssd = cast("SsdTier | None", self.tiers.get("ssd"))
         self.served = [(name, tier) for name, tier in self.tiers.items() if tier.served]
         memories = [tier for tier in tiers if tier.kind == "memory"]
         self._landings = {tier.plain: tier for tier in reversed(memories)}
@@ -109,20 +113,6 @@ class TierManager:
     def landing_of(self, *, plain: bool) -> Tier | None:
         """The tier in memory where pages of plain tiers, or of the others, are read to: it has the same extents."""
         return self._landings.get(plain)
-
-    # For callers that know the tiers' names: nothing is decided by these properties.
-
-    @property
-    def gpu(self) -> GpuTier | None:
-        return cast("GpuTier | None", self.tiers.get("gpu"))
-
-    @property
-    def cpu(self) -> CpuTier | None:
-        return cast("CpuTier | None", self.tiers.get("cpu"))
-
-    @property
-    def ssd(self) -> SsdTier | None:
-        return cast("SsdTier | None", self.tiers.get("ssd"))
 
     # -- looking --------------------------------------------------------------------------------------------------
 
@@ -170,9 +160,8 @@ class TierManager:
                 continue
             slot = tier.index.slot(key)
             if away or (slot is not None and self.hidden(name, slot)):
-                off = quarantine.refuses(name)
-                told = Told("off", name, quarantine.cause if quarantine.off or away else "switched_off")
-                told = told if off else Told("late", name)
+                cause = quarantine.cause if quarantine.off or away else "switched_off"
+                told = Told("off", name, cause) if quarantine.refuses(name) else Told("late", name)
             elif tier.kind == "files" and quarantine.failed_reads.failing(name, key):
                 told = Told("failing", name)
             else:
@@ -252,10 +241,8 @@ class TierManager:
         mask = tier.index.visible(keys)
         if tier.kind != "files" or not self.quarantine.hiding:
             return mask
-        slots = map(tier.index.slot, keys)
-        return bytes(
-            seen and slot is not None and not self.hidden(name, slot) for seen, slot in zip(mask, slots, strict=True)
-        )
+        slots = (tier.index.slot(key) if seen else None for seen, key in zip(mask, keys, strict=True))
+        return bytes(slot is not None and not self.hidden(name, slot) for slot in slots)
 
     def peek(self, pages: Sequence[Page], *, unserved: bool = False) -> list[str]:
         """The answer of `lookup` from the first page on, without counting a use or a miss. Like it, this drops expired
@@ -360,10 +347,10 @@ class TierManager:
             with self.lock:
                 self.fates.bring_in(self.changes_at_once)
         for tier in self.tiers.values():
-            while tier.index.waiting > self.changes_kept:
+            while tier.index.orders.waiting > self.changes_kept:
                 time.sleep(PAUSE_S)
                 with self.lock:
-                    tier.index.bring_in(self.changes_at_once)
+                    tier.index.orders.bring_in(self.changes_at_once)
 
     # -- figures --------------------------------------------------------------------------------------------------
 

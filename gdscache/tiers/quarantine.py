@@ -48,49 +48,35 @@ class Quarantine:
 
     `off`: all tiers of files are switched off since their I/O hangs. `stopped`: why they are off for good, or "".
     `failed_reads` may switch single tiers off.
-
-    Many methods: begins and ends of late requests, and what they mean for a tier, change one account under one lock.
     """
 
     def __init__(
         self, lock: threading.RLock, clock: Callable[[], float] = time.monotonic, log: LimitedLog | None = None
     ) -> None:
         self.log = LimitedLog(clock) if log is None else log
-        self.failed_reads = FailedReads(clock, self._tell, self.log)
+        self.failed_reads = FailedReads(clock, lambda: self.switched(), self.log)
         self._off: set[str] = set()  # tiers that are switched off since their I/O hangs; "": all
         self.stopped = ""
         # why nothing is loaded or stored while ranks do not answer; "" while they do
         self.absent: Callable[[], str] = lambda: ""
+        # called when a tier is switched off or on, perhaps under the lock: it must be quick
+        self.switched: Callable[[], object] = lambda: None
         self._lock = lock
         self._ended = threading.Condition(lock)
-        self._slots: dict[str, int] = {}
-        self._only: dict[str, str] = {}  # by memory, the one tier that is switched off for it; "": all
-        # memories that count the slots of late requests themselves
-        self._holds: dict[str, Callable[[], int]] = {}
-        # late requests by memory; each holds a slot where `_holds` has no count
+        # by memory: its slots, a count of those that late requests hold, the one tier that is off for it ("": all)
+        self._memories: dict[str, tuple[int, Callable[[], int], str]] = {}
         self._requests: Counter[str] = Counter()
         self._late: Counter[str] = Counter()  # by op
         self._counts = {"switch_offs": 0, "held": 0, "ended": 0}
         self._reading: Counter[tuple[str, int]] = Counter()  # tier and slot of late reads
         self._afterwards: list[Callable[[], None]] = []
-        self._switched: list[Callable[[], None]] = []
         self._finishing = False
-
-    def on_switch(self, callback: Callable[[], None]) -> None:
-        """Call `callback()` when the tier is switched off or on. The lock may be held; it must be quick."""
-        self._switched.append(callback)
-
-    def _tell(self) -> None:
-        for callback in self._switched:
-            callback()
 
     def add_memory(self, name: str, slots: int, held: Callable[[], int] | None = None, only: str = "") -> None:
         """Watch a memory. `held` counts the slots that late requests hold; None: one a request. `only`: the tier of
         files that is switched off for it; "": all are."""
         with self._lock:
-            self._slots[name], self._only[name] = slots, only
-            if held is not None:
-                self._holds[name] = held
+            self._memories[name] = slots, held or (lambda: self._requests[name]), only
 
     def hold(self, submission: Moving, late: Mapping[int, Late]) -> None:
         """Take over late pages of a move, by their index in it. The lock may be held."""
@@ -115,7 +101,7 @@ class Quarantine:
             self._off.update(full)
             if full:
                 self._counts["switch_offs"] += len(full)
-                self._tell()
+                self.switched()
         for only, name in full.items():
             self.log.say(
                 *(_log, logging.ERROR, "switched off"),
@@ -123,9 +109,7 @@ class Quarantine:
                 "Its pages miss and nothing is written to it until I/O ends. See the system log for the device; if it "
                 "stays away, start again with another ssd.path, or without the tier",
                 _named(only),
-                self._held(name),
-                self._slots[name],
-                name,
+                *(self._memories[name][1](), self._memories[name][0], name),
             )
             self.log.flush()
 
@@ -136,7 +120,7 @@ class Quarantine:
                 return
             self._off.add("")
             self.stopped = why
-            self._tell()
+            self.switched()
         _log.error(
             "the SSD tier has stopped: %s, so that another process may use its directory. Its pages miss (lock_lost) "
             "and nothing is written to it until the engine is closed and opened again",
@@ -198,7 +182,7 @@ class Quarantine:
                 "late_writes": self._late["write"],
                 **self._counts,
                 **self.failed_reads.describe(),
-                "held_slots": {name: self._held(name) for name in self._slots},
+                "held_slots": {name: held() for name, (_, held, _) in self._memories.items()},
             }
 
     def _end(self, request: Late) -> None:
@@ -215,7 +199,7 @@ class Quarantine:
             on = sorted(only for only in self._off - crowded.keys() if only or not self.stopped)
             self._off.difference_update(on)
             if on:
-                self._tell()
+                self.switched()
             finish = not self.requests and bool(self._afterwards) and not self._finishing
             self._finishing = self._finishing or finish
             self._ended.notify_all()
@@ -240,14 +224,11 @@ class Quarantine:
                 for action in reversed(actions):
                     first_to_last.callback(action)
 
-    def _held(self, memory: str) -> int:
-        return self._holds[memory]() if memory in self._holds else self._requests[memory]
-
     def _crowded(self, parts: int) -> dict[str, str]:
         """A memory of which late requests hold more than one of `parts` parts, by the tier that is switched off for
         it."""
-        full = [name for name, slots in self._slots.items() if self._held(name) * parts > slots]
-        return {self._only[name]: name for name in reversed(full)}
+        memories = reversed(self._memories.items())
+        return {only: name for name, (slots, held, only) in memories if held() * parts > slots}
 
 
 def _named(only: str) -> str:

@@ -22,11 +22,10 @@ import numpy as np
 from gdscache.arrays import integers
 from gdscache.config import SsdConfig
 from gdscache.disk import stripes
-from gdscache.disk.catalog import Catalog, PageRecord, Recovered
+from gdscache.disk.catalog import Catalog, Recovered
 from gdscache.disk.catalog_file import lacking_room
 from gdscache.disk.directory import CacheDirectory
-from gdscache.disk.slab import Slab
-from gdscache.disk.slab_io import SlabFiles, SlabIO
+from gdscache.disk.slab import Slab, SlabFiles, SlabIO
 from gdscache.errors import IOFailedError, LockLostError
 from gdscache.index.index import PageIndex
 from gdscache.index.retention import DEFAULT, HIGHEST, LOWEST, Retention
@@ -98,7 +97,7 @@ class SsdTier(DurableTier):
             stripes.claim((path, *config.stripes))
             if open_slab is None:
                 open_slab = self._slab_here(config, device, undo)
-            self._catalog = Catalog.open(
+            self._catalog = Catalog(
                 path,
                 extent_bytes=layout.extent_bytes,
                 durability=config.durability,
@@ -263,9 +262,7 @@ class SsdTier(DurableTier):
                     *zip(*(entry.retention for entry in live), strict=True),
                     itertools.repeat(self.layout.packed),
                 )
-                rows = zip(*columns, strict=False) if live else ()
-                # `PageRecord._make` takes four times as long.
-                records = list(map(tuple.__new__, itertools.repeat(PageRecord), rows))
+                records = list(zip(*columns, strict=False)) if live else []  # in the order of `PageRecord`
             self._learn_checksums(leased)  # a load that still reads them needs the checksums
             with self.lock:
                 put_rows(self._checksums, written, stored)  # known from the commit on

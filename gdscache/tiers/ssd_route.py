@@ -19,10 +19,9 @@ import torch
 
 from gdscache.arrays import Int64Array
 from gdscache.config import SsdConfig
-from gdscache.disk.slab_io import SlabIO
+from gdscache.disk.slab import SlabIO
 from gdscache.errors import NoMemoryError, StorageError, TransportUnavailableError
-from gdscache.extents.device import DeviceExtents
-from gdscache.extents.host import HostExtents
+from gdscache.extents import DeviceExtents, HostExtents
 from gdscache.index.index import PageIndex
 from gdscache.pages.layout import PageLayout
 from gdscache.storage.base import Memory, Op, memory_of, part

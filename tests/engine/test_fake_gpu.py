@@ -10,7 +10,7 @@ import torch
 
 from gdscache import PageStatus
 from gdscache.errors import DeviceError
-from gdscache.extents.host import HostExtents
+from gdscache.extents import HostExtents
 from gdscache.kernels.gpu import CopyRoute
 from gdscache.pages.checksum import layer_checksums
 from gdscache.pages.planes import PagedPlanes

@@ -10,7 +10,7 @@ from types import CodeType, FrameType
 import pytest
 
 import gdscache
-from gdscache.moves.library import NativeMoves
+from gdscache.moves.native import NativeMoves
 from tests.support.helpers import WAIT, OpenHost, drop_from, prompt
 
 PACKAGE = str(Path(gdscache.__file__).parent)

@@ -663,7 +663,7 @@ def test_many_threads_while_io_hangs_now_and_then(
 def test_a_tier_that_has_stopped_says_why_once(caplog: pytest.LogCaptureFixture) -> None:
     keeper = Quarantine(threading.RLock())
     told: list[bool] = []
-    keeper.on_switch(lambda: told.append(keeper.off))
+    keeper.switched = lambda: told.append(keeper.off)
     with caplog.at_level(logging.ERROR, "gdscache"):
         for why in ("the first cause", "another"):
             keeper.stop(why)

@@ -137,7 +137,7 @@ def test_each_pool_evicts_by_the_groups_that_keep_tokens(
     open_hybrid: OpenHybrid, model: str, groups: list[int]
 ) -> None:
     for engine, wanted in zip(open_hybrid(model).engine.engines, groups, strict=True):
-        orders = [tier.index._orders.policy for tier in engine.manager.tiers.values()]
+        orders = [tier.index.orders.policy for tier in engine.manager.tiers.values()]
         assert [getattr(order, "groups", 0) for order in orders] == [wanted] * 2
 
 

@@ -9,7 +9,7 @@ import torch
 from gdscache.arrays import address
 from gdscache.errors import NativeCallError
 from gdscache.kernels.packed import THREADS, PackedKernels
-from gdscache.moves.library import NativePlanes
+from gdscache.moves.native import NativePlanes
 from gdscache.pages.layout import PageLayout, Plane
 from gdscache.pages.planes import PagedPlanes
 from tests.support.hooks import hooks

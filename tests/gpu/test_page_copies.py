@@ -12,9 +12,7 @@ import torch
 
 from gdscache.cuda.streams import record
 from gdscache.errors import CapacityError
-from gdscache.extents.base import Extents
-from gdscache.extents.device import DeviceExtents
-from gdscache.extents.host import HostExtents
+from gdscache.extents import DeviceExtents, Extents, HostExtents
 from gdscache.kernels.copies import GpuCopies
 from gdscache.kernels.cuda import PageKernels
 from gdscache.kernels.gpu import ChunkSizes, CopyRoute, StreamPoint

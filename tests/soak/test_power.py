@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 
 from gdscache.disk import catalog_file, slab
-from gdscache.disk.slab_io import SlabIO
+from gdscache.disk.slab import SlabIO
 from gdscache.tiers.ssd import SsdTier
 from tests.support.helpers import PACKED, SEED, make_config
 from tests.support.kill_check import LAYOUT, look

@@ -34,7 +34,7 @@ from gdscache import CacheEngine, LoadReport, PageStatus
 from gdscache.errors import EngineClosedError, LoadFailedError, PoolFullError, TransportUnavailableError
 from gdscache.limits import EngineLimits
 from gdscache.storage.base import Op
-from gdscache.storage.native import NativeTransport
+from gdscache.storage.files import NativeTransport
 from tests.support.faults import ExtentPart, Fault, FaultRule
 from tests.support.faulty import PLAN
 from tests.support.helpers import (

@@ -44,7 +44,7 @@ def main(directory: Path, major: int) -> None:
     load_nvrtc(directory, major)
     import cuda.core
 
-    from gdscache.kernels.compiler import CudaCore
+    from gdscache.kernels.jit import CudaCore
 
     compiler = CudaCore()
     print(json.dumps({"version": compiler.nvrtc(), "core": cuda.core.__file__}), flush=True)

@@ -15,19 +15,17 @@ import numpy as np
 import torch
 
 from gdscache.arrays import integers
-from gdscache.disk.slab import Slab
-from gdscache.disk.slab_io import SlabIO
+from gdscache.disk.slab import Slab, SlabIO
 from gdscache.errors import NativeCallError
-from gdscache.extents.host import HostExtents
+from gdscache.extents import HostExtents
 from gdscache.kernels.copies import PageCopies
 from gdscache.moves import PageStatus
 from gdscache.moves import native as native_module
-from gdscache.moves.library import MoveLimits
-from gdscache.moves.native import Machine, NativeExecutor
+from gdscache.moves.native import Machine, MoveLimits, NativeExecutor
 from gdscache.pages.layout import PageLayout
 from gdscache.pages.planes import PagedPlanes
 from gdscache.storage.base import Op, Transport
-from gdscache.storage.native import NativeTransport
+from gdscache.storage.files import NativeTransport
 from gdscache.tiers.cpu import Bounce
 from gdscache.tiers.quarantine import Quarantine
 from tests.support import fake_cufile

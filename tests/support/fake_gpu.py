@@ -19,7 +19,7 @@ import torch
 from gdscache.engine import opening as build
 from gdscache.kernels.choice import Direction
 from gdscache.kernels.copies import PageCopies
-from gdscache.kernels.cuda import SHORTEST, PlaneRuns, can_look, plane_runs
+from gdscache.kernels.cuda import FORMS, SHORTEST, PlaneRuns, can_look, plane_runs
 from gdscache.kernels.gpu import ROUTES, CopyRoute, NativeGpu, StreamPoint
 from gdscache.pages.planes import PagedPlanes
 from tests.support.places import ROOT, tool
@@ -111,11 +111,10 @@ class _Kernels:
         self._which = (4, 5, 4, 5) if layout.packed else range(4)
         driver().fake_vector(1)
 
-    def loaded(self) -> tuple[int, ...]:
-        return (*(int(driver().fake_kernel(which)) for which in self._which), self._table)
-
-    def about(self) -> tuple[int, int, bool, bool]:
-        return 1, 4, self._sums, self._looks
+    def spec(self) -> dict[str, Any]:
+        functions = dict(zip(FORMS, (int(driver().fake_kernel(which)) for which in self._which), strict=True))
+        about = {"vector": 1, "processors": 4, "sums": self._sums, "looks": self._looks}
+        return functions | about | {"table": self._table}
 
 
 class _Point(StreamPoint):

@@ -27,7 +27,7 @@ import numpy as np
 import xxhash
 
 from gdscache.commands.inspect.owner import find_owner
-from gdscache.disk import catalog_file, directory, history_file, kept_file, namespaces_file, status_page, stripes
+from gdscache.disk import catalog_file, directory, history_file, kept_file, status_page, stripes
 from gdscache.disk.catalog import Catalog, PageRecord, Recovered
 from gdscache.disk.costs_file import COSTS_NAME, CostsFile
 from gdscache.disk.directory import CacheDirectory
@@ -160,20 +160,20 @@ def _figures_seeds(folder: Path) -> Seeds:
 
 
 def _names(data: bytes, folder: Path) -> None:
-    path = folder / namespaces_file.NAMES_NAME
+    path = folder / kept_file.NAMES_NAME
     path.write_bytes(data)
-    for digest, fields in namespaces_file.read(folder).items():
+    for digest, fields in kept_file.read_namespaces(folder).items():
         require(namespace_digest(fields) == digest, "a namespace under another's digest")
-    namespaces_file.NamespacesFile(folder, FIELDS).save({})
-    require(namespace_digest(FIELDS) in namespaces_file.read(folder), "the engine's own namespace is not there")
+    kept_file.NamespacesFile(folder, FIELDS).save({})
+    require(namespace_digest(FIELDS) in kept_file.read_namespaces(folder), "the engine's own namespace is not there")
 
 
 def _names_seeds(folder: Path) -> Seeds:
     more: dict[bytes, dict[str, object]] = {
         namespace_digest(fields): fields for fields in ({**FIELDS, "request_salt": str(n)} for n in range(3))
     }
-    namespaces_file.NamespacesFile(folder, FIELDS).save(more)
-    whole = (folder / namespaces_file.NAMES_NAME).read_bytes()
+    kept_file.NamespacesFile(folder, FIELDS).save(more)
+    whole = (folder / kept_file.NAMES_NAME).read_bytes()
     return [whole, *_hostile(whole, b'"tiny"')]
 
 
@@ -364,7 +364,7 @@ def _bases(root: Path) -> tuple[tuple[bytes, bytes], ...]:
     for name, pages in (("closed", 20), ("killed", 20), ("single", 1)):
         where = root / name
         where.mkdir(parents=True)
-        with Catalog.open(where, extent_bytes=EXTENT, durability="process") as catalog:
+        with Catalog(where, extent_bytes=EXTENT, durability="process") as catalog:
             records, kept = [_record(slot) for slot in range(pages)], {1: (2, NOW + 60), 2: (-1, NOW - 60)}
             catalog.commit(records, [], {0: 99}, kept, {b"n" * 32: FIELDS})
             image, log = (where / catalog_file.CATALOG_NAME), (where / f"{catalog_file.CATALOG_NAME}-wal")
@@ -548,7 +548,7 @@ def used(folder: Path, image: bytes | None, log: bytes) -> None:
     kept: set[bytes] = set()
     for again in (False, True):
         try:
-            catalog = Catalog.open(folder, extent_bytes=EXTENT, durability="process")
+            catalog = Catalog(folder, extent_bytes=EXTENT, durability="process")
         except GdsCacheError:
             require(not again, "what was opened and closed does not open again")
             return
@@ -621,7 +621,7 @@ def _engine(data: bytes, folder: Path) -> None:
     (folder / catalog_file.CATALOG_NAME).write_bytes(source.edits(image, places))
     for name in (
         COSTS_NAME,
-        namespaces_file.NAMES_NAME,
+        kept_file.NAMES_NAME,
         history_file.HISTORY_NAME,
         status_page.STATUS_NAME,
         directory.LOCK_NAME,

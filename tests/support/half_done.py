@@ -58,7 +58,7 @@ def index_life(policy: str, quiet: Quiet) -> None:
     first, second, third, fourth = (chain(number, pages) for number, pages in enumerate((4, 3, 4, 2)))
     with quiet():
         index = PageIndex(SLOTS, new_policy(policy))
-        index._orders.changes_kept = 3
+        index.orders.changes_kept = 3
     tried = tries(quiet, index, index.check)
     tried(lambda: put(index, first))
     tried(lambda: put(index, second))

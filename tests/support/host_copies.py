@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from gdscache.moves.library import NativePlanes
+from gdscache.moves.native import NativePlanes
 from gdscache.pages.planes import PagedPlanes
 from tests.support.hooks import hooks
 

@@ -16,8 +16,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from gdscache.index.index import PageIndex
 from gdscache.index.retention import DEFAULT, PRIORITIES, Retention
 from gdscache.index.table import Entry, PageState
-from gdscache.pages.columns import KEY
-from gdscache.pages.keys import Page
+from gdscache.pages.keys import KEY, Page
 from gdscache.policies.base import LRU, EvictionPolicy
 from gdscache.policies.lifetime import Lifetime
 from tests.support.policy_models import MODELS, Model, Undeferred
@@ -321,7 +320,7 @@ class IndexMachine(RuleBasedStateMachine):
             self.leave(victim)
 
     def copied(self) -> PageIndex:
-        return copy.deepcopy(self.index, {id(one): Snapshot(one) for one in self.index._orders._of_priority})
+        return copy.deepcopy(self.index, {id(one): Snapshot(one) for one in self.index.orders._of_priority})
 
     @rule(n=st.integers(1, 6), page=names)
     def evict_beside(self, n: int, page: Page) -> None:
@@ -362,4 +361,4 @@ class IndexMachine(RuleBasedStateMachine):
 
 def state(index: PageIndex) -> tuple[object, ...]:
     pages = {e.page: (e.slot, e.state, e.leases, e.retention) for e in index}
-    return pages, list(index._orders), index.next_expiry, index.check()
+    return pages, list(index.orders), index.orders.expiries.first, index.check()

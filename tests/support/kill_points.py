@@ -191,7 +191,7 @@ STORED = [
 
 OPENING: dict[str, tuple[Any, str]] = {  # where an opening is ended: what death takes the place of
     "the directory is made": (directory, "_lock"),
-    "the lock is held": (Catalog, "open"),
+    "the lock is held": (Catalog, "__init__"),
     "the catalogue has its tables": (Path, "replace"),
     "the catalogue is made": (catalog_file, "open_reader"),
     "the slab has no bytes": (slab, "_allocate"),

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from gdscache.errors import TransportUnavailableError
 from gdscache.storage.base import Op
-from gdscache.storage.native import NativeTransport
+from gdscache.storage.files import NativeTransport
 from tests.support.faults import FaultRule
 from tests.support.faulty import PLAN, Fault
 from tests.support.io_child import Shim

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from gdscache.arrays import integers
-from gdscache.extents.host import HostExtents
+from gdscache.extents import HostExtents
 from gdscache.kernels.copies import PageCopies
 from gdscache.moves import PLANES, Move, Priority, Way
 from gdscache.moves.native import Machine, NativeExecutor

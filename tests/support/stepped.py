@@ -20,7 +20,7 @@ import numpy as np
 
 from gdscache.cuda.streams import Landed
 from gdscache.errors import IOFailedError
-from gdscache.moves.base import PLANES, End, Listener, Move, Moving, Priority, Steps, Wait, Way
+from gdscache.moves import PLANES, End, Listener, Move, Moving, Priority, Steps, Wait, Way
 from gdscache.moves.native import NativeMoving
 from gdscache.native import NEVER
 from gdscache.pages.checksum import Checksums

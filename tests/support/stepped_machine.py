@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gdscache.extents.base import Extents
-from gdscache.moves.library import DIGEST, MoveLimits, NativeMoves, Space
+from gdscache.extents import Extents
+from gdscache.moves.native import MoveLimits, NativeMoves, Space
 from gdscache.pages.checksum import layer_checksums
 from gdscache.tiers.cpu import Bounce
 from tests.support.hooks import Job, hooks
 from tests.support.host_copies import HostCopies
 
 if TYPE_CHECKING:
-    from gdscache.extents.host import HostExtents
+    from gdscache.extents import HostExtents
     from gdscache.pages.checksum import Checksums
     from gdscache.pages.layout import PageLayout
     from gdscache.pages.planes import PagedPlanes
@@ -174,7 +174,7 @@ class SteppedMachine:
         job, extents, places = self.copies.popleft()
         self.done += 1
         sums: Checksums
-        if job.kind == DIGEST:
+        if job.kind == 2:  # a check
             sums = np.stack([_digest(extents, place, job.layers) for place in places])
         else:
             sums = self._copies.copy(extents, places, job.blocks, job.layers, sums=True)

@@ -9,9 +9,9 @@ import pytest
 
 from gdscache.errors import RefusedDiskError, TransportUnavailableError
 from gdscache.native import move_pieces
-from gdscache.storage import native
+from gdscache.storage import files
 from gdscache.storage.base import Switch
-from gdscache.storage.native import NativeTransport
+from gdscache.storage.files import NativeTransport
 from gdscache.testing.transport_suite import FILE_BYTES, SECTOR, odd_extents, random_bytes, soon
 
 __all__ = ["FILE_BYTES", "SECTOR", "has_libcuda", "odd_extents", "opened", "random_bytes", "refuse_ring", "soon"]
@@ -33,7 +33,7 @@ def refuse_ring(patch: pytest.MonkeyPatch) -> None:
             raise RefusedDiskError(f"io_uring_setup answers {os.strerror(errno.EPERM)}", "", errno.EPERM)
         return move_pieces(kind, *rest, **how)
 
-    patch.setattr(native, "move_pieces", refusing)
+    patch.setattr(files, "move_pieces", refusing)
 
 
 def opened(name: str, threads: int, direct_io: Switch = "off") -> NativeTransport:

@@ -26,7 +26,7 @@ from gdscache.disk.slab import slab_name
 from gdscache.errors import DirectoryNotWritableError, StorageError, TransportUnavailableError
 from gdscache.sizes import GIB, MIB
 from gdscache.storage.files import Mount, find_mount, probe_direct_io
-from gdscache.storage.trial import Ended, run_child
+from gdscache.storage.probe import Ended, run_child
 from tests.support.doctor_facts import PLAIN, WHOLE, answered
 from tests.support.helpers import WAIT, until
 from tests.support.native_parts import has_ring

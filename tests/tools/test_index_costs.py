@@ -134,7 +134,7 @@ def fill(path: Path, pages: int) -> None:
     random = np.random.default_rng(0)
     recency, namespace = random.permutation(pages), random.bytes(32)
     parent = namespace
-    with Catalog.open(path, extent_bytes=layout.extent_bytes, durability="process") as catalog:
+    with Catalog(path, extent_bytes=layout.extent_bytes, durability="process") as catalog:
         for first in range(0, pages, 1024):
             batch = []
             for slot in range(first, min(first + 1024, pages)):

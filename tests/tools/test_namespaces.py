@@ -13,7 +13,7 @@ import pytest
 from gdscache import CacheEngine
 from gdscache.commands.inspect import compare, inspect
 from gdscache.commands.inspect.names import made_of
-from gdscache.disk import namespaces_file
+from gdscache.disk import kept_file
 from gdscache.errors import InvalidValueError
 from gdscache.pages.keys import namespace_digest
 from tests.support.helpers import make_config, prompt, run, settle, until
@@ -107,20 +107,20 @@ def test_an_engine_that_runs_says_what_it_looks_for_before_it_has_stored(tmp_pat
 def test_it_keeps_the_last_ones(tmp_path: Path) -> None:
     """Nothing grows without bound, and a digest always fits what it names."""
     for number in range(40):
-        names = namespaces_file.NamespacesFile(tmp_path, {"name": number})
+        names = kept_file.NamespacesFile(tmp_path, {"name": number})
         names.save({})
         names.save({})
-    found = namespaces_file.read(tmp_path)
+    found = kept_file.read_namespaces(tmp_path)
     assert [fields["name"] for fields in found.values()] == list(range(8, 40))
     assert all(namespace_digest(fields) == digest for digest, fields in found.items())
 
 
 def test_what_is_described_again_is_among_the_last(tmp_path: Path) -> None:
     for number in (*range(32), 0):
-        namespaces_file.NamespacesFile(tmp_path, {"name": number}).save({})
-    names = namespaces_file.NamespacesFile(tmp_path, {"name": 1})
+        kept_file.NamespacesFile(tmp_path, {"name": number}).save({})
+    names = kept_file.NamespacesFile(tmp_path, {"name": 1})
     names.save({namespace_digest(fields): fields for fields in ({"name": 2}, {"name": 40})})
-    kept = [fields["name"] for fields in namespaces_file.read(tmp_path).values()]
+    kept = [fields["name"] for fields in kept_file.read_namespaces(tmp_path).values()]
     assert kept == [*range(4, 32), 0, 1, 2, 40]
 
 
@@ -130,9 +130,9 @@ BAD = ["", "{", "[]", "7", '{"version": 2, "namespaces": []}', '{"version": 1, "
 def test_a_file_that_is_none_is_read_as_empty_and_written_anew(tmp_path: Path) -> None:
     for text in (*BAD, " " * (1 << 21)):
         (tmp_path / "namespaces.json").write_text(text)
-        assert namespaces_file.read(tmp_path) == {}, text[:20]
+        assert kept_file.read_namespaces(tmp_path) == {}, text[:20]
     with opened(tmp_path) as engine:
-        assert list(namespaces_file.read(tmp_path)) == [engine.namespace()]
+        assert list(kept_file.read_namespaces(tmp_path)) == [engine.namespace()]
 
 
 def test_a_link_is_not_followed(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     other.write_bytes((path / "namespaces.json").read_bytes())
     (path / "namespaces.json").unlink()
     (path / "namespaces.json").symlink_to(other)
-    assert namespaces_file.read(path) == {}
+    assert kept_file.read_namespaces(path) == {}
     (path / "namespaces.json.new").symlink_to(other)  # nor is one that somebody left there
     before = other.read_bytes()
     assert stored(path) == digest

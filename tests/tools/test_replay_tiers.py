@@ -153,7 +153,7 @@ def test_a_hybrid_model_finds_lengths_at_which_all_its_groups_have_their_part() 
     work = work_of([1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 6], tokens=4 * 512)
     tiers, outcome = run(work, hybrid(0, cpu=64, ssd=None))
     assert tiers.cpu is not None
-    assert getattr(tiers.cpu.index._orders.policy, "groups", 0) == 2
+    assert getattr(tiers.cpu.index.orders.policy, "groups", 0) == 2
     # The third prompt parts where no window was kept, and computes all; it keeps one there, and the fourth finds it.
     assert outcome.found == [Found(0, 0, 0), Found(6, 0, 6), Found(0, 0, 0), Found(5, 0, 5)]
     assert outcome.hit_tokens == 2048 + 1536

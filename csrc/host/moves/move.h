@@ -1,4 +1,4 @@
-// Moves as plain data, in the words of gdscache/moves/base.py. A row is a page's place in a move, over all ways.
+// Moves as plain data, in the words of gdscache/moves/__init__.py. A row is a page's place in a move, over all ways.
 
 #pragma once
 
@@ -60,7 +60,7 @@ struct Group {
     int64_t bytes(bool alone) const { return alone ? alone_stop - alone_start : stop - start; }
 };
 
-// Pages that go from one space to another. See `Way` in gdscache/moves/base.py.
+// Pages that go from one space to another. See `Way` in gdscache/moves/__init__.py.
 struct Way {
     int32_t source, target;
     int32_t through = -1;          // the memory of `places`; -1: the reserve

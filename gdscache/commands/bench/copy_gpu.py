@@ -21,7 +21,7 @@ from gdscache.config import GpuConfig
 from gdscache.cuda.host_memory import PageLocking
 from gdscache.cuda.streams import Event, record_on
 from gdscache.errors import CapacityError, DeviceError, IOFailedError
-from gdscache.extents.base import Extents
+from gdscache.extents import Extents
 from gdscache.kernels.choice import Direction
 from gdscache.kernels.copies import GpuCopies
 from gdscache.kernels.cuda import PageKernels

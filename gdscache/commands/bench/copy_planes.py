@@ -15,7 +15,7 @@ from gdscache.commands.bench.copy_gpu import Gpu, Mark, Moved, Queued, Way
 from gdscache.cuda.host_memory import MAX_REGISTRATION
 from gdscache.cuda.streams import Event
 from gdscache.errors import CapacityError, IOFailedError
-from gdscache.extents.host import HostExtents
+from gdscache.extents import HostExtents
 from gdscache.kernels.choice import Direction
 from gdscache.kernels.copies import GpuCopies
 from gdscache.pages.layout import PageLayout

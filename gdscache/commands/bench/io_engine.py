@@ -26,7 +26,7 @@ from gdscache.pages.planes import PagedPlanes
 from gdscache.sizes import MIB
 
 if TYPE_CHECKING:
-    from gdscache.extents.host import HostExtents
+    from gdscache.extents import HostExtents
 
 
 PATIENCE_S, SLOWEST = 60.0, 10e6  # a transport that takes longer, and a second for each so many bytes, hangs

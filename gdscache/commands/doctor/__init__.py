@@ -19,8 +19,8 @@ from gdscache.commands.doctor.storage import find_ssd
 from gdscache.config.pools import pool_parts
 from gdscache.cuda.driver import Driver
 from gdscache.cuda.streams import resolve_device
-from gdscache.kernels.compiler import find_compiler
 from gdscache.kernels.copy_engine import CopyEngine
+from gdscache.kernels.jit import find_compiler
 
 __all__ = ["CHECKS", "Asked", "Facts", "Report", "Row", "Section", "defaults", "examine", "find", "tables"]
 

@@ -21,7 +21,6 @@ from gdscache.errors import DeviceError
 from gdscache.kernels import calibration as calibrate
 from gdscache.kernels import choice as paths
 from gdscache.kernels import jit
-from gdscache.kernels.compiler import CudaCore
 from gdscache.kernels.copies import open_copies
 from gdscache.kernels.copy_engine import CopyEngine
 from gdscache.kernels.cuda import FORMS, SOURCE
@@ -111,7 +110,7 @@ def gpu_rows(facts: Facts, asked: Asked) -> Iterator[Row]:
 # -- kernels -----------------------------------------------------------------------------------------------------------
 
 
-def nvrtc_version(compiler: CudaCore) -> str:
+def nvrtc_version(compiler: jit.CudaCore) -> str:
     """Raises cuda-core's error without NVRTC."""
     return ".".join(map(str, compiler.nvrtc()))
 

@@ -13,8 +13,7 @@ from gdscache.errors import GdsCacheError
 from gdscache.sizes import MIB, about
 from gdscache.storage import choose_and_open
 from gdscache.storage.base import Switch
-from gdscache.storage.probe import gds_operations
-from gdscache.storage.trial import run_child, write_and_read
+from gdscache.storage.probe import gds_operations, run_child, write_and_read
 
 TRIAL_BYTES = 32 * MIB
 DEADLINE_S = 60.0  # opening may wait for two probes of 20 s

@@ -23,7 +23,7 @@ import numpy as np
 
 from gdscache.arrays import Int64Array
 from gdscache.config.pools import PLAIN_DIRECTORY, POOL_PREFIX
-from gdscache.disk import catalog_file, catalog_image, conversion, stripes
+from gdscache.disk import catalog_file, catalog_image, stripes
 from gdscache.disk.catalog_file import CATALOG_NAME, SUSPECT_NAME, CorruptCatalogError
 from gdscache.disk.catalog_image import Progress
 from gdscache.disk.namespaces import descriptions
@@ -208,7 +208,7 @@ def open_catalog(directory: Path, progress: Progress) -> Iterator[sqlite3.Connec
             verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
             if verdict != "ok":
                 raise CorruptCatalogError(f"{path} is corrupt: {verdict}")
-        conversion.present(connection, catalog_file.check(connection, path, None).version)
+        catalog_file.present(connection, path, None)
         yield connection
 
 

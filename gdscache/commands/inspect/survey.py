@@ -24,7 +24,7 @@ from gdscache.commands.inspect.reading import (
     slab_directories,
 )
 from gdscache.config.pools import PLAIN_DIRECTORY
-from gdscache.disk import namespaces_file, status_page
+from gdscache.disk import kept_file, status_page
 from gdscache.disk.catalog_file import CATALOG_NAME, SIDECARS, SUSPECT_NAME, kept_aside
 from gdscache.disk.catalog_image import Progress
 from gdscache.disk.recovery import Recovered
@@ -104,7 +104,7 @@ def _live(directory: Path, owner: Owner, status: Status | OtherFormat | None) ->
     shards = status.figures.shards if isinstance(status, Status) else 1
     files = slab_files(slab_directories(directory), range(shards))
     common = _common(directory, owner, [(file, _size(file)) for file in files])
-    last = reversed(namespaces_file.read(directory).items())
+    last = reversed(kept_file.read_namespaces(directory).items())
     common["namespaces"] = [_namespace(digest, fields, None, None) for digest, fields in last]
     if status is None:
         return common

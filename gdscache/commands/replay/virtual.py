@@ -13,7 +13,7 @@ import numpy as np
 from gdscache.arrays import Int64Array
 from gdscache.commands.replay.clock import Clock, DiskModel, Done, MachineModel, Pipe, Process
 from gdscache.index.free_slots import SlotShare
-from gdscache.moves.base import PLANES, End, Listener, Move, Moving, PageStatus, Priority, Steps, Way
+from gdscache.moves import PLANES, End, Listener, Move, Moving, PageStatus, Priority, Steps, Way
 from gdscache.pages.checksum import Checksums
 from gdscache.runtime.threads import Flag
 

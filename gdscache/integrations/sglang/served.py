@@ -30,9 +30,8 @@ from gdscache.integrations.sglang.planes import KV, PoolPlanes
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.load.report import LoadReport
 from gdscache.moves import PageStatus
-from gdscache.pages.hit import Hit
+from gdscache.pages.hit import CACHED, Hit
 from gdscache.pages.keys import PageHashes
-from gdscache.pages.reasons import CACHED
 from gdscache.ranks.address import RankAddress
 from gdscache.store.handle import StoreHandle
 

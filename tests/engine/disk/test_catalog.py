@@ -59,7 +59,7 @@ def page(slot: int, generation: int = 0, recency: int | None = None, namespace: 
 def open_catalog(
     path: Path, extent_bytes: int = EXTENT, shards: int = 1, clock: Callable[[], float] = time.time
 ) -> Catalog:
-    return Catalog.open(path, extent_bytes=extent_bytes, durability="process", shards=shards, wall_clock=clock)
+    return Catalog(path, extent_bytes=extent_bytes, durability="process", shards=shards, wall_clock=clock)
 
 
 sums_of = functools.partial(disk_parts.sums_of, layers=LAYERS)
@@ -386,7 +386,7 @@ def test_where_there_can_be_no_log_is_no_place_for_a_catalogue(tmp_path: Path, m
 
 def test_an_unknown_durability_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidValueError, match="'always'"):
-        Catalog.open(tmp_path, extent_bytes=EXTENT, durability="always")  # type: ignore[arg-type]
+        Catalog(tmp_path, extent_bytes=EXTENT, durability="always")  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
 
 
@@ -619,7 +619,7 @@ def test_the_log_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(("durability", "level"), [("process", 1), ("power", 2)])
 def test_durability_is_sqlites_synchronous(tmp_path: Path, durability: str, level: int) -> None:
-    with Catalog.open(tmp_path, extent_bytes=EXTENT, durability=durability) as catalog:  # type: ignore[arg-type]
+    with Catalog(tmp_path, extent_bytes=EXTENT, durability=durability) as catalog:  # type: ignore[arg-type]
         assert catalog._writer.execute("PRAGMA synchronous").fetchone() == (level,)
         assert catalog._writer.execute("PRAGMA journal_mode").fetchone() == ("wal",)
 

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from gdscache.commands.inspect import inspect
-from gdscache.disk import catalog_file, catalog_image, conversion, slab
+from gdscache.disk import catalog_file, catalog_image, slab
 from gdscache.disk.catalog import Catalog, PageRecord, Recovered
 from gdscache.errors import IOFailedError, NoSpaceError
 from tests.support.disk_parts import raw, sums_of
@@ -42,13 +42,13 @@ def unpacked(name: str, place: Path) -> Path:
 
 
 def opened(path: Path, **options: Any) -> Catalog:
-    return Catalog.open(path, extent_bytes=EXTENT, durability="process", **options)
+    return Catalog(path, extent_bytes=EXTENT, durability="process", **options)
 
 
 def ends(path: Path) -> dict[bytes, tuple[int, float | None]]:
     """Key → priority and end, of a kept directory as it is."""
     with catalog_image.open_copy(path / "catalog.sqlite") as copy:
-        conversion.present(copy, catalog_file.check(copy, path / "catalog.sqlite", None).version)
+        catalog_file.present(copy, path / "catalog.sqlite", None)
         select = "SELECT key, priority, (written + lifetime) / 1000.0 FROM pages JOIN retention USING (place)"
         return {key: (priority, end) for key, priority, end in copy.execute(select)}
 
@@ -86,7 +86,7 @@ def die_at(path: Path, number: int) -> bool:
 
         status = 1
         try:
-            with mock.patch.object(conversion, "STEP_ROWS", 1):
+            with mock.patch.object(catalog_file, "STEP_ROWS", 1):
                 catalog = opened(path)
                 catalog._writer.set_trace_callback(count)
                 catalog.recover(SLOTS, NOW)
@@ -113,12 +113,12 @@ def test_a_kill_at_any_statement_leaves_a_directory_of_5_or_of_6(name: str, step
             assert len(catalog.recover(SLOTS, NOW).uncounted) == 0
         assert state(path) == 6
         number += step
-    assert number > 2 * len(conversion.CONVERT)
+    assert number > 2 * len(catalog_file.CONVERT)
     assert found == sorted(found)
     assert set(found) == {5, 6}
 
 
-@pytest.mark.parametrize("statement", [0, len(conversion.CONVERT) // 2, len(conversion.CONVERT) + 14, 50])
+@pytest.mark.parametrize("statement", [0, len(catalog_file.CONVERT) // 2, len(catalog_file.CONVERT) + 14, 50])
 def test_an_engine_serves_all_pages_after_a_kill(statement: int, tmp_path: Path) -> None:
     path = unpacked("killed", tmp_path)
     die_at(path, statement)
@@ -135,7 +135,7 @@ def test_each_beginning_of_the_log_is_a_directory_of_5_or_of_6(tmp_path: Path) -
     """What was written of the log when the power went: cut at each of its frames, and within one."""
     path = unpacked("closed", tmp_path / "live")
     expected = ends(path)
-    with mock.patch.object(conversion, "STEP_ROWS", 1), opened(path) as catalog:
+    with mock.patch.object(catalog_file, "STEP_ROWS", 1), opened(path) as catalog:
         catalog.recover(SLOTS, NOW)
         log = (path / "catalog.sqlite-wal").read_bytes()
         image = (path / "catalog.sqlite").read_bytes()
@@ -194,9 +194,9 @@ def test_ends_are_counted_anew_in_steps_that_a_failure_may_part(
 ) -> None:
     path = tmp_path / "cache"
     old(path, 40, 23)
-    monkeypatch.setattr(conversion, "STEP_ROWS", 5)
+    monkeypatch.setattr(catalog_file, "STEP_ROWS", 5)
     steps: list[int] = []
-    genuine = conversion.count_lifetimes
+    genuine = catalog_file.count_lifetimes
 
     def fail(writer: sqlite3.Connection, first: int, last: int, now: int) -> None:
         if len(steps) == 3:
@@ -205,7 +205,7 @@ def test_ends_are_counted_anew_in_steps_that_a_failure_may_part(
         genuine(writer, first, last, now)
 
     caplog.set_level(logging.INFO, "gdscache.disk.catalog")
-    with opened(path) as catalog, mock.patch.object(conversion, "count_lifetimes", fail):
+    with opened(path) as catalog, mock.patch.object(catalog_file, "count_lifetimes", fail):
         assert (len(catalog.recover(40, NOW)), len(catalog.retentions())) == (40, 23)
         said = [record.getMessage().partition(": ")[2] for record in caplog.records]
         assert said[0] == "converted from format 5 to 6"

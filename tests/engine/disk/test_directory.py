@@ -19,7 +19,7 @@ import pytest
 
 from gdscache import errors
 from gdscache.commands.inspect.verification import _own
-from gdscache.disk import directory, locks
+from gdscache.disk import directory
 from gdscache.disk.directory import CacheDirectory
 from tests.support.helpers import until
 
@@ -334,8 +334,8 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def refuse(_: int, __: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    real = locks.fcntl
-    monkeypatch.setattr(locks, "fcntl", types.SimpleNamespace(**{**vars(real), "flock": refuse}))
+    real = directory.fcntl
+    monkeypatch.setattr(directory, "fcntl", types.SimpleNamespace(**{**vars(real), "flock": refuse}))
     with pytest.raises(errors.DirectoryNotWritableError, match="No locks available"):
         CacheDirectory.open(tmp_path)
 
@@ -346,7 +346,7 @@ def test_another_directory_is_noticed_whose_time_is_that_of_ours(tmp_path: Path)
     for one in (path, tmp_path / "other"):
         one.mkdir()
         os.utime(one, (old, old))
-    watch = locks.DirectoryWatch(path)
+    watch = directory.DirectoryWatch(path)
     assert watch.lost(thorough=False) == watch.lost(thorough=False) == ""
     path.rename(tmp_path / "elsewhere")
     (tmp_path / "other").rename(path)

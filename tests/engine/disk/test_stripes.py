@@ -238,11 +238,11 @@ def test_a_catalogue_of_one_directory_is_refused_where_there_are_several(
         assert (meta["format_version"], meta["striped"]) == (6, 1)
         connection.execute("UPDATE meta SET value = 0 WHERE name = 'striped'")
         with pytest.raises(StripeError, match="single directory"):
-            Catalog.open(paths[0], extent_bytes=EXTENT, durability="process")
+            Catalog(paths[0], extent_bytes=EXTENT, durability="process")
         (paths[0] / "stripe.json").rename(tmp_path / "stripe.json")
         connection.execute("UPDATE meta SET value = 1 WHERE name = 'striped'")
         with pytest.raises(StripeError, match="missing"):
-            Catalog.open(paths[0], extent_bytes=EXTENT, durability="process")
+            Catalog(paths[0], extent_bytes=EXTENT, durability="process")
 
 
 def test_inspect_and_verify_look_into_all_directories(open_host: OpenHost, paths: list[Path]) -> None:

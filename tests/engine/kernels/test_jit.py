@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from gdscache.errors import GdsCacheError, KernelUnavailableError
-from gdscache.kernels import compiler, jit
+from gdscache.kernels import jit
 
 NO_HOME = "/proc/nonexistent"  # where not even root can make a directory
 DEVICE = torch.device("cuda", 0)
@@ -155,7 +155,7 @@ def test_a_compiler_that_cannot_be_imported_is_told_with_its_cause(
 ) -> None:
     install(tmp_path / "lib", monkeypatch, "core", "raise RuntimeError('first\\n\\nsecond')\n")
     monkeypatch.setattr("importlib.metadata.version", lambda name: {"cuda-core": "9.9"}[name])
-    assert compiler.find_compiler().version == "9.9"
+    assert jit.find_compiler().version == "9.9"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     error = refused(sources)
     assert error.message == "cannot build probe.cu: RuntimeError: first | second"
@@ -165,7 +165,7 @@ def test_a_compiler_that_cannot_be_imported_is_told_with_its_cause(
 def test_what_others_put_into_cuda_is_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     install(tmp_path / "lib", monkeypatch, "pathfinder", "")
     with pytest.raises(KernelUnavailableError, match="cuda-core is not installed"):
-        compiler.find_compiler()
+        jit.find_compiler()
 
 
 @pytest.fixture
@@ -196,8 +196,8 @@ def core(monkeypatch: pytest.MonkeyPatch, home: Path) -> SimpleNamespace:
         module.__spec__ = ModuleSpec(module.__name__, None)
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr("importlib.metadata.version", lambda name: "1.2.2")
-    monkeypatch.setattr(compiler.CudaCore, "compile", compile)
-    monkeypatch.setattr(compiler.CudaCore, "nvrtc", lambda self: seen.version)
+    monkeypatch.setattr(jit.CudaCore, "compile", compile)
+    monkeypatch.setattr(jit.CudaCore, "nvrtc", lambda self: seen.version)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(jit, "Driver", Driver)
     return seen
@@ -316,7 +316,7 @@ def gpu() -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     try:
-        compiler.find_compiler()
+        jit.find_compiler()
     except KernelUnavailableError as error:
         pytest.skip(str(error))
 

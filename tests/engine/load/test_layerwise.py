@@ -21,7 +21,7 @@ from gdscache.errors import DeadlineError, DeviceError
 from gdscache.load import run as load_run
 from gdscache.load.handle import Gap, LayerwiseLoad
 from gdscache.moves import native
-from gdscache.moves.library import MoveLimits
+from gdscache.moves.native import MoveLimits
 from gdscache.pages.layout import EXTENT_ALIGNMENT, FIRST_BYTES, GROUP_BYTES, GroupSizes, PageLayout, Plane, read_groups
 from gdscache.storage.base import Op
 from tests.support import fake_gpu

@@ -15,7 +15,7 @@ from gdscache.load import loader
 from gdscache.load import run as load_run
 from gdscache.load.plan import LoadPlan
 from gdscache.moves import native
-from gdscache.moves.library import MoveLimits
+from gdscache.moves.native import MoveLimits
 from gdscache.pages.layout import GroupSizes, read_groups
 from gdscache.storage.base import Op
 from tests.support import fake_gpu

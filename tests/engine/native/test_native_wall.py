@@ -15,7 +15,7 @@ import pytest
 from gdscache.arrays import integers
 from gdscache.errors import DeviceError, InvalidValueError, NativeCallError
 from gdscache.moves import Way
-from gdscache.moves.library import MoveLimits, Space
+from gdscache.moves.native import MoveLimits, Space
 from gdscache.native import SHORT, CuFiles, Executor, Gpu, HostPlanes, put_rows, take_rows, take_unbound
 from gdscache.storage.base import Descriptors
 from tests.support.hooks import hooks

@@ -254,7 +254,7 @@ def test_the_table_and_the_configuration_name_the_same_policies() -> None:
 
 def test_all_lets_everything_in() -> None:
     admission = gate()
-    assert not admission.asks_victim
+    assert not admission.policy.asks_victim
     assert not admission.refuses
     assert gate(endurance=8 * EXTENT).refuses
     assert gate(admission="tinylfu").refuses

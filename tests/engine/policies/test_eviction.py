@@ -21,7 +21,7 @@ def test_an_engine_evicts_as_its_configuration_says(policy: str, slab: Path) -> 
     for _ in range(2):
         with CacheEngine.from_config(data) as engine:
             for tier in engine.manager.tiers.values():
-                assert type(tier.index._orders.policy) is POLICIES[policy]
+                assert type(tier.index.orders.policy) is POLICIES[policy]
             for seed in (1, 2, 1, 3, 4, 1, 5):
                 run(engine, prompt(seed, 4, extra=1))
             settle(engine)

@@ -17,7 +17,7 @@ import pytest
 
 import gdscache
 from gdscache import CacheEngine, PageStatus, Rank
-from gdscache.disk.slab_io import SlabIO
+from gdscache.disk.slab import SlabIO
 from gdscache.errors import CapacityError, InvalidValueError, PlanesError, RankError, RankLostError, RankMismatchError
 from gdscache.gate.busy_periods import BusyPeriods
 from gdscache.load import loader

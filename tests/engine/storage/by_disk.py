@@ -6,7 +6,7 @@ from gdscache.arrays import integers
 from gdscache.native import error_of, move_pieces
 from gdscache.storage.base import Memory, Op, address_of
 from gdscache.storage.cufile import CufileTransport
-from gdscache.storage.native import NativeTransport
+from gdscache.storage.files import NativeTransport
 
 
 def _move(transport: NativeTransport, op: Op, file: int, offset: int, memory: Memory) -> int:

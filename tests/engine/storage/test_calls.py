@@ -17,7 +17,7 @@ from gdscache.errors import DeadlineError, IOFailedError, ShortIOError, ThreadSt
 from gdscache.storage import calls
 from gdscache.storage.base import Memory, Op
 from gdscache.storage.calls import carry
-from gdscache.storage.native import NativeTransport
+from gdscache.storage.files import NativeTransport
 from tests.support.helpers import WAIT, until
 from tests.support.native_parts import has_ring
 from tests.support.posix_transport import PosixTransport

@@ -11,8 +11,7 @@ import pytest
 from gdscache.errors import IOFailedError, TransportUnavailableError
 from gdscache.storage import files
 from gdscache.storage.base import Switch
-from gdscache.storage.files import probe_direct_io
-from gdscache.storage.native import NativeTransport
+from gdscache.storage.files import NativeTransport, probe_direct_io
 from tests.support.transport_parts import SECTOR, random_bytes
 
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from gdscache.errors import IOFailedError, TransportUnavailableError
-from gdscache.storage import Transport, calls, open_transport, probe, trial
+from gdscache.storage import Transport, calls, open_transport, probe
 from gdscache.storage.cufile import CufileTransport
 from gdscache.storage.files import DirectFiles, find_mount
 from tests.support.posix_transport import PosixTransport
@@ -225,7 +225,7 @@ def test_a_child_that_hangs_is_killed(tmp_path: Path) -> None:
     mark = tmp_path / "pid"
     code = "import os, sys, time\nopen(sys.argv[1], 'w').write(str(os.getpid()))\nwhile True: time.sleep(1)"
     begun = time.monotonic()
-    ended = trial.run_child(code, [str(mark)], 1.0)
+    ended = probe.run_child(code, [str(mark)], 1.0)
     assert (ended.status, ended.cause) == (None, "no answer within 1 s: killed")
     assert time.monotonic() - begun < 10
     with pytest.raises(ProcessLookupError):
@@ -233,14 +233,14 @@ def test_a_child_that_hangs_is_killed(tmp_path: Path) -> None:
 
 
 def test_what_a_child_says() -> None:
-    ended = trial.run_child("print('fine')", [], 20)
+    ended = probe.run_child("print('fine')", [], 20)
     assert (ended.status, ended.cause, ended.lines) == (0, "", ["fine"])
     for code, cause in (
         ("import sys; sys.exit('bytes differ')", "bytes differ (exit status 1)"),
         ("1/0", "ZeroDivisionError: division by zero (exit status 1)"),
         ("import os; os.kill(os.getpid(), 9)", "no message (exit status -9)"),
     ):
-        assert trial.run_child(code, [], 20).cause == cause
+        assert probe.run_child(code, [], 20).cause == cause
 
 
 NVFS = """GDS Version: 1.7.0.149

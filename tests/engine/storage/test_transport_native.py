@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from gdscache import errors
-from gdscache.storage import native
-from gdscache.storage.native import NativeTransport
+from gdscache.storage import files
+from gdscache.storage.files import NativeTransport
 from tests.support.helpers import WAIT, OpenHost, prompt, until
 from tests.support.native_parts import has_ring
 from tests.support.processes import program
@@ -75,7 +75,7 @@ def test_a_disk_that_cannot_be_had_is_said(
     def refused(*_: object, **__: object) -> None:
         raise errors.RefusedDiskError("the system answers no", "", code)
 
-    monkeypatch.setattr(native, "move_pieces", refused)
+    monkeypatch.setattr(files, "move_pieces", refused)
     with pytest.raises(error, match="the system answers no") as caught:
         NativeTransport(2, uring=uring)
     assert hint in getattr(caught.value, "hint", "")

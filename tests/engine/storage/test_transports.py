@@ -14,9 +14,8 @@ import torch
 
 from gdscache.errors import TransportUnavailableError
 from gdscache.storage import Transport, probe
-from gdscache.storage.files import probe_direct_io
+from gdscache.storage.files import NativeTransport, probe_direct_io
 from gdscache.storage.kvikio import KvikioTransport
-from gdscache.storage.native import NativeTransport
 from gdscache.storage.nixl import NixlTransport
 from gdscache.testing.transport_suite import TransportSuite
 from tests.engine.storage.by_disk import NativeByDisk

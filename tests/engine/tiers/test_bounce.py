@@ -7,7 +7,7 @@ import threading
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gdscache.extents.host import HostExtents
+from gdscache.extents import HostExtents
 from gdscache.index.free_slots import SlotShare
 from gdscache.tiers.cpu import Bounce
 from gdscache.tiers.quarantine import Quarantine

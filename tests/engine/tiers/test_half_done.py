@@ -17,7 +17,7 @@ import pytest
 
 from gdscache.config import SsdConfig
 from gdscache.disk.catalog import Catalog
-from gdscache.disk.slab_io import SlabIO
+from gdscache.disk.slab import SlabIO
 from gdscache.errors import IOFailedError, NativeCallError
 from gdscache.index import index as index_module
 from gdscache.index.retention import Retention

@@ -16,9 +16,9 @@ def test_loads_and_writes_leave_few_changes_behind(open_host: OpenHost, kept: in
     indexes = {name: tier.index for name, tier in host.engine.manager.tiers.items()}
     tokens = prompt(1, PAGES)
     host.keep(tokens)
-    until(lambda: all(index.waiting <= kept for index in indexes.values()), "orders up to date behind a store")
+    until(lambda: all(index.orders.waiting <= kept for index in indexes.values()), "orders up to date behind a store")
     drop_from(host.engine, "cpu")
     load, blocks, keys = host.begin(tokens)
     host.finish(load, blocks, keys)
-    until(lambda: all(index.waiting <= kept for index in indexes.values()), "orders up to date behind a load")
+    until(lambda: all(index.orders.waiting <= kept for index in indexes.values()), "orders up to date behind a load")
     assert all(index.check() == [] for index in indexes.values())

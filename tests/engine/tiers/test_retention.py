@@ -247,8 +247,8 @@ class RetentionMachine(IndexMachine):
     @invariant()
     def ends_agree(self) -> None:
         ends = [r.expires for r in self.retention.values() if r.expires is not None]
-        assert self.index.next_expiry == min(ends, default=math.inf)
-        assert self.index.retained_pages == sum(r != DEFAULT for r in self.retention.values())
+        assert self.index.orders.expiries.first == min(ends, default=math.inf)
+        assert len(self.index.orders.retained) == sum(r != DEFAULT for r in self.retention.values())
         assert {e.key: e.retention for e in self.index} == self.retention
 
 
@@ -294,17 +294,17 @@ def test_check_sees_wrong_retentions() -> None:
 
     index, key = fresh()
     assert index.check() == []
-    index._orders.retained[key] = Retention(1, 6.0)
+    index.orders.retained[key] = Retention(1, 6.0)
     assert index.check()
     index, key = fresh()
-    index._orders._expiries.remove(key, 5.0)
+    index.orders.expiries.remove(key, 5.0)
     assert index.check()
     index, key = fresh()
-    index._orders._of_priority[2].remove(key)
-    index._orders._of_priority[1].insert_all([(key, b"")])
+    index.orders._of_priority[2].remove(key)
+    index.orders._of_priority[1].insert_all([(key, b"")])
     assert index.check()
     index, key = fresh()
-    index._orders.retained[name("nobody")] = Retention(1)
+    index.orders.retained[name("nobody")] = Retention(1)
     assert index.check()
 
 

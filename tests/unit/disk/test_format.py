@@ -20,7 +20,7 @@ import xxhash
 
 from gdscache.commands.inspect import inspect, verify
 from gdscache.commands.inspect.tables import inspect_tables
-from gdscache.disk import catalog_file, conversion, slab
+from gdscache.disk import catalog_file, slab
 from gdscache.disk.catalog import Catalog, PageRecord
 from gdscache.disk.directory import CacheDirectory
 from gdscache.disk.slab import Slab
@@ -168,7 +168,7 @@ def build(path: Path) -> None:
     sums = bound(np.array([CHECKSUMS, CHECKSUMS], np.uint64), [first, second])
     with (
         CacheDirectory.open(path),
-        Catalog.open(
+        Catalog(
             path, extent_bytes=LAYOUT.extent_bytes, durability="process", wall_clock=lambda: 1764000000.5678
         ) as catalog,
     ):
@@ -186,7 +186,7 @@ def test_the_files_and_their_modes(tmp_path: Path) -> None:
     try:
         build(tmp_path / "cache")
         path = tmp_path / "cache"
-        with Catalog.open(path, extent_bytes=4096, durability="process") as catalog:
+        with Catalog(path, extent_bytes=4096, durability="process") as catalog:
             catalog.commit([], [0], {})  # makes the log
             found = {entry.name: stat.S_IMODE(entry.stat().st_mode) for entry in path.iterdir()}
     finally:
@@ -199,7 +199,7 @@ def test_the_files_and_their_modes(tmp_path: Path) -> None:
 def test_a_set_aside_catalogue_is_private_too(tmp_path: Path) -> None:
     build(tmp_path)
     os.truncate(tmp_path / "catalog.sqlite", 5000)
-    Catalog.open(tmp_path, extent_bytes=4096, durability="process").close()
+    Catalog(tmp_path, extent_bytes=4096, durability="process").close()
     aside = next(tmp_path.glob("catalog.corrupt-*"))
     assert re.fullmatch(r"catalog\.corrupt-\d{8}T\d{6}\.\d{6}Z", aside.name)
     assert stat.S_IMODE(aside.stat().st_mode) == 0o600
@@ -272,7 +272,7 @@ WRITERS = {"6": write_by_hand, "5": write_old_by_hand}
 def test_a_directory_written_by_hand_from_the_document_is_read(tmp_path: Path, write: Callable[[Path], None]) -> None:
     write(tmp_path)
     slab = Slab.open(tmp_path, 4096, 2)
-    with Catalog.open(tmp_path, extent_bytes=4096, durability="power") as catalog:
+    with Catalog(tmp_path, extent_bytes=4096, durability="power") as catalog:
         found = catalog.recover(slab.valid_slots)
         assert [c.tolist() for c in (found.slots, found.lengths, found.recency)] == [[1], [192], [5]]
         assert not found.dropped
@@ -294,7 +294,7 @@ def test_a_directory_written_by_hand_from_the_document_is_read(tmp_path: Path, w
 def test_a_converted_directory_has_the_tables_of_a_new_one(tmp_path: Path, write: Callable[[Path], None]) -> None:
     """Text for text, and the rows as docs/format.md says."""
     write(tmp_path)
-    with Catalog.open(tmp_path, extent_bytes=4096, durability="process") as catalog:
+    with Catalog(tmp_path, extent_bytes=4096, durability="process") as catalog:
         catalog.recover(2)
     with contextlib.closing(sqlite3.connect(tmp_path / "catalog.sqlite")) as connection:
         found = {text for (text,) in connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")}
@@ -312,7 +312,7 @@ def test_a_directory_of_two_shards_is_read(tmp_path: Path) -> None:
     write_by_hand(tmp_path, shards=2)
     slab = Slab.open(tmp_path, 4096, 2, shards=2)
     assert [file.name for file in slab.files] == ["slab-0.bin", "slab-0.0.1.bin"]
-    with Catalog.open(tmp_path, extent_bytes=4096, durability="process", shards=2) as catalog:
+    with Catalog(tmp_path, extent_bytes=4096, durability="process", shards=2) as catalog:
         found = catalog.recover(slab.valid_slots)
         slots, sums = catalog.checksum_rows([0, 1], 2)
     assert (len(found), slots.tolist(), sums.shape) == (1, [1], (1, 4))
@@ -335,9 +335,9 @@ def test_another_number_of_shards_is_refused(tmp_path: Path, write: Callable[[Pa
     write(tmp_path)
     before = (tmp_path / "catalog.sqlite").read_bytes()
     with pytest.raises(ShardsError, match="in 1 shards, and this engine has 2"):
-        Catalog.open(tmp_path, extent_bytes=4096, durability="process", shards=2)
+        Catalog(tmp_path, extent_bytes=4096, durability="process", shards=2)
     with pytest.raises(ExtentSizeError, match=r"of 4,096 bytes.*8,192"):
-        Catalog.open(tmp_path, extent_bytes=8192, durability="process")
+        Catalog(tmp_path, extent_bytes=8192, durability="process")
     assert (tmp_path / "catalog.sqlite").read_bytes() == before
 
 
@@ -347,7 +347,7 @@ def test_a_packed_page_is_refused_and_its_directory_is_not(tmp_path: Path) -> No
         connection.execute("UPDATE pages SET packed = 3 WHERE place = 2")
     assert inspect(tmp_path)["unusable_rows"] == {"packed": 1}
     assert (2, "packed") in [(f["slot"], f["cause"]) for f in verify(tmp_path)["bad"]]
-    with Catalog.open(tmp_path, extent_bytes=4096, durability="process") as catalog:
+    with Catalog(tmp_path, extent_bytes=4096, durability="process") as catalog:
         found = catalog.recover(4)
         assert (found.slots.tolist(), found.dropped) == ([0], {"packed": 1})
         assert len(catalog.rows()) == 1
@@ -420,7 +420,7 @@ def test_what_it_does_not_read_is_refused_and_left_alone(
         for change in changes:
             connection.execute(change)
     before = (tmp_path / "catalog.sqlite").read_bytes()
-    for look in (lambda: Catalog.open(tmp_path, extent_bytes=4096, durability="process"), lambda: inspect(tmp_path)):
+    for look in (lambda: Catalog(tmp_path, extent_bytes=4096, durability="process"), lambda: inspect(tmp_path)):
         with pytest.raises(CatalogVersionError, match=words):
             look()
     assert (tmp_path / "catalog.sqlite").read_bytes() == before
@@ -435,7 +435,7 @@ def test_a_catalogue_without_a_row_of_meta_is_set_aside(
     write(tmp_path)
     with contextlib.closing(sqlite3.connect(tmp_path / "catalog.sqlite")) as connection, connection:
         connection.execute("DELETE FROM meta WHERE name = ?", (without,))
-    Catalog.open(tmp_path, extent_bytes=4096, durability="process").close()
+    Catalog(tmp_path, extent_bytes=4096, durability="process").close()
     assert len(list(tmp_path.glob("catalog.corrupt-*"))) == 1
 
 
@@ -443,7 +443,7 @@ def test_the_document_says_what_the_code_does() -> None:
     text = DOCUMENT.read_text()
     for statements in (SCHEMA, OLD_SCHEMA):
         assert statements in text
-    for statement in conversion.CONVERT:
+    for statement in catalog_file.CONVERT:
         assert f"{statement};\n" in text
     assert f"slab x 2^{slab.SLAB_SLOTS.bit_length() - 1} + slot" in text
     assert f"1 to {catalog_file.MOST_SHARDS}" in text

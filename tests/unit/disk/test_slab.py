@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 from gdscache import errors
 from gdscache.disk import slab as slab_module
 from gdscache.disk.directory import CacheDirectory
-from gdscache.disk.slab import Slab
-from gdscache.disk.slab_io import SlabIO
+from gdscache.disk.slab import Slab, SlabIO
 from gdscache.sizes import about
 
 EXTENT = 8192

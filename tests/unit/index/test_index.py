@@ -46,7 +46,7 @@ def test_what_counts_later_counts_as_if_it_had_at_once(policy: str, steps: list[
     chains = [chain(number, 6) for number in range(4)]
     later, at_once = (PageIndex(12, new_policy(policy)) for _ in range(2))
     for index in (later, at_once):
-        index._orders.changes_kept = kept
+        index.orders.changes_kept = kept
     for what, given_ in steps:
         for index in (later, at_once):
             if what == "touch":
@@ -62,15 +62,15 @@ def test_what_counts_later_counts_as_if_it_had_at_once(policy: str, steps: list[
             elif what == "evict":
                 index.evict(given_)
             elif what == "bring_in":
-                index.bring_in(given_)
+                index.orders.bring_in(given_)
             elif what == "retain":
                 index.retain(chains[given_][0].key, Retention(1, None))
             elif (entry := index.get(chains[given_][-1].key)) is not None:
                 index.drop(entry)
-        at_once.bring_in()
-        assert later.waiting <= kept
+        at_once.orders.bring_in()
+        assert later.orders.waiting <= kept
         assert {e.key for e in later} == {e.key for e in at_once}
-    assert list(later._orders) == list(at_once._orders)
+    assert list(later.orders) == list(at_once.orders)
     assert later.check() == at_once.check() == []
 
 
@@ -150,8 +150,8 @@ def test_check_sees_what_is_wrong() -> None:
     entries[0].leases = -1
     assert index.check()
     index, entries = fresh()
-    index.bring_in()
-    index._orders.policy.remove(entries[0].key)
+    index.orders.bring_in()
+    index.orders.policy.remove(entries[0].key)
     assert index.check()
     index, _ = fresh()
     index._orphans[b"x" * 32] = 1
@@ -377,7 +377,7 @@ def test_what_is_passed_over_and_leased_then_stays_when_its_last_tail_goes() -> 
     put(index, warm)
     index.touch([page.key for page in (cold[0], *warm[::-1], cold[1])])
     index.evict(1)
-    assert any(order.is_deferred(cold[0].key) for order in index._orders.deferring())
+    assert any(order.is_deferred(cold[0].key) for order in index.orders.deferring())
     entry = index.get(cold[0].key)
     assert entry is not None
     index.lease(entry)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gdscache.arrays import address, integers
 from gdscache.errors import NativeCallError
-from gdscache.moves.library import NativePlanes
+from gdscache.moves.native import NativePlanes
 from gdscache.native import layer_sums
 from gdscache.pages.checksum import layer_checksums
 from gdscache.pages.layout import PageLayout, Plane

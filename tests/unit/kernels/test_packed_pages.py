@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gdscache.arrays import address, integers
 from gdscache.errors import GeometryError, NativeCallError
-from gdscache.moves.library import NativePlanes
+from gdscache.moves.native import NativePlanes
 from gdscache.pages.checksum import layer_checksums
 from gdscache.pages.layout import PageLayout, Plane
 from gdscache.pages.planes import PagedPlanes

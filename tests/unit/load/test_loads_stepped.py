@@ -23,7 +23,7 @@ import torch
 from gdscache.commands.replay.tiers import ModelSsd, ModelTier
 from gdscache.config import LoadConfig
 from gdscache.errors import EngineClosedError
-from gdscache.extents.host import HostExtents
+from gdscache.extents import HostExtents
 from gdscache.index.table import Entry, PageState
 from gdscache.load import run as load_run
 from gdscache.load.handle import LayerwiseLoad

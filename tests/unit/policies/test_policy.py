@@ -25,8 +25,7 @@ from gdscache.errors import InvalidValueError
 from gdscache.policies import POLICIES, new_policy
 from gdscache.policies.base import LRU, EvictionPolicy
 from gdscache.policies.guarded import Guarded
-from gdscache.policies.lifetime import Lifetime
-from gdscache.policies.reuse import ReuseMonitor
+from gdscache.policies.lifetime import Lifetime, ReuseMonitor
 from tests.support.helpers import make_config
 from tests.support.index_machine import name
 from tests.support.policy_models import MODELS, Model, SlowLifetime

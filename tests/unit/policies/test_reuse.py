@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gdscache.native import ReuseSample
-from gdscache.policies.reuse import (
+from gdscache.policies.lifetime import (
     AGES,
     CERTAIN,
     PRIOR,

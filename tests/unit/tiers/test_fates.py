@@ -7,7 +7,7 @@ import hashlib
 import pytest
 
 from gdscache.disk.history_file import BAD_KEPT
-from gdscache.pages.reasons import CAUSES, Reason, Told, joined, words
+from gdscache.pages.hit import CAUSES, Reason, Told, joined, words
 from gdscache.tiers.fates import LEAST, PageFates
 
 

@@ -1,15 +1,58 @@
-"""Extents in host memory: of the CPU tier, and of the bounce reserve."""
+"""Memory that holds extents, a page a slot: the contracts, on the host, and on a device."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from gdscache.cuda.host_memory import HostBuffer, PageLocking
 from gdscache.pages.checksum import Checksums, first_bad_layer
-from gdscache.pages.layout import PageLayout
+from gdscache.pages.layout import EXTENT_ALIGNMENT, PageLayout
+from gdscache.runtime.allocation import allocating
+
+
+class Extents(Protocol):
+    """Slots of one extent each, on the host or on a device, and their checksums.
+
+    `rows`: uint8, a row a slot, from the extent's first byte on. `flat`: the memory as one piece of bytes. `pinned`:
+    copy engines and kernels of a GPU reach the memory. `fence_slots`: slots of each page-locked registration; no copy
+    may cross from one into the next (0: there is only one).
+    """
+
+    slots: int
+    rows: torch.Tensor
+    checksums: Checksums
+    pinned: bool
+    fence_slots: int
+
+    @property
+    def flat(self) -> memoryview | torch.Tensor:
+        """The bytes of all extents, padding included."""
+        ...
+
+
+class SlotMemory(Protocol):
+    """The memory of a pool of pages, in this process or on ranks."""
+
+    slots: int
+    pinned: bool
+    checksums: Checksums
+
+    def close(self) -> None: ...
+
+
+class TierMemory(SlotMemory, Protocol):
+    """Memory of a tier. `nbytes`: of all of it."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def bad_slots(self, slots: Sequence[int]) -> dict[int, int]:
+        """Slots whose bytes do not match their checksums, each with a bad layer."""
+        ...
 
 
 class HostExtents:
@@ -48,7 +91,6 @@ class HostExtents:
 
     @property
     def flat(self) -> memoryview:
-        """The bytes of all extents, padding included."""
         return self._view[: self.slots * self.layout.extent_bytes]
 
     def memory(self, slot: int) -> memoryview:
@@ -67,3 +109,27 @@ class HostExtents:
         self.rows = torch.empty((0, self.layout.extent_bytes), dtype=torch.uint8, device="cpu")
         self._view = memoryview(b"")
         self.buffer.close()
+
+
+class DeviceExtents:
+    """The counterpart of `HostExtents` in GPU memory, for I/O straight to and from the device."""
+
+    pinned = True
+    fence_slots = 0
+
+    def __init__(self, layout: PageLayout, capacity: int, device: torch.device) -> None:
+        self.layout = layout
+        self.slots = capacity // layout.extent_bytes
+        nbytes = self.slots * layout.extent_bytes
+        with allocating("host_buffer", nbytes, device):
+            memory = torch.empty(nbytes + EXTENT_ALIGNMENT, dtype=torch.uint8, device=device)
+        start = -memory.data_ptr() % EXTENT_ALIGNMENT  # torch aligns to less than direct I/O wants
+        self.rows = memory[start : start + nbytes].view(self.slots, layout.extent_bytes)
+        self.checksums = np.zeros((self.slots, layout.n_layers), dtype=np.uint64)
+
+    @property
+    def flat(self) -> torch.Tensor:
+        return self.rows.view(-1)
+
+    def close(self) -> None:
+        self.rows = self.rows[:0].clone()
