@@ -29,31 +29,30 @@ from gdscache.config import EventsConfig
 from gdscache.cuda.streams import Event, record_on
 from gdscache.engine.engine import CacheEngine
 from gdscache.errors import CacheGroupsUnsupportedError, GdsCacheError
-from gdscache.integrations.fetching import Cache, PinningCache
+from gdscache.integrations.fetching import PinningCache
 from gdscache.integrations.settings import one_model
 from gdscache.integrations.sglang.events import SglangEvents
 from gdscache.integrations.sglang.facts import resolved
 from gdscache.integrations.sglang.groups import GROUPS, grouped_planes
 from gdscache.integrations.sglang.junctions import Junctions
-from gdscache.integrations.sglang.linker_ranks import (
-    LEFT_S,
-    LeadTable,
-    PoolRanks,
-    RankFacts,
-    RankLoads,
-    RankOffloads,
-    RankTable,
-    shard_of,
-)
-from gdscache.integrations.sglang.loads import STOPPED_S, LoadTable, QueuedLoad
+from gdscache.integrations.sglang.linker_ranks import LEFT_S, RankFacts, RankLoads, shard_of
+from gdscache.integrations.sglang.loads import STOPPED_S, LeadTable, LoadTable, QueuedLoad, RankTable
 from gdscache.integrations.sglang.metrics import ToldMetrics
-from gdscache.integrations.sglang.moves import LayerLoads, Load, Offloads
+from gdscache.integrations.sglang.moves import LayerLoads, Offloads
 from gdscache.integrations.sglang.pages import PageLinks, digest
 from gdscache.integrations.sglang.planes import KV, device_planes
 from gdscache.integrations.sglang.prefills import PassTimes
 from gdscache.integrations.sglang.ranks import place_in, together
 from gdscache.integrations.sglang.refused import refuse_components, refuse_model, refuse_setup
-from gdscache.integrations.sglang.served import LinkedCache, LinkedFetch, PoolReaders, SeveralPools, SinglePool
+from gdscache.integrations.sglang.served import (
+    LinkedCache,
+    LinkedFetch,
+    PoolLoads,
+    PoolRanks,
+    PoolReaders,
+    SeveralPools,
+    SinglePool,
+)
 from gdscache.integrations.sglang.setup import (
     LINKER_OPTIONS,
     RESETS_WEIGHTS,
@@ -63,6 +62,7 @@ from gdscache.integrations.sglang.setup import (
     model_of,
 )
 from gdscache.integrations.watching import CallWatch
+from gdscache.load.handle import LayerwiseLoad
 from gdscache.ranks.agreement import Agreement
 from gdscache.ranks.rank import Rank
 from gdscache.runtime.threads import in_turn, log_failure
@@ -75,7 +75,7 @@ class _Lead:
 
     pools: SinglePool | SeveralPools
     cache: PinningCache
-    pages: Cache
+    pages: PinningCache | LinkedCache
     table: LoadTable
     events: SglangEvents | None
     told: ToldMetrics
@@ -156,15 +156,11 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.engine = None if leading is None else leading.engine
         planes, rank, params = self._planes, self._rank, self._params
         layers = max(planes.layers) + 1 if planes.groups else len(planes.tensors)
-        self._rank_loads: RankLoads | None = None
-        if rank is None:
-            self.layer_done_counter = LayerLoads(self._begin_loads, layers, self.counts)
-            self._offloads = Offloads(leading, self.counts)
-        else:
-            self._offloads = offloads = RankOffloads(rank, leading, self.counts)
-            self._rank_loads = RankLoads(rank, leading, offloads)
-            self.layer_done_counter = LayerLoads(self._rank_loads.begin, layers, self.counts)
-        undo.callback(self._offloads.close)
+        self._offloads = offloads = Offloads(leading, self.counts, rank)
+        self._rank_loads = None if rank is None else RankLoads(rank, leading, offloads)
+        begin = self._begin_loads if self._rank_loads is None else self._rank_loads.begin
+        self.layer_done_counter = LayerLoads(begin, layers, self.counts)
+        undo.callback(offloads.close)
         if planes.groups:
             agreed = self._agreement.of
             self._junctions = Junctions(self, params.page_size, params.swa_retain_window, self._has, agreed)
@@ -318,7 +314,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if self._junctions is not None:
             self._junctions.forget()
 
-    def _begin_loads(self, number: int, queued: Sequence[QueuedLoad]) -> Load:
+    def _begin_loads(self, number: int, queued: Sequence[QueuedLoad]) -> LayerwiseLoad | PoolLoads:
         """For a single rank."""
         assert self._lead is not None, "a single rank leads"
         return self._lead.pools.load_many([(one.hit(), one.blocks()) for one in queued], self._slots_free())

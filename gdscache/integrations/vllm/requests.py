@@ -1,6 +1,6 @@
 """The scheduler's side of the vLLM connector: each request's state, and a step's loads and stores.
 
-Plain state over a `Cache`, without bytes or threads. A request is any object with vLLM's names: `request_id`,
+Plain state over a cache, without bytes or threads. A request is any object with vLLM's names: `request_id`,
 `block_hashes`, `num_tokens`, `num_computed_tokens`. A block is a page.
 
 A request's *fetch* begins at its arrival: its pages come to the CPU tier, are checked there, and stay pinned. The
@@ -16,7 +16,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
-from gdscache.integrations.fetching import ENDING_S, Fetch, Fetched
+from gdscache.integrations.fetching import ENDING_S, PinnedFetch
+from gdscache.integrations.group_fetching import Fetch, GroupPart
 from gdscache.pages.keys import Page, PageHashes
 
 LOOK_AGAIN_S = 1.0  # a waiting request is looked up again after this time
@@ -33,7 +34,7 @@ class LoadOrder:
     """
 
     request_id: str
-    fetch: Fetched
+    fetch: PinnedFetch | GroupPart
     first: int
     blocks: tuple[int, ...]
     between: bool = False
@@ -103,8 +104,8 @@ class RequestTable:
         unused: Callable[[str, Any, int, str], object] = lambda request_id, fetch, first, why: None,
         counts: Counter[str] | None = None,
     ) -> None:
-        """`cache`: a `Cache`, or a `GroupCache` of a `GroupTable`. `wait`: seconds of "not yet" for a request, at most.
-        `refuses`: the reason to leave a request alone, or "". `waited`: called with each request's wait.
+        """`cache`: a `PinningCache`, or a `GroupCache` of a `GroupTable`. `wait`: seconds of "not yet" for a request,
+        at most. `refuses`: the reason to leave a request alone, or "". `waited`: called with each request's wait.
         `named(request, group, first, keys)`: called with the keys of pages from `first` on, if KV events are on.
         `unused`: called with cached pages that a request computes."""
         self._cache = cache
@@ -301,7 +302,7 @@ class RequestTable:
             cached = self._cache.cached(known.hashes)
         known.offered = min(there, cached)
 
-    def _orders(self, known: Known, fetch: Fetch, tables: Sequence[int], there: int) -> list[LoadOrder]:
+    def _orders(self, known: Known, fetch: Any, tables: Sequence[int], there: int) -> list[LoadOrder]:
         """Loads of the pages up to page `there` behind vLLM's own hit."""
         first, request = known.local, known.request
         some = tuple(tables[first:there])

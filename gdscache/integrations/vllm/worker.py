@@ -264,9 +264,9 @@ class Stores:
             blocks += order.blocks
         epoch, after = engine.epoch(salt), steps.now()
 
-        def store() -> StoreHandle:
+        def store() -> list[StoreHandle]:
             try:
-                return engine.store_pages(pages, blocks, salt, after, epoch=epoch)
+                return [engine.store_pages(pages, blocks, salt, after, epoch=epoch)]
             finally:
                 steps.passed(after)
 
