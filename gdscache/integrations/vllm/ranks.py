@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING
 
-from gdscache.cuda.streams import Event
 from gdscache.errors import GdsCacheError, RankMismatchError
 from gdscache.integrations.prefills import Prefills
 from gdscache.integrations.vllm.requests import LoadOrder, StoreOrder
@@ -21,6 +20,7 @@ from gdscache.integrations.vllm.worker import (
     BegunLoad,
     LoadBatch,
     Loads,
+    Marks,
     Place,
     Stores,
     begin_loads,
@@ -57,26 +57,6 @@ class RankBatch:
     between: bool
 
 
-class Marks:
-    """The order of steps by the marks that ranks come to, in one pool. See `worker.OrderOfSteps`."""
-
-    def __init__(self, engine: CacheEngine) -> None:
-        self._engine = engine
-        self._last: Event = None
-
-    def begin(self) -> bytes:
-        """A mark behind the step that begins, as the bytes for each rank's `Rank.store`."""
-        before, self._last = self._last, self._engine.mark()
-        self._engine.passed(before)
-        return getattr(self._last, "order", b"")
-
-    def now(self) -> Event:
-        return self._engine.mark(self._last)
-
-    def passed(self, place: Event) -> None:
-        self._engine.passed(place)
-
-
 class Lead:
     """The leader of the ranks, step by step."""
 
@@ -86,7 +66,7 @@ class Lead:
         self._counts = counts
         self._marks = [Marks(engine) for engine in engines]
         self._loads = Loads(0, counts, overlapping=overlapping)
-        self._stores = Stores(engines, self._marks, counts, self._loads.prove)
+        self._stores = Stores(engines, counts, self._loads.prove, self._marks)
         self._computed: Sequence[StoreOrder] = ()  # by the step before, whose end this process does not see
         self._untold: list[LoadBatch] = []  # batches whose orders have not come
 
