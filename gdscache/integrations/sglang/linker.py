@@ -14,11 +14,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import sglang
 import torch
+from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
@@ -30,9 +31,9 @@ from gdscache.cuda.streams import Event, record_on
 from gdscache.engine.engine import CacheEngine
 from gdscache.errors import CacheGroupsUnsupportedError, GdsCacheError
 from gdscache.integrations.fetching import PinningCache
+from gdscache.integrations.prefills import LEAST_TOKENS, Prefills
 from gdscache.integrations.settings import one_model
 from gdscache.integrations.sglang.events import SglangEvents
-from gdscache.integrations.sglang.facts import resolved
 from gdscache.integrations.sglang.groups import GROUPS, grouped_planes
 from gdscache.integrations.sglang.junctions import Junctions
 from gdscache.integrations.sglang.linker_ranks import LEFT_S, RankFacts, RankLoads, shard_of
@@ -41,7 +42,6 @@ from gdscache.integrations.sglang.metrics import ToldMetrics
 from gdscache.integrations.sglang.moves import LayerLoads, Offloads
 from gdscache.integrations.sglang.pages import PageLinks, digest
 from gdscache.integrations.sglang.planes import KV, device_planes
-from gdscache.integrations.sglang.prefills import PassTimes
 from gdscache.integrations.sglang.ranks import place_in, together
 from gdscache.integrations.sglang.refused import refuse_components, refuse_model, refuse_setup
 from gdscache.integrations.sglang.served import (
@@ -60,6 +60,7 @@ from gdscache.integrations.sglang.setup import (
     LinkerOptions,
     configuration,
     model_of,
+    resolved,
 )
 from gdscache.integrations.watching import CallWatch
 from gdscache.load.handle import LayerwiseLoad
@@ -343,3 +344,30 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
 def _of_kv(transfers: list[PoolTransfer]) -> PoolTransfer:
     return next(transfer for transfer in transfers if transfer.name == PoolName.KV)
+
+
+class PassTimes(CallWatch):
+    """Calls `observe(tokens, tokens before them, seconds)` for passes that compute a part of one prompt and load
+    nothing, until `close`."""
+
+    def __init__(self, observe: Callable[[int, int, float], object], device: torch.device) -> None:
+        prefills = Prefills(observe, device)
+
+        def begins(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            prefills.begin(prefill_of(args[1] if len(args) > 1 else kwargs.get("batch")))
+
+        super().__init__(TpModelWorker, ["forward_batch_generation"], begins, lambda *call: prefills.end())
+
+
+def prefill_of(batch: Any) -> tuple[int, int] | None:
+    """(tokens, tokens before them) of a pass that computes a part of one prompt and loads nothing; else None. `batch`:
+    SGLang's `ScheduleBatch`, or None."""
+    if (
+        batch is None
+        or len(batch.reqs) != 1
+        or batch.forward_mode.name != "EXTEND"
+        or batch.hicache_consumer_index >= 0
+    ):
+        return None
+    tokens = int(batch.extend_lens[0])
+    return (tokens, int(batch.prefix_lens[0])) if tokens >= LEAST_TOKENS else None

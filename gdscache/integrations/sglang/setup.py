@@ -1,11 +1,16 @@
-"""The setup of SGLang: the integrations' options, and the facts that make two servers' bytes interchangeable."""
+"""The setup of SGLang: the integrations' options, and the facts that make two servers' bytes interchangeable, by name;
+`fields.toml` lists them with reasons."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib.resources
 import json
 import os
 from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from gdscache import arguments
@@ -15,12 +20,12 @@ from gdscache.errors import (
     InterfaceUnsupportedError,
     WeightsNotFoundError,
 )
-from gdscache.integrations.settings import config_named, engine_configuration, switches_of
-from gdscache.integrations.sglang.facts import directory_of, facts_of
+from gdscache.integrations.fields import FieldTable
+from gdscache.integrations.settings import config_named, content_of, contents_of, engine_configuration, switches_of
 from gdscache.integrations.sglang.loads import LOOKED_S
 from gdscache.integrations.sglang.planes import PoolPlanes
 from gdscache.integrations.sglang.ranks import ALONE, RankPlace
-from gdscache.integrations.weights import weights_read
+from gdscache.integrations.weights import model_directory, weights_read
 
 # Methods of SGLang's `WeightUpdater` that write weights. Calls between a begin and an end flush SGLang's cache if they
 # are asked to; the end does not.
@@ -41,6 +46,67 @@ _OWN_OF_SGLANG = ("backend_name", "module_path", "class_name", "interface_v1")  
 _ELSEWHERE = ("remote", "remote_instance", "private")  # load formats: the weights come from another server
 _OTHER_WEIGHTS = ("weight_cache_mode", "kt_weight_path")  # settings: a daemon's weights, or some of another path
 _LONGEST = 3600  # seconds, of an option's time
+
+
+# Files whose content counts, by the fields of `ServerArgs` that name them.
+FILES = ("quantization_param_path", "decrypted_config_file", "rl_quant_profile", "modelopt_checkpoint_restore_path")
+_PREFIXES = ("SGLANG_", "SGL_")
+
+
+class ServerArgs(SimpleNamespace):
+    """SGLang's settings after its own decisions; its class `ServerArgs` has the given ones."""
+
+
+def resolved(server: Any) -> Any:
+    """The settings that SGLang runs with. `server`: its `ServerArgs`."""
+    decided = getattr(server, "resolved_dict", None)
+    return ServerArgs(**decided()) if callable(decided) else server
+
+
+@functools.cache
+def table() -> FieldTable:
+    return FieldTable.read(importlib.resources.files("gdscache.integrations.sglang") / "fields.toml")
+
+
+def facts_of(
+    server: Any, model: Any, planes: PoolPlanes, version: str, environment: Mapping[str, str]
+) -> dict[str, object]:
+    """All facts that tell namespaces apart, except for the weights, by name.
+
+    `server`: see `resolved`. `model`: SGLang's `ModelConfig`. `environment`: the process's.
+    """
+    known = table()
+    return {
+        "sglang": version,
+        **planes.described,
+        "config.json": content_of(_model_file(server)),
+        "code": _code(server),
+        **{f"content of {name}": content_of(getattr(server, name, None)) for name in FILES},
+        **known.facts([server, model], known.variables(environment, _PREFIXES)),
+    }
+
+
+def directory_of(server: Any) -> Path:
+    """The model's directory. Raises `WeightsNotFoundError`."""
+    found: Path = model_directory(
+        str(server.model_path), getattr(server, "revision", None), getattr(server, "download_dir", None)
+    )
+    return found
+
+
+def _model_file(server: Any) -> Path | None:
+    try:
+        return directory_of(server) / "config.json"
+    except WeightsNotFoundError:
+        return None
+
+
+def _code(server: Any) -> str:
+    """A digest of the model's own Python: SGLang's backend for transformers' models runs it, trusted or not."""
+    try:
+        return contents_of(directory_of(server), "*.py")
+    except WeightsNotFoundError:
+        return ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,9 +35,7 @@ from gdscache.engine.engine import CacheEngine
 from gdscache.engine.hybrid import HybridEngine
 from gdscache.engine.packing import as_directory
 from gdscache.errors import CacheGroupsUnsupportedError, InterfaceUnsupportedError, ParallelismUnsupportedError
-from gdscache.integrations.sglang.borrowed import BorrowedPages
-from gdscache.integrations.sglang.facts import resolved
-from gdscache.integrations.sglang.host import HostPages
+from gdscache.integrations.sglang.host import BorrowedPages, HostPages
 from gdscache.integrations.sglang.metrics import ToldMetrics
 from gdscache.integrations.sglang.planes import KV, PoolPlanes
 from gdscache.integrations.sglang.pools import PoolPages, pools_planes, refuse_pool
@@ -49,6 +47,7 @@ from gdscache.integrations.sglang.setup import (
     STORAGE_OPTIONS,
     WEIGHT_METHODS,
     configuration,
+    resolved,
     storage_config_of,
 )
 from gdscache.integrations.watching import CallWatch

@@ -45,17 +45,15 @@ from gdscache.engine.engine import CacheEngine
 from gdscache.engine.hybrid import HybridEngine
 from gdscache.groups.pools import pools_of
 from gdscache.integrations.group_fetching import GroupCache
-from gdscache.integrations.logs import follow
-from gdscache.integrations.settings import one_model
+from gdscache.integrations.settings import follow, one_model
 from gdscache.integrations.vllm.cache_groups import block_tokens, groups_of, key_elements, state_layers
 from gdscache.integrations.vllm.events import VllmEvents
 from gdscache.integrations.vllm.facts import model_of, weights_of
 from gdscache.integrations.vllm.groups import GroupTable, KeptStates
 from gdscache.integrations.vllm.metrics import ENGINE, GdsCacheProm, GdsCacheStats
 from gdscache.integrations.vllm.planes import planes_of, write_first_scales
-from gdscache.integrations.vllm.prefills import prefill_of
 from gdscache.integrations.vllm.ranks import Lead, Observed, RankBatch, RankWorker, addresses_of
-from gdscache.integrations.vllm.requests import LoadOrder, RequestTable, StoreOrder
+from gdscache.integrations.vllm.requests import LoadOrder, RequestTable, StoreOrder, prefill_of
 from gdscache.integrations.vllm.session import Sessions, VllmSession
 from gdscache.integrations.vllm.setup import (
     WEIGHT_METHODS,

@@ -18,6 +18,7 @@ from typing import Any
 
 from gdscache.integrations.fetching import ENDING_S, PinnedFetch
 from gdscache.integrations.group_fetching import Fetch, GroupPart
+from gdscache.integrations.prefills import LEAST_TOKENS
 from gdscache.pages.keys import Page, PageHashes
 
 LOOK_AGAIN_S = 1.0  # a waiting request is looked up again after this time
@@ -325,3 +326,20 @@ def trace_of(request: Any) -> Mapping[str, str] | None:
 def _skips(request: Any) -> bool:
     """Whether vLLM ignores loaded tokens: the request needs results that only computing every token gives."""
     return bool(getattr(request, "skip_reading_prefix_cache", False))
+
+
+def prefill_of(step: Any) -> tuple[int, int] | None:
+    """(tokens, tokens before them) of a step that computes only a part of one request's prompt; else None.
+
+    `step`: vLLM's `SchedulerOutput`.
+    """
+    scheduled: Mapping[str, int] = step.num_scheduled_tokens
+    if len(scheduled) != 1:
+        return None
+    ((request, tokens),) = scheduled.items()
+    if tokens < LEAST_TOKENS:
+        return None
+    cached = step.scheduled_cached_reqs
+    computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    computed.update((new.req_id, new.num_computed_tokens) for new in step.scheduled_new_reqs)
+    return (tokens, computed[request]) if request in computed else None
