@@ -192,7 +192,7 @@ class MooncakeFiles(Transport):
         while rows := [n for n in range(len(names)) if n not in ends]:
             codes = client.put([names[n] for n in rows], [objects[n] for n in rows])
             self._lines.answered(codes)
-            over = time.monotonic() + pause > until or not self._lines.breaker.closed
+            over = time.monotonic() + pause > until or not self._lines.ready
             for n, code in zip(rows, codes, strict=True):
                 if code == DONE:
                     ends[n], self._gave_up = ("put", None), 0.0
