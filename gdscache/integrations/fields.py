@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
+import importlib.resources
 import logging
 import re
 import tomllib
@@ -91,6 +93,11 @@ class FieldTable:
                     value = None if value is None else type(value).__name__
                 yield name, value
         yield from ((f"{ENVIRONMENT}.{name}", value) for name, value in environment.items())
+
+
+@functools.cache
+def table_in(package: str, name: str) -> FieldTable:
+    return FieldTable.read(importlib.resources.files(package) / name)
 
 
 def plain(value: Any) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.resources
 import logging
 import threading
 from collections.abc import Iterator, Mapping
@@ -17,7 +16,7 @@ from types import SimpleNamespace
 import torch
 import transformers
 
-from gdscache.integrations.fields import FieldTable, plain
+from gdscache.integrations.fields import plain, table_in
 from gdscache.integrations.settings import digest_of
 from gdscache.integrations.weights import FRESH, fresh_salt
 
@@ -29,9 +28,7 @@ class TextConfig(SimpleNamespace):
     """A text model's configuration of any family, by the table's name for it."""
 
 
-@functools.cache
-def table() -> FieldTable:
-    return FieldTable.read(importlib.resources.files("gdscache.integrations") / "transformers_fields.toml")
+table = functools.partial(table_in, "gdscache.integrations", "transformers_fields.toml")
 
 
 def facts_of(model: torch.nn.Module) -> dict[str, object]:

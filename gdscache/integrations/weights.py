@@ -15,7 +15,7 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -88,6 +88,25 @@ def weights_read(model: str | os.PathLike[str]) -> str:
         ", ".join(map(str, changed[:3])),
     )
     return fresh_salt()
+
+
+def weights_served(
+    engine: str, load_format: str, elsewhere: Mapping[str, object], directory: Callable[[], Path]
+) -> str:
+    """The identity of an inference engine's weights: `weights_read` of its directory.
+
+    Engines draw dummy weights from a fixed seed, so the model's configuration identifies them. `elsewhere`: settings by
+    which weights come from elsewhere. Raises `WeightsNotFoundError`, also for those.
+    """
+    if load_format == "dummy":
+        return "dummy"
+    if elsewhere:
+        raise WeightsNotFoundError(
+            f"{', '.join(f'{name} is {value!r}' for name, value in elsewhere.items())}: {engine} has weights that are "
+            "not those of the model's files",
+            "set model.weights in the configuration to a text that names them",
+        )
+    return weights_read(directory())
 
 
 def _changed(file: Path, since: float) -> bool:

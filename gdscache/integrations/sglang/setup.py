@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.resources
 import json
 import os
 from collections.abc import Mapping
@@ -20,12 +19,12 @@ from gdscache.errors import (
     InterfaceUnsupportedError,
     WeightsNotFoundError,
 )
-from gdscache.integrations.fields import FieldTable
+from gdscache.integrations.fields import table_in
 from gdscache.integrations.settings import config_named, content_of, contents_of, engine_configuration, switches_of
 from gdscache.integrations.sglang.loads import LOOKED_S
 from gdscache.integrations.sglang.planes import PoolPlanes
 from gdscache.integrations.sglang.ranks import ALONE, RankPlace
-from gdscache.integrations.weights import model_directory, weights_read
+from gdscache.integrations.weights import model_directory, weights_served
 
 # Methods of SGLang's `WeightUpdater` that write weights. Calls between a begin and an end flush SGLang's cache if they
 # are asked to; the end does not.
@@ -63,9 +62,7 @@ def resolved(server: Any) -> Any:
     return ServerArgs(**decided()) if callable(decided) else server
 
 
-@functools.cache
-def table() -> FieldTable:
-    return FieldTable.read(importlib.resources.files("gdscache.integrations.sglang") / "fields.toml")
+table = functools.partial(table_in, "gdscache.integrations.sglang", "fields.toml")
 
 
 def facts_of(
@@ -187,21 +184,10 @@ def model_of(server: Any, model: Any, planes: PoolPlanes, version: str) -> dict[
 
 
 def weights_of(server: Any) -> str:
-    """The identity of SGLang's weights, from the files that SGLang has read.
-
-    Dummy weights are drawn from a fixed seed. Raises `WeightsNotFoundError`, also for weights that come from elsewhere.
-    """
+    """See `weights_served`."""
     load_format = str(getattr(server.load_format, "value", server.load_format))
-    if load_format == "dummy":
-        return "dummy"
     elsewhere = {"load_format": load_format} if load_format in _ELSEWHERE else {}
     elsewhere |= {
         name: value for name in _OTHER_WEIGHTS if (value := getattr(server, name, None)) not in (None, "", "off")
     }
-    if elsewhere:
-        raise WeightsNotFoundError(
-            f"{', '.join(f'{name} is {value!r}' for name, value in elsewhere.items())}: SGLang has weights that are "
-            "not those of the model's files",
-            "set model.weights in the configuration to a text that names them",
-        )
-    return weights_read(directory_of(server))
+    return weights_served("SGLang", load_format, elsewhere, lambda: directory_of(server))

@@ -48,7 +48,6 @@ from gdscache.integrations.group_fetching import GroupCache
 from gdscache.integrations.settings import follow, one_model
 from gdscache.integrations.vllm.cache_groups import block_tokens, groups_of, key_elements, state_layers
 from gdscache.integrations.vllm.events import VllmEvents
-from gdscache.integrations.vllm.facts import model_of, weights_of
 from gdscache.integrations.vllm.groups import GroupTable, KeptStates
 from gdscache.integrations.vllm.metrics import ENGINE, GdsCacheProm, GdsCacheStats
 from gdscache.integrations.vllm.planes import planes_of, write_first_scales
@@ -59,6 +58,7 @@ from gdscache.integrations.vllm.setup import (
     WEIGHT_METHODS,
     Options,
     leaves_alone,
+    model_of,
     refuse_config,
     refuse_media,
     refuse_setup,
@@ -66,6 +66,7 @@ from gdscache.integrations.vllm.setup import (
     shard_of,
     tells_events,
     variables_of,
+    weights_of,
 )
 from gdscache.integrations.vllm.worker import EngineWorker
 from gdscache.integrations.watching import CallWatch, ExecutorWatch

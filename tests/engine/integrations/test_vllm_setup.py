@@ -22,11 +22,18 @@ from gdscache.errors import (
     UnknownKeyError,
 )
 from gdscache.integrations import weights
-from gdscache.integrations.vllm import facts as vllm_facts
+from gdscache.integrations.vllm import setup as vllm_setup
 from gdscache.integrations.vllm.cache_groups import layers_of
-from gdscache.integrations.vllm.facts import model_of, weights_of
 from gdscache.integrations.vllm.planes import VllmPlanes, planes_of, write_first_scales
-from gdscache.integrations.vllm.setup import Options, refuse_setup, separate, shard_of, variables_of
+from gdscache.integrations.vllm.setup import (
+    Options,
+    model_of,
+    refuse_setup,
+    separate,
+    shard_of,
+    variables_of,
+    weights_of,
+)
 from tests.support.fake_pool import POOLS, FakePool, pool_entry
 from tests.support.vllm_setup import FullAttentionSpec, MambaSpec, MLAAttentionSpec, group, setup, uniform
 
@@ -316,11 +323,11 @@ def test_on_a_cpu_the_processor_is_a_part_of_it(tmp_path: Path, monkeypatch: pyt
     amx, other = tmp_path / "amx", tmp_path / "other"
     amx.write_text("processor\t: 0\nflags\t\t: fpu avx512f avx512fp16 amx_tile\n\nflags\t\t: fpu\n")
     other.write_text("processor\t: 0\nflags\t\t: fpu avx512f\n")
-    assert vllm_facts._tiles(amx) == ["amx_tile", "avx512f"]
-    assert vllm_facts._tiles(other) == ["avx512f"]
-    assert vllm_facts._tiles(Path("/dev/null")) == []
-    salts, tiles = [], vllm_facts._tiles
+    assert vllm_setup._tiles(amx) == ["amx_tile", "avx512f"]
+    assert vllm_setup._tiles(other) == ["avx512f"]
+    assert vllm_setup._tiles(Path("/dev/null")) == []
+    salts, tiles = [], vllm_setup._tiles
     for file in (amx, other):
-        monkeypatch.setattr(vllm_facts, "_tiles", lambda file=file, tiles=tiles: tiles(file))
+        monkeypatch.setattr(vllm_setup, "_tiles", lambda file=file, tiles=tiles: tiles(file))
         salts.append(model_of(*setup(), planes(), "0.32.0", {})["salt"])
     assert salts[0] != salts[1]
