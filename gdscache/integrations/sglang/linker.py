@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import sglang
@@ -22,6 +22,7 @@ import torch
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from sglang.srt.runtime_context import process_model_config
 from sglang.srt.utils.weight_checker import WeightChecker
@@ -80,7 +81,7 @@ class _Lead:
     table: LoadTable
     events: SglangEvents | None
     told: ToldMetrics
-    times: PassTimes
+    times: CallWatch
 
 
 class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
@@ -165,7 +166,8 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if planes.groups:
             agreed = self._agreement.of
             self._junctions = Junctions(self, params.page_size, params.swa_retain_window, self._has, agreed)
-            undo.callback(self._junctions.close)
+        self._trees = CallWatch(UnifiedRadixCache, ["init_cache_linker"], after=self._linked)
+        undo.callback(self._trees.close)
         if PoolName.MAMBA in self.pools:  # SGLang registers it only with pools of tokens
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
         self._table = RankTable(self.counts) if self._lead is None else self._lead.table
@@ -194,7 +196,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             pools, parts = SinglePool(engine, ranked=bool(of_pools)), {"": engine}
         undo.callback(pools.engine.close, drain=False)
         first, *others = parts.values()
-        events = SglangEvents(first, self, params.page_size) if tells else None
+        events = SglangEvents(first, params.page_size) if tells else None
         if events is not None:
             undo.callback(events.close)
         cache = PinningCache(first, options.pin_seconds + STOPPED_S, *others)
@@ -210,7 +212,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         )
         told = ToldMetrics(parts, server)
         undo.callback(told.close)
-        times = PassTimes(pools.engine.observe_prefill, self._device)
+        times = _pass_times(Prefills(pools.engine.observe_prefill, self._device))
         undo.callback(times.close)
         return _Lead(pools, cache, pages, table, events, told, times)
 
@@ -285,7 +287,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def close(self) -> None:
         """Finish accepted stores, and release everything. Repeated calls are fine."""
         lead, rank = self._lead, self._rank
-        parts = [self._watch, *(() if lead is None else (lead.times, lead.events)), self._junctions, self._agreement]
+        parts = [self._watch, *(() if lead is None else (lead.times, lead.events)), self._trees, self._agreement]
         in_turn(
             *(part.close for part in parts if part is not None),
             self._end_transfers,
@@ -304,6 +306,14 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._table.reset()
         self._forget()
         self._outdated = self._outdated or self._used
+
+    def _linked(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """A tree of SGLang's has a linker."""
+        tree, *rest = args
+        if (rest[0] if rest else kwargs["cache_linker"]) is self:
+            for one in (None if self._lead is None else self._lead.events, self._junctions):
+                if one is not None:
+                    one.follow(tree)
 
     def _end_transfers(self) -> None:
         self._table.reset()
@@ -346,17 +356,11 @@ def _of_kv(transfers: list[PoolTransfer]) -> PoolTransfer:
     return next(transfer for transfer in transfers if transfer.name == PoolName.KV)
 
 
-class PassTimes(CallWatch):
-    """Calls `observe(tokens, tokens before them, seconds)` for passes that compute a part of one prompt and load
-    nothing, until `close`."""
+def _pass_times(prefills: Prefills) -> CallWatch:
+    def begins(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        prefills.begin(prefill_of(args[1] if len(args) > 1 else kwargs.get("batch")))
 
-    def __init__(self, observe: Callable[[int, int, float], object], device: torch.device) -> None:
-        prefills = Prefills(observe, device)
-
-        def begins(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-            prefills.begin(prefill_of(args[1] if len(args) > 1 else kwargs.get("batch")))
-
-        super().__init__(TpModelWorker, ["forward_batch_generation"], begins, lambda *call: prefills.end())
+    return CallWatch(TpModelWorker, ["forward_batch_generation"], begins, lambda *call: prefills.end())
 
 
 def prefill_of(batch: Any) -> tuple[int, int] | None:

@@ -15,7 +15,7 @@ import dataclasses
 import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Sequence, Set
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from gdscache.cuda.streams import Event
 from gdscache.errors import GdsCacheError, LayerHooksError, VerifiedLoadError
@@ -35,11 +35,7 @@ if TYPE_CHECKING:
     from gdscache.store.handle import StoreHandle
 
 
-class Place(NamedTuple):
-    """The blocks for pages of a request."""
-
-    request_id: str
-    blocks: tuple[int, ...]
+Place = tuple[str, tuple[int, ...]]  # a request, and the blocks for pages of it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,10 +58,10 @@ class BegunLoad:
         except GdsCacheError as error:  # the error that broke the load off
             log_failure(error)
             reports = ()
-        for report, place in itertools.zip_longest(reports, self.places):
+        for report, (_, blocks) in itertools.zip_longest(reports, self.places):
             good = [status is PageStatus.LOADED for status in report.pages] if report is not None else []
-            good += [False] * (len(place.blocks) - len(good))
-            bad.update(block for block, loaded in zip(place.blocks, good, strict=True) if not loaded)
+            good += [False] * (len(blocks) - len(good))
+            bad.update(block for block, loaded in zip(blocks, good, strict=True) if not loaded)
         return bad
 
 
@@ -89,7 +85,7 @@ class LoadBatch:
         return set().union(*(one.bad_blocks() for one in self.pools))
 
     def requests(self) -> set[str]:
-        return {place.request_id for one in self.pools for place in one.places}
+        return {request_id for one in self.pools for request_id, _ in one.places}
 
 
 def begin_loads(engines: Sequence[CacheEngine], orders: Sequence[LoadOrder], counts: Counter[str]) -> list[LoadBatch]:
@@ -112,7 +108,7 @@ def begin_loads(engines: Sequence[CacheEngine], orders: Sequence[LoadOrder], cou
                     BegunLoad(
                         of[0].pool,
                         _begun(engines[of[0].pool], of, counts),
-                        [Place(order.request_id, order.blocks) for order in of],
+                        [(order.request_id, order.blocks) for order in of],
                     )
                     for of in batch
                 ],
