@@ -20,14 +20,10 @@ from gdscache import arguments
 from gdscache.config import Config, EventsConfig
 from gdscache.errors import (
     CacheTypeUnsupportedError,
-    ConnectorRoleError,
-    DynamicScalesError,
     HashSeedError,
-    LoadFailurePolicyError,
     MediaUnsupportedError,
     ParallelismUnsupportedError,
     RopeByLengthError,
-    SleepModeUnsupportedError,
     SpeculationUnsupportedError,
     WeightsNotFoundError,
     WeightUpdatesUnsupportedError,
@@ -105,30 +101,16 @@ def refuse_setup(vllm: Any, cache: Any, environment: Mapping[str, str] = os.envi
 def refuse_config(vllm: Any, environment: Mapping[str, str] = os.environ) -> None:
     """The checks of `refuse_setup` that need no KV cache."""
     transfer, parallel = vllm.kv_transfer_config, vllm.parallel_config
-    if transfer.kv_load_failure_policy != "recompute":
-        raise LoadFailurePolicyError(
-            f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}: a bad page would end its request",
-            'add "kv_load_failure_policy": "recompute" to --kv-transfer-config',
-        )
-    if transfer.kv_role != "kv_both":
-        raise ConnectorRoleError(f"kv_role is {transfer.kv_role!r}", 'this is a cache: set "kv_role": "kv_both"')
+    cache, model = vllm.cache_config, vllm.model_config
+    table().refuse(KVTransferConfig=transfer, ParallelConfig=parallel, CacheConfig=cache, ModelConfig=model)
     _refuse_ranks(parallel)
     _refuse_hashes(vllm.cache_config, environment)
-    if getattr(vllm.cache_config, "calculate_kv_scales", False):
-        raise DynamicScalesError(
-            "calculate_kv_scales is on: the first request decides the scales of all pages",
-            "leave it off, and use a checkpoint that has the scales, or kv_cache_dtype auto",
-        )
     kept_as = getattr(vllm.cache_config, "cache_dtype", "auto")
     if "per_token_head" in kept_as and kept_as not in _SCALED and not _untried(vllm):
         raise CacheTypeUnsupportedError(
             f"kv_cache_dtype is {kept_as}, which no GPU has run with this connector; {' and '.join(_SCALED)} are "
             "supported",
             'use one of these; to try it, add "untried": true to kv_connector_extra_config, and compare answers',
-        )
-    if vllm.model_config.enable_sleep_mode:
-        raise SleepModeUnsupportedError(
-            "sleep mode is on: the KV cache's memory would be released while pages are on their way", "leave it off"
         )
     if getattr(vllm, "weight_transfer_config", None) is not None:
         raise WeightUpdatesUnsupportedError(
@@ -147,15 +129,7 @@ def _untried(vllm: Any) -> bool:
 
 
 def _refuse_ranks(parallel: Any) -> None:
-    """Raise `ParallelismUnsupportedError` unless the model is spread by tensors alone, on one host."""
-    names = ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
-    sizes = {name: getattr(parallel, name, 1) for name in names}
-    if wrong := {name: size for name, size in sizes.items() if size != 1}:
-        raise ParallelismUnsupportedError(
-            ", ".join(f"{name} is {size}" for name, size in wrong.items()),
-            f"leave {', '.join('--' + name.replace('_', '-') for name in wrong)} out, and spread the model by "
-            "--tensor-parallel-size alone",
-        )
+    """Raise `ParallelismUnsupportedError` unless all ranks are on this host, as vLLM starts them itself."""
     hosts = getattr(parallel, "nnodes_within_dp", getattr(parallel, "nnodes", 1))
     if hosts != 1:
         raise ParallelismUnsupportedError(

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from gdscache import errors
 from gdscache.errors import IntegrationError, WeightsNotFoundError
 from gdscache.integrations import weights
 from gdscache.integrations.sglang import setup
-from gdscache.integrations.sglang.refused import RULES, refuse_model, refuse_setup
+from gdscache.integrations.sglang.refused import refuse_model, refuse_setup
 from gdscache.integrations.sglang.setup import weights_of
 from tests.support import sglang_fields as stand_in
 
@@ -46,10 +47,12 @@ def test_what_sglang_has_decided_counts_and_not_what_it_was_given() -> None:
 
 
 def test_the_refused_lines_are_those_that_are_refused() -> None:
-    ruled = {name: rule for rule in RULES for name in rule.fields}
+    ruled = {
+        name: getattr(errors, rule["error"]) for rule in setup.table().rules for name in rule["fields"]["ServerArgs"]
+    }
     assert sorted(ruled) == sorted(stand_in.of_class("ServerArgs", "refused"))
-    for name, rule in ruled.items():
-        with pytest.raises(rule.error, match=name):
+    for name, error in ruled.items():
+        with pytest.raises(error, match=name):
             refuse_setup(SimpleNamespace(**{name: "another"}))
     fine: dict[str, Any] = dict.fromkeys(stand_in.of_class("ModelConfig", "refused"), False)
     for name in fine:
