@@ -13,7 +13,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gdscache.errors import GeometryError, InvalidValueError
+from gdscache import arguments
+from gdscache.errors import GeometryError
 from gdscache.index.index import PageIndex
 from gdscache.index.retention import DEFAULT, Retention
 from gdscache.index.table import PENDING, Entry, PageState
@@ -75,8 +76,7 @@ class MooncakeTier(DurableTier):
         tenant: str = "default",
         deadline: float = 2.0,
     ) -> None:
-        if not isinstance(deadline, int | float) or isinstance(deadline, bool) or not 0 < deadline <= MAX_SECONDS:
-            raise InvalidValueError(f"the mooncake tier's deadline is {deadline!r}", "give a number above 0")
+        deadline = arguments.span(deadline, "the mooncake tier's deadline", MAX_SECONDS)
         if layout.n_layers > MOST_LAYERS:
             raise GeometryError(
                 f"the model has {layout.n_layers} layers, the trailer of a page has room for {MOST_LAYERS} checksums",

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -72,12 +73,14 @@ def facts_of(
 
     `server`: see `resolved`. `model`: SGLang's `ModelConfig`. `environment`: the process's.
     """
-    known = table()
+    known, folder = table(), None
+    with contextlib.suppress(WeightsNotFoundError):
+        folder = directory_of(server)
     return {
         "sglang": version,
         **planes.described,
-        "config.json": content_of(_model_file(server)),
-        "code": _code(server),
+        "config.json": content_of(folder and folder / "config.json"),
+        "code": contents_of(folder, "*.py") if folder else "",  # SGLang's backend for transformers' models runs it
         **{f"content of {name}": content_of(getattr(server, name, None)) for name in FILES},
         **known.facts([server, model], known.variables(environment, _PREFIXES)),
     }
@@ -89,21 +92,6 @@ def directory_of(server: Any) -> Path:
         str(server.model_path), getattr(server, "revision", None), getattr(server, "download_dir", None)
     )
     return found
-
-
-def _model_file(server: Any) -> Path | None:
-    try:
-        return directory_of(server) / "config.json"
-    except WeightsNotFoundError:
-        return None
-
-
-def _code(server: Any) -> str:
-    """A digest of the model's own Python: SGLang's backend for transformers' models runs it, trusted or not."""
-    try:
-        return contents_of(directory_of(server), "*.py")
-    except WeightsNotFoundError:
-        return ""
 
 
 @dataclasses.dataclass(frozen=True)

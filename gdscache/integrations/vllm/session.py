@@ -21,7 +21,6 @@ from gdscache.integrations.fetching import PinningCache
 from gdscache.runtime.threads import in_turn
 
 if TYPE_CHECKING:
-    from gdscache.integrations.vllm.ranks import Lead
     from gdscache.integrations.vllm.worker import Stores
 
 
@@ -33,10 +32,10 @@ class VllmSession(PinningCache):
         first, *others = [engine] if isinstance(engine, CacheEngine) else engine.engines
         super().__init__(first, pin_seconds, *others)
         self.observe_prefill, self.close = engine.observe_prefill, engine.close
-        self._stores: Stores | Lead | None = None
+        self._stores: Stores | None = None
         self.busy: Callable[[], bool] = bool
 
-    def attend(self, stores: Stores | Lead, busy: Callable[[], bool]) -> None:
+    def attend(self, stores: Stores, busy: Callable[[], bool]) -> None:
         """Use this owner of stores. `busy()`: whether loads between steps are under way."""
         self._stores, self.busy = stores, busy
 
