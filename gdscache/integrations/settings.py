@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdscache import arguments
-from gdscache.config import Config, labels, load_config, replaced
+from gdscache.config import Config, EventsConfig, labels, load_config, replaced
 from gdscache.config.file import read_mapping
 from gdscache.errors import ConfigError, InvalidValueError, RankMismatchError, UnknownKeyError
 from gdscache.pages.layout import DTYPE_BYTES
@@ -32,15 +32,19 @@ def engine_configuration(
     weights: Callable[[], str],
     source: str,
     variables: Mapping[str, str] | None = None,
+    *,
+    events: bool = False,
 ) -> Config:
     """The configuration of a YAML file or its sections, for a model that the inference engine describes.
 
     `weights`: called for the weights' identity without `model.weights`. `source`: the sections' name in messages.
-    `variables`: see `load_config`. Raises `ConfigError` subclasses.
+    `variables`: see `load_config`. `events`: the inference engine publishes KV events, so ours are on too. Raises
+    `ConfigError` subclasses.
     """
     known = {} if variables is None else variables
-    named = _read(config, model, source, known)
-    return named if named.model.weights else _read(config, {**model, "weights": weights()}, source, known)
+    found = _read(config, model, source, known)
+    found = found if found.model.weights else _read(config, {**model, "weights": weights()}, source, known)
+    return found.model_copy(update={"events": EventsConfig()}) if events and found.events is None else found
 
 
 def config_named(given: Mapping[str, Any], known: Collection[str], name: str, engine: str) -> str | Mapping[str, Any]:

@@ -27,7 +27,6 @@ from sglang.srt.model_executor.model_runner_components.weight_updater import Wei
 from sglang.srt.runtime_context import process_model_config
 from sglang.srt.utils.weight_checker import WeightChecker
 
-from gdscache.config import EventsConfig
 from gdscache.cuda.streams import Event, record_on
 from gdscache.engine.engine import CacheEngine
 from gdscache.errors import CacheGroupsUnsupportedError, GdsCacheError
@@ -180,12 +179,9 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         params, options, server, planes = self._params, self._options, self._server, self._planes
         one_model({rank: its.model for rank, its in enumerate(facts)})
         self._agreement.connect([its.numbers for its in facts[1:]])
-        config = configuration(
-            options.config, server, self._model, planes, sglang.__version__, LINKER_OPTIONS, cpu=True
-        )
-        tells = bool(params.enable_kv_cache_events)  # SGLang publishes its own
-        if tells and config.events is None:
-            config = config.model_copy(update={"events": EventsConfig()})
+        tells = bool(params.enable_kv_cache_events)
+        about = server, self._model, planes, sglang.__version__, LINKER_OPTIONS
+        config = configuration(options.config, *about, cpu=True, events=tells)
         of_pools = [*zip(*(its.addresses for its in facts), strict=True)]  # none of a single rank
         pools: SinglePool | SeveralPools
         if planes.groups:

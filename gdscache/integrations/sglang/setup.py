@@ -140,13 +140,15 @@ def configuration(
     *,
     cpu: bool,
     place: RankPlace = ALONE,
+    events: bool = False,
 ) -> Config:
     """The engine's configuration, over these planes. `server`: SGLang's settings (`resolved`). `model`: its
     `ModelConfig`. `version`: SGLang's. `cpu`: whether a CPU tier is required, or forbidden. `place`: the engine's rank.
-    Raises `ConfigError` subclasses, and `WeightsNotFoundError` if nothing names the weights."""
+    `events`: SGLang publishes its own. Raises `ConfigError` subclasses, and `WeightsNotFoundError` if nothing names the
+    weights."""
     planes = dataclasses.replace(planes, described={**planes.described, **place.described()})
     described = model_of(server, model, planes, version)
-    found = engine_configuration(config, described, lambda: weights_of(server), source)
+    found = engine_configuration(config, described, lambda: weights_of(server), source, events=events)
     if cpu and found.cpu is None:
         raise ConfigError(
             f"{source} has no section `cpu`: loads begin from pages that were checked in the CPU tier",

@@ -45,7 +45,7 @@ from gdscache.engine.engine import CacheEngine
 from gdscache.engine.hybrid import HybridEngine
 from gdscache.groups.pools import pools_of
 from gdscache.integrations.group_fetching import GroupCache
-from gdscache.integrations.settings import follow, one_model
+from gdscache.integrations.settings import engine_configuration, follow, one_model
 from gdscache.integrations.vllm.cache_groups import block_tokens, groups_of, key_elements, state_layers
 from gdscache.integrations.vllm.events import VllmEvents
 from gdscache.integrations.vllm.groups import GroupTable, KeptStates
@@ -452,9 +452,10 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._closing.close()
 
     def _configuration(self, model: Mapping[str, object]) -> Config:
-        config = self._vllm_config
-        variables = variables_of(config.parallel_config)
-        return self._options.configuration(model, lambda: weights_of(config), variables, events=tells_events(config))
+        config, source = self._vllm_config, "kv_connector_extra_config.config"
+        variables, events = variables_of(config.parallel_config), tells_events(config)
+        weights = functools.partial(weights_of, config)
+        return engine_configuration(self._options.config, model, weights, source, variables, events=events)
 
     @property
     def _joined(self) -> VllmSession:

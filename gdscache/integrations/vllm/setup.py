@@ -10,14 +10,13 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from gdscache import arguments
-from gdscache.config import Config, EventsConfig
 from gdscache.errors import (
     CacheTypeUnsupportedError,
     HashSeedError,
@@ -31,7 +30,7 @@ from gdscache.errors import (
 from gdscache.integrations.fetching import ENDING_S
 from gdscache.integrations.fields import plain, table_in
 from gdscache.integrations.ropes import rope_limit, ropes
-from gdscache.integrations.settings import config_named, content_of, contents_of, engine_configuration, switches_of
+from gdscache.integrations.settings import config_named, content_of, contents_of, switches_of
 from gdscache.integrations.vllm.cache_groups import groups_of, kinds_of, layers_of, refuse_groups
 from gdscache.integrations.vllm.planes import VllmPlanes
 from gdscache.integrations.weights import model_directory, weights_served
@@ -72,20 +71,6 @@ class Options:
             if name in given
         }
         return cls(config, **switches, **times)
-
-    def configuration(
-        self,
-        model: Mapping[str, object],
-        weights: Callable[[], str],
-        variables: Mapping[str, str] | None = None,
-        *,
-        events: bool = False,
-    ) -> Config:
-        """The engine's configuration for that model. `weights`: called for their identity unless the file has
-        `model.weights`. `variables`: usable in its texts, beside those of the environment (`variables_of`). `events`:
-        vLLM publishes KV events, so ours are on too."""
-        config = engine_configuration(self.config, model, weights, "kv_connector_extra_config.config", variables)
-        return config.model_copy(update={"events": EventsConfig()}) if events and config.events is None else config
 
 
 def refuse_setup(vllm: Any, cache: Any, environment: Mapping[str, str] = os.environ) -> None:
