@@ -130,7 +130,8 @@ class RequestTable:
 
     def add(self, request: Any) -> None:
         self.finish(request.request_id)
-        why = "weights" if self.stale else self._refuses(request) or ("reads_nothing" if _skips(request) else "")
+        skips = getattr(request, "skip_reading_prefix_cache", False)  # it needs results that computing alone gives
+        why = "weights" if self.stale else self._refuses(request) or ("reads_nothing" if skips else "")
         self.counts.update([f"alone_{why}"] if why else [])
         known = self._known[request.request_id] = self._new(request, bool(why))
         if not known.refused and request.num_tokens > self.page_tokens:
@@ -154,7 +155,7 @@ class RequestTable:
         if known.fetch is not None and (known.fetch.lapsed(ENDING_S) or self._outgrown(known, known.fetch, most, now)):
             known.fetch.release()
             known.fetch = None
-        fetch = known.fetch or self._begin(known)
+        fetch: Fetch = known.fetch or self._begin(known)
         if fetch.wanted <= known.local and not fetch.asking:
             return 0, False
         if not fetch.done():
@@ -267,16 +268,15 @@ class RequestTable:
     def _new(self, request: Any, refused: bool) -> Known:
         return Known(request, refused)
 
-    def _begin(self, known: Known) -> Fetch:
+    def _begin(self, known: Known) -> Any:
         self._name(known)
         known.late, known.looked = False, self._clock()
-        fetch = known.fetch = self._fetch(known, (known.request.num_tokens - 1) // self.page_tokens)
-        return fetch
+        known.fetch = self._fetch(known, (known.request.num_tokens - 1) // self.page_tokens)
+        return known.fetch
 
-    def _fetch(self, known: Known, most: int) -> Fetch:
+    def _fetch(self, known: Known, most: int) -> Any:
         """Begin to bring the first `most` pages."""
-        fetch: Fetch = self._cache.fetch(known.hashes, most)
-        return fetch
+        return self._cache.fetch(known.hashes, most)
 
     def _outgrown(self, known: Known, fetch: Fetch, most: int, now: float) -> bool:
         """Whether more of a request's pages are cached than when its fetch began, stored by other requests
@@ -284,12 +284,11 @@ class RequestTable:
         if fetch.cached >= most or now < known.looked + LOOK_AGAIN_S:
             return False
         known.looked = now
-        return self._reach(known, fetch, most) > fetch.cached
+        return bool(self._reach(known, fetch, most) > fetch.cached)
 
-    def _reach(self, known: Known, fetch: Fetch, most: int) -> int:
+    def _reach(self, known: Known, fetch: Fetch, most: int) -> Any:
         """The number of the first pages that are cached now."""
-        found: int = self._cache.cached(known.hashes)
-        return found
+        return self._cache.cached(known.hashes)
 
     def _written(self, blocks: Sequence[int], local: int) -> Set[int]:
         """The blocks behind the first `local` pages, which are vLLM's own hit."""
@@ -321,11 +320,6 @@ def trace_of(request: Any) -> Mapping[str, str] | None:
     """The headers of a request's trace, which vLLM keeps for its own span (`--otlp-traces-endpoint`)."""
     headers: Mapping[str, str] | None = getattr(request, "trace_headers", None)
     return headers
-
-
-def _skips(request: Any) -> bool:
-    """Whether vLLM ignores loaded tokens: the request needs results that only computing every token gives."""
-    return bool(getattr(request, "skip_reading_prefix_cache", False))
 
 
 def prefill_of(step: Any) -> tuple[int, int] | None:
