@@ -112,15 +112,12 @@ def _stamp(model: torch.nn.Module) -> list[object]:
         if module._buffers:
             volatile = module._non_persistent_buffers_set
             tensors += [one for name, one in module._buffers.items() if name not in volatile]
-        found += [(id(one), one.data_ptr(), _writes(one)) for one in tensors if one is not None]
+        # tensors that were made in inference mode do not count writes in place
+        writes = [0 if one is None or one.is_inference() else one._version for one in tensors]
+        found += [(id(one), one.data_ptr(), n) for one, n in zip(tensors, writes, strict=True) if one is not None]
         if "_disable_adapters" in module.__dict__:
             found.append(_switched(module))
     return found
-
-
-def _writes(tensor: torch.Tensor) -> int:
-    """The count of writes in place. Tensors that were made in inference mode have none."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -238,7 +238,7 @@ class GdsCache(DynamicCache):
         self.cached_tokens: int = rows.cached_tokens
         self.layer_class_to_replicate = None
         self.layers = list(rows.layers)
-        ends = rows if isinstance(rows, HybridRows) and rows.has_states else None
+        ends = rows if isinstance(rows, HybridRows) and rows.states else None
         self._forwards = Forwards(len(rows.prompts), self.cached_tokens, least, most, ends, adapters)
         self._forwards.watch(model, self, functools.partial(_let_go, weakref.ref(self)))
 

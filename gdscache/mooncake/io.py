@@ -78,6 +78,7 @@ class MooncakeFiles(Transport):
 
     name = "mooncake"
     call_bytes = 32 << 20
+    direct = True
 
     def __init__(
         self,
@@ -107,10 +108,6 @@ class MooncakeFiles(Transport):
     @property
     def buffer(self) -> tuple[int, int]:
         return self._trailers.address, self._trailers.nbytes
-
-    @property
-    def direct(self) -> bool:
-        return True
 
     def hand_over(self) -> Descriptors:
         return Descriptors((0,), max(1, len(self.pages)), self.threads, transport=self, sums=self.sums)

@@ -27,7 +27,7 @@ from sglang.srt.model_executor.model_runner_components.weight_updater import Wei
 from sglang.srt.runtime_context import process_model_config
 from sglang.srt.utils.weight_checker import WeightChecker
 
-from gdscache.cuda.streams import Event, record_on
+from gdscache.cuda.streams import record_on
 from gdscache.engine.engine import CacheEngine
 from gdscache.errors import CacheGroupsUnsupportedError, GdsCacheError
 from gdscache.integrations.fetching import PinningCache
@@ -322,9 +322,11 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self._junctions.forget()
 
     def _begin_loads(self, number: int, queued: Sequence[QueuedLoad]) -> LayerwiseLoad | PoolLoads:
-        """For a single rank."""
+        """For a single rank: behind all launched work that may write to the loads' slots."""
         assert self._lead is not None, "a single rank leads"
-        return self._lead.pools.load_many([(one.hit(), one.blocks()) for one in queued], self._slots_free())
+        requests = [(one.hit(), one.blocks()) for one in queued]
+        free = record_on(torch.cuda.current_stream(self._device)) if self._device.type == "cuda" else None
+        return self._lead.pools.load_many(requests, free)
 
     def _has(self, name: str, keys: Sequence[str]) -> bool:
         lead = self._lead
@@ -337,10 +339,6 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         lead = self._lead
         if lead is not None and lead.events is not None and keys:
             lead.events.asked(keys, lead.pages.keys(self._links.named(keys)))
-
-    def _slots_free(self) -> Event:
-        """An event behind all launched work that may write to a load's slots."""
-        return record_on(torch.cuda.current_stream(self._device)) if self._device.type == "cuda" else None
 
     def _alone(self) -> bool:
         """Whether no request runs: none has a row."""
