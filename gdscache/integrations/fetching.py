@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from gdscache.errors import GdsCacheError, LoadOrderError
 from gdscache.integrations.weights import fresh_salt
@@ -26,71 +26,9 @@ if TYPE_CHECKING:
 ENDING_S = 5.0  # seconds; pins that end sooner are too old for a new load
 
 
-class Fetched(Protocol):
-    """The part of a fetch that a load uses."""
-
-    def release(self) -> None:
-        """Bring no more, and release the pins. Repeated calls are fine."""
-
-    def checked(self, first: int, pages: int) -> Any:
-        """Verified pages, for a load that cannot fail."""
-
-    def unchecked(self, first: int, pages: int) -> Any:
-        """Pages from any tier, for a load with a verdict."""
-
-
-class Fetch(Fetched, Protocol):
-    """Pages of one request on their way to the CPU tier, and those pinned there."""
-
-    @property
-    def cached(self) -> int:
-        """The number of the first pages that were cached at the fetch's begin."""
-
-    @property
-    def wanted(self) -> int:
-        """The number of these that are worth loading."""
-
-    @property
-    def asking(self) -> bool:
-        """Whether a tier beyond this machine is still asked for more pages."""
-
-    def done(self) -> bool:
-        """Whether no more pages come, or all wanted ones have come."""
-
-    def verified(self) -> int:
-        """The number of the first pages that are checked and pinned."""
-
-    def loadable(self, pages: int) -> bool:
-        """Whether a load may bring exactly this number of the first pages: they are checked and pinned."""
-
-    def outpaced(self) -> bool:
-        """Whether computing the missing pages takes less time than waiting for them at their best possible pace."""
-
-    def crowded(self) -> bool:
-        """Whether the fetch ended because the CPU tier has no room for its pages."""
-
-    def lapsed(self, within: float = 0.0) -> bool:
-        """Whether the pins have ended, or end within `within` seconds."""
-
-    def sources(self, first: int, pages: int) -> Mapping[str, int]:
-        """For `pages` pages from page `first` on: the number that each tier had at the fetch's begin."""
-
-
-class Cache(Protocol):
-    """An engine as tables of requests use it: `PinningCache`, or a test's."""
-
-    def fetch(self, hashes: PageHashes, pages: int) -> Fetch:
-        """Begin to bring the first `pages` pages, as far as they are cached."""
-
-    def cached(self, hashes: PageHashes) -> int:
-        """The number of the first pages that are cached, on any tier."""
-
-    def keys(self, hashes: PageHashes) -> Sequence[bytes]:
-        """The keys of the pages, for the inference engine's present weights."""
-
-
 class Pinned:
-    """A fetch by a prefetch with pins, or by none. `_since`: its begin; `_until`: the end of its pins."""
+    """Pages of one request on their way to the CPU tier, and those pinned there for `seconds` at most, by a prefetch or
+    by none. `_since`: its begin; `_until`: the end of its pins."""
 
     _prefetch: Prefetch | HybridPrefetch | None
 
@@ -99,15 +37,17 @@ class Pinned:
         self._until = self._since + seconds
 
     def lapsed(self, within: float = 0.0) -> bool:
+        """Whether the pins have ended, or end within `within` seconds."""
         return self._prefetch is not None and time.monotonic() + within >= self._until
 
     def release(self) -> None:
+        """Bring no more, and release the pins. Repeated calls are fine."""
         if self._prefetch is not None:
             self._prefetch.release()
 
 
 class PinnedFetch(Pinned):
-    """A `Fetch` of the pages of one request. Pins last `seconds` at most."""
+    """The first pages of one request."""
 
     _prefetch: Prefetch | None
 
@@ -134,15 +74,17 @@ class PinnedFetch(Pinned):
 
     @property
     def asking(self) -> bool:
+        """Whether a tier beyond this machine is still asked for more pages."""
         return self._beyond and self._prefetch is not None and self._prefetch.asking
 
     @property
     def cached(self) -> int:
+        """The number of the first pages that were cached at the fetch's begin."""
         return max(self._cached, self._told)
 
     @property
     def wanted(self) -> int:
-        """See `Fetch`. Without room in the CPU tier: the pages that a load sees itself."""
+        """The number of these that are worth loading. Without room in the CPU tier: those that a load sees itself."""
         return self._here if self._told <= self._here or self.crowded() else min(self._pages, self._told)
 
     @property
@@ -151,18 +93,21 @@ class PinnedFetch(Pinned):
         return len(self._prefetch.tiers) if self._beyond and self._prefetch is not None else 0
 
     def done(self) -> bool:
+        """Whether no more pages come, or all wanted ones have come."""
         if self._prefetch is None or self._prefetch.done():
             return True
         return not self.asking and self.verified() == self.wanted
 
     def verified(self) -> int:
+        """The number of the first pages that are checked and pinned."""
         return 0 if self._prefetch is None else min(self._pages, self._prefetch.verified // self._page_tokens)
 
     def loadable(self, pages: int) -> bool:
-        """Whether these first pages are checked and pinned."""
+        """Whether a load may bring exactly this number of the first pages: they are checked and pinned."""
         return pages <= self.verified()
 
     def outpaced(self) -> bool:
+        """Whether computing the missing pages takes less time than waiting for them at their best possible pace."""
         if self._prefetch is None or not (tiers := self._prefetch.tiers):
             return False
         if not self._slow:
@@ -173,6 +118,7 @@ class PinnedFetch(Pinned):
         return self._gate.outpaced(time.monotonic() - self._since, begun, left, missing, verified * size)
 
     def crowded(self) -> bool:
+        """Whether the fetch ended because the CPU tier has no room for its pages."""
         if self._prefetch is None:
             return self._here > 0
         if not self._prefetch.done() or self.verified() >= self._here:
@@ -185,6 +131,7 @@ class PinnedFetch(Pinned):
         return words(joined(first * size, size, self._told_of(pages)))
 
     def sources(self, first: int, pages: int) -> Mapping[str, int]:
+        """For `pages` pages from page `first` on: the number that each tier had at the fetch's begin."""
         tiers = self._prefetch.tiers if self._beyond and self._prefetch is not None else ()
         return Counter(max(self._found.tiers, tiers, key=len)[first : first + pages])
 
@@ -199,6 +146,7 @@ class PinnedFetch(Pinned):
         return _part(hit, first, 0, pages, self._page_tokens)
 
     def unchecked(self, first: int, pages: int) -> Hit:
+        """Pages from any tier, for a load with a verdict."""
         return _part(self._found, first, first, pages, self._page_tokens)
 
 
@@ -210,7 +158,7 @@ def _part(hit: Hit, first: int, at: int, pages: int, page_tokens: int) -> Hit:
 
 
 class PinningCache:
-    """An engine as the `Cache` of a table of requests. `pin_seconds`: the longest time of a pin. `engines`: of all
+    """An engine as the cache of a table of requests. `pin_seconds`: the longest time of a pin. `engines`: of all
     pools; the first is `engine`. `salt`: of the present weights; a new one begins without pages."""
 
     def __init__(self, engine: CacheEngine, pin_seconds: float, *others: CacheEngine) -> None:
@@ -221,6 +169,7 @@ class PinningCache:
         self._ends: list[Flag] = []
 
     def fetch(self, hashes: PageHashes, pages: int) -> PinnedFetch:
+        """Begin to bring the first `pages` pages, as far as they are cached."""
         return PinnedFetch(self.engine, hashes, pages, self.pin_seconds, self.salt)
 
     def cached(self, hashes: PageHashes) -> int:
@@ -228,6 +177,7 @@ class PinningCache:
         return self.engine.peek(hashes, self.salt) // self.engine.layout.page_tokens
 
     def keys(self, hashes: PageHashes) -> Sequence[bytes]:
+        """The keys of the pages, for the inference engine's present weights."""
         return [page.key for page in self.engine.pages(hashes, self.salt)]
 
     def telling(self, request: str) -> AbstractContextManager[None]:

@@ -4,8 +4,8 @@ A TOML table beside an adapter classifies every field:
 
     [held]          in the namespace
     [hashed]        in the engine's own hash of a page
-    [refused]       a value that matters is refused at the start
     [parts]         the field is a configuration object itself, and is walked
+    [[refused]]     a value that matters is refused at the start: `FieldTable.refuse`, or by code, without an `error`
     [[harmless]]    no key and no value depends on it; `why` says why
 
 Each has a list of fields for every class name. **Unknown fields are held**: a newer engine's new field may cost hits,
@@ -16,39 +16,55 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
+import importlib.resources
 import logging
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.resources.abc import Traversable
 from pathlib import PurePath
 from typing import Any
 
+from gdscache import errors
 from gdscache.errors import ConfigError
 from gdscache.integrations.settings import digest_of
 
 ENVIRONMENT = "environment"  # the class of environment variables
-_KINDS = ("held", "hashed", "refused", "parts")
+_KINDS, _GROUPED = ("held", "hashed", "parts"), ("refused", "harmless")
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+|(?<==)0x[0-9a-fA-F]{6,}")
 _log = logging.getLogger("gdscache")
 
 
 @dataclasses.dataclass(frozen=True)
 class FieldTable:
-    """One engine's table. `kinds`: `Class.field` → `held`, `hashed`, `refused`, `parts` or `harmless`."""
+    """One engine's table. `kinds`: `Class.field` → `held`, `hashed`, `refused`, `parts` or `harmless`. `rules`: see
+    `refuse`."""
 
     kinds: Mapping[str, str]
+    rules: Sequence[Mapping[str, Any]] = ()
 
     @classmethod
     def read(cls, file: Traversable) -> FieldTable:
         """Raises `ConfigError` for a field that stands twice, or an unknown key."""
-        kinds = dict[str, str]()
-        for kind, fields in _lines(tomllib.loads(file.read_text(encoding="utf-8"))):
+        kinds, table = dict[str, str](), tomllib.loads(file.read_text(encoding="utf-8"))
+        for kind, fields in _lines(table):
             for name in (f"{owner}.{field}" for owner, some in fields.items() for field in some):
                 if name in kinds:
                     raise ConfigError(f"{name} is {kinds[name]}, and {kind}", f"leave one of them in {file.name}")
                 kinds[name] = kind
-        return cls(kinds)
+        return cls(kinds, [rule for rule in table.get("refused", ()) if "error" in rule])
+
+    def refuse(self, **objects: object) -> None:
+        """Raise the error of the first rule whose fields are not empty, and have none of the values `fine`. `objects`:
+        by the table's names of their classes."""
+        for rule in self.rules:
+            names = [(objects[owner], name) for owner, some in rule["fields"].items() for name in some]
+            fine = rule.get("fine", ())
+            given = {name: getattr(one, name, None) for one, name in names}
+            wrong = [f"{name} is {value!r}" for name, value in given.items() if value and value not in fine]
+            if wrong:
+                raise getattr(errors, rule["error"])(f"{', '.join(wrong)}: {rule['why']}", rule["hint"])
 
     def named(self, kind: str) -> list[str]:
         return sorted(name for name, its in self.kinds.items() if its == kind)
@@ -93,6 +109,11 @@ class FieldTable:
         yield from ((f"{ENVIRONMENT}.{name}", value) for name, value in environment.items())
 
 
+@functools.cache
+def table_in(package: str, name: str) -> FieldTable:
+    return FieldTable.read(importlib.resources.files(package) / name)
+
+
 def plain(value: Any) -> Any:
     """A value as plain JSON data that is equal in all processes for equal meanings."""
     if value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, enum.Enum)):
@@ -124,9 +145,9 @@ def _fields(one: object) -> list[tuple[str, Any]]:
 
 def _lines(table: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, list[str]]]]:
     for kind, fields in table.items():
-        if kind == "harmless":
+        if kind in _GROUPED:
             yield from ((kind, group["fields"]) for group in fields)
         elif kind in _KINDS:
             yield kind, fields
         else:
-            raise ConfigError(f"a table of fields has {kind!r}", f"it may have {', '.join((*_KINDS, 'harmless'))}")
+            raise ConfigError(f"a table of fields has {kind!r}", f"it may have {', '.join((*_KINDS, *_GROUPED))}")

@@ -9,13 +9,16 @@ from __future__ import annotations
 import inspect
 import itertools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import Cache
 
 from gdscache.errors import SequenceStateError, UnsupportedRequestError
+
+if TYPE_CHECKING:
+    from gdscache.integrations.transformers_rows import HybridRows
 
 CACHE_NAMES = ("cache", "past_key_values")  # of a call's cache: since transformers 5.24, and before
 _HARMLESS = {
@@ -34,22 +37,12 @@ _CHECKED = {"input_ids", "attention_mask", "position_ids", "cache_position"}
 _WHOLE = ("output_attentions", "output_hidden_states", "output_router_logits")  # a call for these is not cut
 
 
-class Ends(Protocol):
-    """A listener that wants calls to end at certain tokens, since layers keep a state."""
-
-    def cuts(self, past: int, end: int) -> Sequence[int]:
-        """The tokens at which a call of the tokens `past ... end-1` is to be cut."""
-
-    def ended(self, end: int) -> None:
-        """A call that ends at token `end` has ended."""
-
-
 class Forwards:
     """The forward calls of one cache: `watch` before them, `allow` for each layer's states, `tokens` at the end.
 
     `cached`: tokens in the cache at its begin. `rows`: of the batch. `least`, `most`: tokens at which a call may end.
-    `ends`: cuts calls into pieces. `adapters`: how the model's adapters are switched now, and the number of each one's
-    hooks. `switched`: whether they were switched otherwise in a call than at the begin.
+    `ends`: cuts calls into pieces, since layers keep a state. `adapters`: how the model's adapters are switched now,
+    and the number of each one's hooks. `switched`: whether they were switched otherwise in a call than at the begin.
     """
 
     def __init__(
@@ -58,7 +51,7 @@ class Forwards:
         cached: int,
         least: int,
         most: float,
-        ends: Ends | None,
+        ends: HybridRows | None,
         adapters: Callable[[], tuple[object, object]],
     ) -> None:
         self._adapters, (self._at_begin, self._hooks) = adapters, adapters()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from gdscache.errors import LoadOrderError
 from gdscache.groups.names import Chain, GroupNames
-from gdscache.integrations.fetching import Pinned
+from gdscache.integrations.fetching import Pinned, PinnedFetch
 from gdscache.moves import PrefetchEnd
 from gdscache.pages.hit import Hit
 
@@ -20,10 +20,8 @@ if TYPE_CHECKING:
 
 
 class GroupFetch(Pinned):
-    """A `Fetch` of the pages of one request. Pins last `seconds` at most.
-
-    A page is `alignment` tokens of all groups. The cached pages are wanted and verified as a whole.
-    """
+    """See `PinnedFetch`. A page is `alignment` tokens of all groups; the cached pages are wanted and verified as a
+    whole."""
 
     asking = False  # no tier beyond this machine is asked
     _prefetch: HybridPrefetch | None
@@ -108,8 +106,11 @@ class GroupFetch(Pinned):
         return self.found
 
 
+Fetch = PinnedFetch | GroupFetch
+
+
 class GroupPart:
-    """Some pages of a fetch in one pool, by number, as a `Fetched`."""
+    """Some pages of a fetch in one pool, by number, for a load."""
 
     def __init__(self, fetch: GroupFetch, pool: int, numbers: Sequence[int]) -> None:
         self._fetch, self._pool, self._numbers = fetch, pool, numbers

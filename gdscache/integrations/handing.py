@@ -3,17 +3,12 @@ store and 1 us a page, for which an inference engine's loop does not wait."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
 
 from gdscache.runtime.threads import Flag, Workers
+from gdscache.store.handle import StoreHandle
 
-
-class Stored(Protocol):
-    """The handle of a store: a `StoreHandle`, or several as one. Its event comes when nothing reads the blocks."""
-
-    @property
-    def release_event(self) -> Any: ...
+Store = Callable[[], Sequence[StoreHandle]]  # begins a store, and returns its handles, of several pools
 
 
 class HandedStore:
@@ -21,26 +16,26 @@ class HandedStore:
 
     def __init__(self) -> None:
         self._handed = Flag()
-        self._handle: Stored | None = None
+        self._handles: Sequence[StoreHandle] | None = None
 
     @property
     def taken(self) -> bool:
         """Whether the engine took it; false before it was passed on."""
-        return self._handle is not None
+        return self._handles is not None
 
     def done(self) -> bool:
         """Whether nothing reads its blocks any more; never waits."""
-        return self._handed.is_set() and (self._handle is None or bool(self._handle.release_event.done()))
+        return self._handed.is_set() and all(one.release_event.done() for one in self._handles or ())
 
     def wait(self) -> None:
         self._handed.wait()
-        if self._handle is not None:
-            self._handle.release_event.synchronize()
+        for one in self._handles or ():
+            one.release_event.synchronize()
 
-    def hand_over(self, store: Callable[[], Stored]) -> None:
-        """Keep the handle of `store()`. If it raises, nothing reads the blocks."""
+    def hand_over(self, store: Store) -> None:
+        """Keep the handles of `store()`. If it raises, nothing reads the blocks."""
         try:
-            self._handle = store()
+            self._handles = store()
         finally:
             self._handed.set()
 
@@ -51,7 +46,7 @@ class StoreThread:
     def __init__(self, name: str) -> None:
         self._worker = Workers(1, name)
 
-    def start(self, store: Callable[[], Stored]) -> HandedStore:
+    def start(self, store: Store) -> HandedStore:
         """Call `store()` soon. Its reads must follow an event that is recorded already."""
         handed = HandedStore()
         self._worker.submit(lambda: handed.hand_over(store))

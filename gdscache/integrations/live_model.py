@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.resources
 import logging
 import threading
 from collections.abc import Iterator, Mapping
@@ -17,7 +16,7 @@ from types import SimpleNamespace
 import torch
 import transformers
 
-from gdscache.integrations.fields import FieldTable, plain
+from gdscache.integrations.fields import plain, table_in
 from gdscache.integrations.settings import digest_of
 from gdscache.integrations.weights import FRESH, fresh_salt
 
@@ -29,9 +28,7 @@ class TextConfig(SimpleNamespace):
     """A text model's configuration of any family, by the table's name for it."""
 
 
-@functools.cache
-def table() -> FieldTable:
-    return FieldTable.read(importlib.resources.files("gdscache.integrations") / "transformers_fields.toml")
+table = functools.partial(table_in, "gdscache.integrations", "transformers_fields.toml")
 
 
 def facts_of(model: torch.nn.Module) -> dict[str, object]:
@@ -115,15 +112,12 @@ def _stamp(model: torch.nn.Module) -> list[object]:
         if module._buffers:
             volatile = module._non_persistent_buffers_set
             tensors += [one for name, one in module._buffers.items() if name not in volatile]
-        found += [(id(one), one.data_ptr(), _writes(one)) for one in tensors if one is not None]
+        # tensors that were made in inference mode do not count writes in place
+        writes = [0 if one is None or one.is_inference() else one._version for one in tensors]
+        found += [(id(one), one.data_ptr(), n) for one, n in zip(tensors, writes, strict=True) if one is not None]
         if "_disable_adapters" in module.__dict__:
             found.append(_switched(module))
     return found
-
-
-def _writes(tensor: torch.Tensor) -> int:
-    """The count of writes in place. Tensors that were made in inference mode have none."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

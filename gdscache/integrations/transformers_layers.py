@@ -1,7 +1,9 @@
-"""Layers of a transformers cache that begin with a cached prefix: full attention, and sliding windows.
+"""Layers of a transformers cache that begin with a cached prefix: full attention, sliding windows, and states (linear
+attention, Mamba-2, short convolutions).
 
 A sliding layer of transformers holds the last `window - 1` tokens. Ours holds their pages, and copies of windows at
-which a later request may start, taken during the forward pass.
+which a later request may start, taken during the forward pass. A state stands for all earlier tokens, and each call
+replaces it. So it exists only where a call ends: states at which a later request may begin are copied there.
 """
 
 from __future__ import annotations
@@ -10,25 +12,27 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from gdscache.errors import GeometryError, UnsupportedRequestError
 from gdscache.groups.base import Group, kept
+from gdscache.integrations.transformers_parts import STATE_PLANES, state_tensors
 from gdscache.pages.layout import Plane
 
-States = tuple[torch.Tensor, torch.Tensor]  # K and V of some tokens, (rows, heads, tokens, head_dim)
+KeysValues = tuple[torch.Tensor, torch.Tensor]  # K and V of some tokens, (rows, heads, tokens, head_dim)
 SECTION = "make the engine's model section with model_section() from this model's config and dtype"
 
 
 class FixedRows:
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        raise UnsupportedRequestError(*_FIXED_ROWS)
+    def reorder_cache(self, *args: Any) -> None:
+        raise UnsupportedRequestError("rows of this cache cannot be reordered, repeated or selected", "use one beam")
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        raise UnsupportedRequestError(*_FIXED_ROWS)
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        raise UnsupportedRequestError(*_FIXED_ROWS)
+    batch_repeat_interleave = batch_select_indices = reorder_cache
 
 
 class _Rows(FixedRows):
@@ -43,7 +47,7 @@ class _Rows(FixedRows):
         self._planes = planes
         self._shapes = [(rows, *plane.shape) if len(plane.shape) == 2 else (rows, 1, *plane.shape) for plane in planes]
 
-    def _check(self, given: States) -> None:
+    def _check(self, given: KeysValues) -> None:
         """Raises for states of other rows, heads or dtype; moves held states to their device."""
         for states, plane, (rows, *shape) in zip(given, self._planes, self._shapes, strict=True):
             if len(states) != rows:
@@ -87,7 +91,7 @@ class Layer(_Rows, DynamicLayer):  # type: ignore[misc]
     def has(self, first: int, stop: int) -> bool:
         return stop <= self.get_seq_length()
 
-    def pages(self, row: int, numbers: Sequence[int], page_tokens: int) -> States:
+    def pages(self, row: int, numbers: Sequence[int], page_tokens: int) -> KeysValues:
         """K and V of consecutive pages, (pages, page_tokens, heads, head_dim) each."""
         first, stop = numbers[0] * page_tokens, (numbers[-1] + 1) * page_tokens
         keys, values = (
@@ -107,7 +111,7 @@ class WindowLayer(_Rows, DynamicSlidingWindowLayer):  # type: ignore[misc]
         super().__init__(group.span)  # type: ignore[no-untyped-call]
         self._expect(planes, rows)
         self._group, self._align, self._ends = group, align, ends
-        self._copies: dict[int, States] = {}  # by page
+        self._copies: dict[int, KeysValues] = {}  # by page
 
     def begin(self, pages: Sequence[torch.Tensor], tokens: int) -> None:
         """Start behind `tokens` tokens, with the last pages before them, in the form of `Layer.begin`."""
@@ -159,10 +163,10 @@ class WindowLayer(_Rows, DynamicSlidingWindowLayer):  # type: ignore[misc]
             self._start <= first and stop <= self.cumulative_length
         )
 
-    def pages(self, row: int, numbers: Sequence[int], page_tokens: int) -> States:
+    def pages(self, row: int, numbers: Sequence[int], page_tokens: int) -> KeysValues:
         """K and V of held pages, (pages, page_tokens, heads, head_dim) each."""
         start = self._start
-        found: list[States] = []
+        found: list[KeysValues] = []
         for number in numbers:
             at = number * page_tokens - start
             copy = self._copies.get(number)
@@ -176,7 +180,7 @@ class WindowLayer(_Rows, DynamicSlidingWindowLayer):  # type: ignore[misc]
     def _start(self) -> int:
         return self.cumulative_length - (self.keys.shape[-2] if self.is_initialized else 0)
 
-    def _copy(self, full: States, ends: Collection[int]) -> None:
+    def _copy(self, full: KeysValues, ends: Collection[int]) -> None:
         """Copy the pages of the windows that end at `ends`, from states up to the last token."""
         if not ends:
             return
@@ -187,7 +191,7 @@ class WindowLayer(_Rows, DynamicSlidingWindowLayer):  # type: ignore[misc]
                 keys, values = (states[:, :, at : at + size].detach().clone() for states in full)
                 self._copies[number] = keys, values
 
-    def _trim(self, full: States, *, cropped: bool = False) -> None:
+    def _trim(self, full: KeysValues, *, cropped: bool = False) -> None:
         """Keep the tokens that the next ones attend to, and the pages of the window that ends with the last full
         one."""
         first = 0
@@ -203,4 +207,87 @@ def _as_heads(pages: torch.Tensor) -> torch.Tensor:
     return rows.transpose(1, 2) if rows.dim() == 4 else rows.unsqueeze(1)
 
 
-_FIXED_ROWS = ("rows of this cache cannot be reordered, repeated or selected", "use one beam")
+class _Uncut(FixedRows):
+    """A layer whose tokens cannot be taken back."""
+
+    is_croppable = False
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove:
+            raise UnsupportedRequestError(
+                f"crop({tokens_to_remove}): a state stands for all tokens before, and none is taken back", _ANEW
+            )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self.check_crop(tokens_to_remove)
+
+    def activate_past_recording(self) -> None:
+        raise UnsupportedRequestError("a state cannot go back to tokens before, as assisted generation asks", _ANEW)
+
+
+class StateLayer(_Uncut, LinearAttentionLayer):
+    """A layer that keeps a state alone."""
+
+
+class FullStateLayer(_Uncut, Layer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc,no-untyped-call]
+    """A layer that keeps a state, and keys and values of all tokens."""
+
+
+class States:
+    """The state of a layer, and copies of it at lengths where a request may begin. The layer is of a cache of `rows`
+    rows, on `device`; a page is the state behind `page_tokens` more tokens."""
+
+    def __init__(
+        self, layer: LinearAttentionLayer, planes: Sequence[Plane], rows: int, page_tokens: int, device: torch.device
+    ) -> None:
+        self._layer, self._planes, self._rows = layer, planes, rows
+        self._page_tokens, self._device = page_tokens, device
+        self._copies: dict[int, list[torch.Tensor]] = {}  # by page
+        self._passing = -1  # the page that the next copy replaces
+
+    def begin(self, pages: Sequence[torch.Tensor], tokens: int) -> None:
+        """Start behind `tokens` tokens, with their state: of each plane, (rows, 1, 1, *row)."""
+        layer = self._layer
+        for plane, page in zip(self._planes, pages, strict=True):
+            state = page[:, 0, 0].to(self._device).contiguous()
+            if plane.name == STATE_PLANES[0]:
+                layer.lazy_initialization(conv_states=state)
+                layer.conv_states[0] = state
+            else:
+                layer.lazy_initialization(recurrent_states=state)
+                layer.recurrent_states[0] = state
+        layer.has_previous_state[0] = True
+
+    def take(self, tokens: int, *, passing: bool) -> None:
+        """Copy the state behind `tokens` tokens, where a call has ended. `passing`: only until the next copy."""
+        self._copies.pop(self._passing, None)
+        page = tokens // self._page_tokens - 1
+        self._passing = page if passing else -1
+        self._copies[page] = [state.detach().clone() for state in self._states()]
+
+    def reset(self) -> None:
+        self._copies = {}
+
+    def forget(self, tokens: int) -> None:
+        """Drop copies behind `tokens` tokens, or fewer."""
+        self._copies = {page: one for page, one in self._copies.items() if (page + 1) * self._page_tokens > tokens}
+
+    def has(self, first: int, stop: int) -> bool:
+        return stop // self._page_tokens - 1 in self._copies
+
+    def pages(self, row: int, numbers: Sequence[int], page_tokens: int) -> list[torch.Tensor]:
+        """The states of held pages, of each plane (pages, 1, *row)."""
+        copies = [self._copies[number] for number in numbers]
+        return [torch.stack([one[row] for one in plane]).unsqueeze(1) for plane in zip(*copies, strict=True)]
+
+    def _states(self) -> list[torch.Tensor]:
+        """The layer's states, in the order of its planes. Raises for states of other rows or dtype."""
+        found = [one for one in state_tensors(self._layer) if one is not None]
+        made = [(str(one.dtype).removeprefix("torch."), tuple(one.shape)) for one in found]
+        kept = [(plane.dtype, (self._rows, *plane.shape)) for plane in self._planes]
+        if made != kept:
+            raise GeometryError(f"the model makes states {made}, the engine keeps {kept}", SECTION)
+        return found
+
+
+_ANEW = "reset() the cache and compute the prompt again, or run the request without the cache"

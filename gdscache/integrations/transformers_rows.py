@@ -22,9 +22,8 @@ from gdscache.engine.hybrid import HybridEngine
 from gdscache.engine.hybrid_handles import HybridHit, HybridLoad, HybridStore
 from gdscache.errors import DeadlineError, SequenceStateError
 from gdscache.groups.base import kept, marks
-from gdscache.integrations.transformers_layers import Layer, WindowLayer
+from gdscache.integrations.transformers_layers import FullStateLayer, Layer, StateLayer, States, WindowLayer
 from gdscache.integrations.transformers_parts import LayerPart, layers_of
-from gdscache.integrations.transformers_states import FullStateLayer, StateLayer, States
 from gdscache.pages.keys import as_tokens
 from gdscache.store.handle import StoreHandle
 
@@ -96,8 +95,9 @@ class HybridRows:
     """Rows in a `HybridEngine` that allocated its planes. Their load is verified: after a bad page in one row, all
     start from nothing.
 
-    `layers`: the cache's, starting behind `cached_tokens` tokens, the longest prefix of every row. `parts`: of the
-    model's cache, in the engine's order. One thread at a time.
+    `layers`: the cache's, starting behind `cached_tokens` tokens, the longest prefix of every row. `states`: of
+    layers; calls have to end where they are wanted. `parts`: of the model's cache, in the engine's order. One thread at
+    a time.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class HybridRows:
         size = len(prompts[0])
         self._ends = engine.window_ends(size, {size - 1, *(hit.parted for hit in hits)})
         self.layers, self._parts = self._made(model, parts, len(prompts))
-        self._states = [part for part in self._parts if isinstance(part, States)]
+        self.states = [part for part in self._parts if isinstance(part, States)]
         if self.cached_tokens:
             self._take_prefix(hits)
         self._done = [self.cached_tokens] * len(prompts)
@@ -126,11 +126,6 @@ class HybridRows:
     @property
     def prompts(self) -> list[list[int]]:
         return [row.tolist() for row in self._tokens]
-
-    @property
-    def has_states(self) -> bool:
-        """Whether layers keep a state, so that calls have to end where it is wanted."""
-        return bool(self._states)
 
     def cuts(self, past: int, end: int) -> list[int]:
         """The tokens at which a call of the tokens `past ... end-1` is to be cut, for states from which later requests
@@ -143,7 +138,7 @@ class HybridRows:
         if end % engine.alignment == 0:
             if end in marks(engine.window_every, engine.alignment, end + 1):
                 self._ends.add(end)
-            for part in self._states:
+            for part in self.states:
                 part.take(end, passing=end not in self._ends)
 
     def commit(self, number: int, row: Any) -> HybridStore:
@@ -175,12 +170,12 @@ class HybridRows:
             used.append(handle)
         self._tokens[number] = row
         self._done[number] = length // engine.alignment * engine.alignment
-        for part in self._states:
+        for part in self.states:
             part.forget(min(self._done))
         return handle
 
     def reset(self) -> None:
-        for part in self._states:
+        for part in self.states:
             part.reset()
 
     def close(self) -> None:

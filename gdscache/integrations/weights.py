@@ -15,7 +15,7 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,7 +28,6 @@ WHOLE = 256 << 10  # bytes: smaller files are read whole; read at both ends of a
 _THREADS = 32  # a network disk answers late, and answers many requests at once
 _HEADER_LIMIT = 100_000_000  # bytes: the format's own limit of a header
 _CLOCK_S = 0.05  # the system's precision of a process's start, and of a file's change
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # of git, and of LFS
 _log = logging.getLogger("gdscache")
 FRESH = "weights:"  # what a name begins with that nothing else has
@@ -91,6 +90,25 @@ def weights_read(model: str | os.PathLike[str]) -> str:
     return fresh_salt()
 
 
+def weights_served(
+    engine: str, load_format: str, elsewhere: Mapping[str, object], directory: Callable[[], Path]
+) -> str:
+    """The identity of an inference engine's weights: `weights_read` of its directory.
+
+    Engines draw dummy weights from a fixed seed, so the model's configuration identifies them. `elsewhere`: settings by
+    which weights come from elsewhere. Raises `WeightsNotFoundError`, also for those.
+    """
+    if load_format == "dummy":
+        return "dummy"
+    if elsewhere:
+        raise WeightsNotFoundError(
+            f"{', '.join(f'{name} is {value!r}' for name, value in elsewhere.items())}: {engine} has weights that are "
+            "not those of the model's files",
+            "set model.weights in the configuration to a text that names them",
+        )
+    return weights_read(directory())
+
+
 def _changed(file: Path, since: float) -> bool:
     blob = Path(os.path.realpath(file))
     if blob.parent.name == "blobs" and _HASH.fullmatch(blob.name):
@@ -104,41 +122,24 @@ def _started() -> float:
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
 
 
-def model_directory(
-    name: str,
-    revision: str | None = None,
-    cache: str | os.PathLike[str] | None = None,
-    environment: Mapping[str, str] = os.environ,
-) -> Path:
+def model_directory(name: str, revision: str | None = None, cache: str | Path | None = None) -> Path:
     """A model's directory: `name` itself if it is a path, else its snapshot in a Hugging Face hub cache.
 
     `name`: a path, or `organisation/model`. `revision`: a branch, a tag or a commit; None: `main`. `cache`: the cache's
-    directory; None: `HF_HUB_CACHE`, `HF_HOME/hub` or `~/.cache/huggingface/hub`. Raises `WeightsNotFoundError`.
+    directory; None: the hub's own (`HF_HUB_CACHE`, `HF_HOME`). Raises `WeightsNotFoundError`.
     """
     if (path := Path(name).expanduser()).exists():
         return path
-    hub = _hub(environment) if cache is None else Path(cache)
-    stored = hub / f"models--{name.replace('/', '--')}"
-    wanted = revision or "main"
-    snapshot = stored / "snapshots" / wanted
+    from huggingface_hub import constants, snapshot_download  # each engine brings it
+
     try:
-        if not _COMMIT.fullmatch(wanted):
-            snapshot = stored / "snapshots" / (stored / "refs" / wanted).read_text(encoding="utf-8").strip()
-        if snapshot.is_dir():
-            return snapshot
-    except (OSError, ValueError):
-        pass  # no such reference: raised below
-    raise WeightsNotFoundError(
-        f"{name!r} is not a path, and its revision {wanted!r} is not in {hub}",
-        "download the model, or name its directory; or set model.weights to a text that names the weights",
-    )
-
-
-def _hub(environment: Mapping[str, str]) -> Path:
-    if given := environment.get("HF_HUB_CACHE"):
-        return Path(given).expanduser()
-    home = environment.get("HF_HOME") or Path(environment.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
-    return Path(home).expanduser() / "hub"
+        return Path(snapshot_download(name, revision=revision, cache_dir=cache, local_files_only=True))
+    except (OSError, ValueError):  # no such reference, or no such name
+        raise WeightsNotFoundError(
+            f"{name!r} is not a path, and its revision {revision or 'main'!r} is not in "
+            f"{cache or constants.HF_HUB_CACHE}",
+            "download the model, or name its directory; or set model.weights to a text that names the weights",
+        ) from None
 
 
 def _files(root: Path) -> Iterator[Path]:

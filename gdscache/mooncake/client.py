@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
+from gdscache import arguments
 from gdscache.errors import InvalidValueError, MissingPackageError, TierUnavailableError
 from gdscache.sizes import about, parse_size
 
@@ -66,13 +67,9 @@ class MooncakeAddress:
         host, _, port = str(self.master).rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
             raise InvalidValueError(f"the mooncake tier's master is {self.master!r}", "give host:port")
-        if not isinstance(self.replicas, int) or not 1 <= self.replicas <= _MOST_REPLICAS:
-            raise InvalidValueError(
-                f"the mooncake tier's replicas is {self.replicas!r}", f"give a number from 1 to {_MOST_REPLICAS}"
-            )
+        arguments.whole(self.replicas, "the mooncake tier's replicas", 1, _MOST_REPLICAS)
         for key in ("protocol", "devices", "metadata", "hostname", "tenant"):
-            if not isinstance(getattr(self, key), str):
-                raise InvalidValueError(f"the mooncake tier's {key} is {getattr(self, key)!r}", "give a text")
+            arguments.text(getattr(self, key), f"the mooncake tier's {key}")
         return self
 
 

@@ -78,6 +78,7 @@ class MooncakeFiles(Transport):
 
     name = "mooncake"
     call_bytes = 32 << 20
+    direct = True
 
     def __init__(
         self,
@@ -107,10 +108,6 @@ class MooncakeFiles(Transport):
     @property
     def buffer(self) -> tuple[int, int]:
         return self._trailers.address, self._trailers.nbytes
-
-    @property
-    def direct(self) -> bool:
-        return True
 
     def hand_over(self) -> Descriptors:
         return Descriptors((0,), max(1, len(self.pages)), self.threads, transport=self, sums=self.sums)
@@ -192,7 +189,7 @@ class MooncakeFiles(Transport):
         while rows := [n for n in range(len(names)) if n not in ends]:
             codes = client.put([names[n] for n in rows], [objects[n] for n in rows])
             self._lines.answered(codes)
-            over = time.monotonic() + pause > until or not self._lines.breaker.closed
+            over = time.monotonic() + pause > until or not self._lines.ready
             for n, code in zip(rows, codes, strict=True):
                 if code == DONE:
                     ends[n], self._gave_up = ("put", None), 0.0

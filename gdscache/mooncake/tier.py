@@ -13,7 +13,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gdscache.errors import GeometryError, InvalidValueError
+from gdscache import arguments
+from gdscache.errors import GeometryError
 from gdscache.index.index import PageIndex
 from gdscache.index.retention import DEFAULT, Retention
 from gdscache.index.table import PENDING, Entry, PageState
@@ -75,8 +76,7 @@ class MooncakeTier(DurableTier):
         tenant: str = "default",
         deadline: float = 2.0,
     ) -> None:
-        if not isinstance(deadline, int | float) or isinstance(deadline, bool) or not 0 < deadline <= MAX_SECONDS:
-            raise InvalidValueError(f"the mooncake tier's deadline is {deadline!r}", "give a number above 0")
+        deadline = arguments.span(deadline, "the mooncake tier's deadline", MAX_SECONDS)
         if layout.n_layers > MOST_LAYERS:
             raise GeometryError(
                 f"the model has {layout.n_layers} layers, the trailer of a page has room for {MOST_LAYERS} checksums",
@@ -94,9 +94,9 @@ class MooncakeTier(DurableTier):
         self._lines = Lines(self._link, deadline=deadline, most=SIDE_BY_SIDE)
         self.io = MooncakeFiles(layout, self.index.slots, self._lines, self._name_of, self._written)
         self._link.register(*self.io.buffer)
-        changed = self._lines.breaker.changed
+        changed = self._lines.changed
         with changed:
-            ready = changed.wait_for(lambda: self._lines.breaker.closed, _OPEN_S)
+            ready = changed.wait_for(lambda: self._lines.ready, _OPEN_S)
         if not ready:
             _log.warning(
                 "the shared pool %s is not there yet: the engine goes on without it, and connects when it is", master
@@ -123,7 +123,7 @@ class MooncakeTier(DurableTier):
     # -- asking ------------------------------------------------------------------------------------------------------
 
     def asks(self, pages: Sequence[Page]) -> bool:
-        return bool(pages) and self._lines.breaker.closed and not self._owed
+        return bool(pages) and self._lines.ready and not self._owed
 
     def ask(self, pages: Sequence[Page]) -> None:
         cleared = self._cleared
@@ -216,7 +216,7 @@ class MooncakeTier(DurableTier):
             cleared = self._cleared
             code = client.remove_matching(pattern)
             if code < 0:
-                self._lines.breaker.open(f"pages that were cleared cannot be removed: code {code}")
+                self._lines.open(f"pages that were cleared cannot be removed: code {code}")
                 return
             with self.lock:
                 if cleared == self._cleared:  # else a later clear may owe it again, and pays

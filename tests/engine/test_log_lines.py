@@ -13,7 +13,7 @@ import pytest
 from gdscache import PageStatus, errors
 from gdscache.disk.catalog import Catalog
 from gdscache.errors import IOFailedError
-from gdscache.integrations.logs import follow
+from gdscache.integrations.settings import follow
 from gdscache.storage.base import Op
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import Host, OpenHost, drop_from, kept, kept_on_ssd, prompt, quiet, settle, until

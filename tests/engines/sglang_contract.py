@@ -17,7 +17,7 @@ from typing import Any
 from sglang.srt.environ import EnvField, Envs
 from sglang.srt.runtime_context import process_model_config
 
-from gdscache.integrations.sglang.facts import resolved, table
+from gdscache.integrations.sglang.setup import resolved, table
 from tests.engines.sglang_rig import server_args
 from tests.engines.vllm_contract import found, members
 

@@ -90,7 +90,7 @@ def names() -> dict[str, list[str]]:
     import vllm.envs
 
     from gdscache.integrations.fields import ENVIRONMENT
-    from gdscache.integrations.vllm.facts import table
+    from gdscache.integrations.vllm.setup import table
 
     known = table()
     with tempfile.TemporaryDirectory() as folder:

@@ -11,13 +11,13 @@ from unittest import mock
 import torch
 
 from gdscache.integrations.fields import ENVIRONMENT
-from gdscache.integrations.sglang import facts, setup
+from gdscache.integrations.sglang import setup
 from gdscache.integrations.sglang.planes import PoolPlanes, named
 from tests.support import adapter_fields
 
 VERSION = "0.5.23"
 _VALUES: Mapping[str, object] = {"load_format": "dummy"}
-LOOKED_AT = {*facts.FILES, "model_path", "download_dir"}  # harmless by name: their content is held
+LOOKED_AT = {*setup.FILES, "model_path", "download_dir"}  # harmless by name: their content is held
 CALLER = setup  # the module that calls `facts_of`
 
 
@@ -35,13 +35,13 @@ def kind_of(name: str, **facts: Any) -> Any:
 
 
 def of_class(owner: str, *kinds: str) -> list[str]:
-    return adapter_fields.of_class(facts.table(), owner, *kinds)
+    return adapter_fields.of_class(setup.table(), owner, *kinds)
 
 
 def lines(folder: Path) -> list[str]:
     """Every line that is held, whatever holds it."""
-    by_hand = ["sglang", "config.json", "code", *(f"content of {name}" for name in facts.FILES)]
-    return [*by_hand, *facts.table().named("held")]
+    by_hand = ["sglang", "config.json", "code", *(f"content of {name}" for name in setup.FILES)]
+    return [*by_hand, *setup.table().named("held")]
 
 
 class Setup:
@@ -50,21 +50,21 @@ class Setup:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         (folder / "model").mkdir(exist_ok=True)
-        fields = of_class("ServerArgs", "held", "harmless") + list(facts.FILES)
+        fields = of_class("ServerArgs", "held", "harmless") + list(setup.FILES)
         self.server = ServerArgs(**{**dict.fromkeys(fields, "x"), **_VALUES, "model_path": str(folder / "model")})
         self.model = ModelConfig(**dict.fromkeys(of_class("ModelConfig", "held", "harmless"), "x"))
         self.server.revision = self.server.download_dir = None
         self.version = VERSION
         self.planes = planes()
         self.environment: dict[str, str] = {}
-        for name in facts.FILES:
+        for name in setup.FILES:
             setattr(self.server, name, str(folder / name))
         for file in self._files().values():
             if not file.exists() or file.read_text() != "x":  # to truncate a file costs ten times as much as to read it
                 file.write_text("x")
 
     def _files(self) -> dict[str, Path]:
-        contents = {f"content of {name}": self.folder / name for name in facts.FILES}
+        contents = {f"content of {name}": self.folder / name for name in setup.FILES}
         return {"config.json": self.folder / "model/config.json", "code": self.folder / "model/code.py", **contents}
 
     def change(self, line: str) -> None:

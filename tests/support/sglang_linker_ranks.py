@@ -17,18 +17,12 @@ from gdscache import CacheEngine, Rank
 from gdscache.config import Config
 from gdscache.integrations.fetching import PinningCache
 from gdscache.integrations.settings import Rows, planes_section
-from gdscache.integrations.sglang.linker_ranks import (
-    LeadTable,
-    PoolRanks,
-    RankLoads,
-    RankOffloads,
-    RankTable,
-)
-from gdscache.integrations.sglang.loads import STOPPED_S, LoadTable
-from gdscache.integrations.sglang.moves import LayerLoads
+from gdscache.integrations.sglang.linker_ranks import RankLoads
+from gdscache.integrations.sglang.loads import STOPPED_S, LeadTable, RankTable
+from gdscache.integrations.sglang.moves import LayerLoads, Offloads
 from gdscache.integrations.sglang.pages import PageLinks
 from gdscache.integrations.sglang.planes import PoolPlanes
-from gdscache.integrations.sglang.served import SinglePool
+from gdscache.integrations.sglang.served import PoolRanks, SinglePool
 from tests.support.helpers import until
 
 LAYERS, BLOCKS, TOKENS, WIDTH = 2, 48, 4, 16
@@ -51,13 +45,13 @@ class Process:
         self.free = [*range(BLOCKS)]
         random.Random(number).shuffle(self.free)
 
-    def open(self, engine: CacheEngine | None, table: LoadTable | RankTable) -> None:
+    def open(self, engine: CacheEngine | None, table: RankTable) -> None:
         self.table = table
         self.ranks, self.leading = ranks, leading = (
             PoolRanks(PoolPlanes(self.planes, {}, []), [self.rank]),
             engine and SinglePool(engine, ranked=True),
         )
-        self.offloads = RankOffloads(ranks, leading, self.counts)
+        self.offloads = Offloads(leading, self.counts, ranks)
         self.loads = RankLoads(ranks, leading, self.offloads)
         self.layers = LayerLoads(self.loads.begin, LAYERS, self.counts)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gdscache.integrations.fields import ENVIRONMENT
-from gdscache.integrations.vllm import facts
+from gdscache.integrations.vllm import setup
 from gdscache.integrations.vllm.planes import VllmPlanes, planes_of
 from tests.support import adapter_fields
 from tests.support.vllm_setup import FullAttentionSpec, MLAAttentionSpec
@@ -22,7 +22,7 @@ OTHER_PYTHON = SimpleNamespace(major=3, minor=99)
 LONG = {"rope_type": "longrope", "original_max_position_embeddings": 1024}
 # Harmless by name: what they come to is held.
 LOOKED_AT = {"model", "model_weights", "revision", "max_model_len", "original_max_model_len", "quant_config"}
-CALLER = facts  # the module that calls `facts_of`
+CALLER = setup  # the module that calls `facts_of`
 # The parts of vLLM's configuration, by the field that has each.
 PARTS = {
     "model_config": "ModelConfig", "multimodal_config": "MultiModalConfig", "cache_config": "CacheConfig",
@@ -34,7 +34,7 @@ PARTS = {
 
 
 def of_class(owner: str, *kinds: str) -> list[str]:
-    return adapter_fields.of_class(facts.table(), owner, *kinds)
+    return adapter_fields.of_class(setup.table(), owner, *kinds)
 
 
 def stand_in(owner: str) -> Any:
@@ -82,8 +82,8 @@ class Setup:
             "processors": lambda: (folder / "model/video_preprocessor_config.json").write_text("another"),
             "content of mm_encoder_fp8_scale_path": lambda: (folder / "scales").write_text("another"),
             "accelerator": lambda: self.patches.append((torch.version, "hip", "6.0")),
-            "processor": lambda: self.patches.append((facts, "_tiles", lambda: ["another"])),
-            "python": lambda: self.patches.append((facts, "sys", SimpleNamespace(version_info=OTHER_PYTHON))),
+            "processor": lambda: self.patches.append((setup, "_tiles", lambda: ["another"])),
+            "python": lambda: self.patches.append((setup, "sys", SimpleNamespace(version_info=OTHER_PYTHON))),
         }
 
         rope = SimpleNamespace(rope_parameters=LONG, more=1)
@@ -110,13 +110,13 @@ class Setup:
         with pytest.MonkeyPatch.context() as patched:
             for target, name, value in self.patches:
                 patched.setattr(target, name, value)
-            section = facts.model_of(self.vllm, self.cache, self.planes, self.version, self.environment)
+            section = setup.model_of(self.vllm, self.cache, self.planes, self.version, self.environment)
         return {**section, "weights": "w"}
 
 
 def lines(folder: Path) -> list[str]:
     """Every line that is held, whatever holds it."""
-    return [*Setup(folder).by_hand, *facts.table().named("held")]
+    return [*Setup(folder).by_hand, *setup.table().named("held")]
 
 
 def tensors() -> list[tuple[torch.Tensor, ...]]:

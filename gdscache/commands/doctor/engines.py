@@ -6,7 +6,7 @@ import importlib.metadata
 from collections.abc import Iterator
 
 from gdscache.commands.doctor.report import Row
-from gdscache.integrations.versions import TRIED
+from gdscache.integrations.settings import TRIED
 
 
 def engine_rows() -> Iterator[Row]:

@@ -8,45 +8,34 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sglang.srt.disaggregation.kv_events import BlockRemoved, BlockStored, StorageMedium
-from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.mem_cache.utils import hash_str_to_int64
 
 from gdscache.engine.engine import CacheEngine
 from gdscache.events.names import EXPECTED, BlockName
-from gdscache.integrations.watching import CallWatch
 
 _MEDIA = {"CPU": StorageMedium.CPU, "STORAGE": StorageMedium.DISK}
 
 
 class SglangEvents:
-    """Changes of the tiers of an engine with a section `events`. `linker`: the tree with this linker publishes them.
-    Called by SGLang's scheduler, which is one thread."""
+    """Changes of the tiers of an engine with a section `events`. Called by SGLang's scheduler, which is one thread."""
 
-    def __init__(self, engine: CacheEngine, linker: object, page_tokens: int) -> None:
-        self._linker = linker
+    def __init__(self, engine: CacheEngine, page_tokens: int) -> None:
         self._size = page_tokens
         self._blocks: OrderedDict[int, BlockName] = OrderedDict()  # of SGLang's own events
         self._keys: OrderedDict[int, bytes] = OrderedDict()  # page keys of lookups and offloads
-        self._events, self._stop = engine.named_events()
-        self._watch = CallWatch(UnifiedRadixCache, ["init_cache_linker"], after=self._linked)
-
-    def close(self) -> None:
-        """Stop watching. Repeated calls are fine."""
-        self._watch.close()
-        self._stop()
+        self._events, self.close = engine.named_events()
 
     def asked(self, hashes: Sequence[str], keys: Sequence[bytes]) -> None:
         """SGLang has named pages by their hashes; `keys` are ours."""
         self._match([(hash_str_to_int64(one), key) for one, key in zip(hashes, keys, strict=True)], [])
 
-    def _linked(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        tree, *rest = args
-        if (rest[0] if rest else kwargs["cache_linker"]) is self._linker:
-            tree.take_events = self._with_ours(tree.take_events)
+    def follow(self, tree: Any) -> None:
+        """The linker's tree publishes them."""
+        tree.take_events = self._with_ours(tree.take_events)
 
     def _with_ours(self, take: Callable[[], list[Any]]) -> Callable[[], list[Any]]:
         """`take_events` of a tree, with our events appended."""

@@ -11,15 +11,12 @@ one at that token, as for such pages in its own tree.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import _PendingOffload
-from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
-
-from gdscache.integrations.watching import CallWatch
 
 UNDER_WAY = 4096  # the latest offered pages and states: some are not stored yet
 
@@ -44,10 +41,6 @@ class Junctions:
         self._pages = max(1, -(-(window or 0) // page_tokens))  # of a window
         self.whole: int | None = None
         self._last: OrderedDict[tuple[str, str], None] = OrderedDict()
-        self._watch = CallWatch(UnifiedRadixCache, ["init_cache_linker"], after=self._linked)
-
-    def close(self) -> None:
-        self._watch.close()
 
     def offered(self, transfers: Sequence[PoolTransfer]) -> None:
         """Note the pages at a node's end that are on their way to our tiers."""
@@ -61,11 +54,10 @@ class Junctions:
         """Forget the offers: they cannot be found any more, or SGLang's tree is empty."""
         self._last.clear()
 
-    def _linked(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        tree, *rest = args
-        if (rest[0] if rest else kwargs["cache_linker"]) is self._linker:
-            tree.match_prefix = self._with_branches(tree, tree.match_prefix)
-            tree.insert = self._with_offers(tree, tree.insert)
+    def follow(self, tree: Any) -> None:
+        """The tree has this linker."""
+        tree.match_prefix = self._with_branches(tree, tree.match_prefix)
+        tree.insert = self._with_offers(tree, tree.insert)
 
     def _with_branches(self, tree: Any, match: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """`match_prefix` of a tree, with branching points in our pages."""

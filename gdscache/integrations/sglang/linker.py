@@ -19,41 +19,40 @@ from typing import Any
 
 import sglang
 import torch
+from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from sglang.srt.runtime_context import process_model_config
 from sglang.srt.utils.weight_checker import WeightChecker
 
-from gdscache.config import EventsConfig
-from gdscache.cuda.streams import Event, record_on
+from gdscache.cuda.streams import record_on
 from gdscache.engine.engine import CacheEngine
 from gdscache.errors import CacheGroupsUnsupportedError, GdsCacheError
-from gdscache.integrations.fetching import Cache, PinningCache
+from gdscache.integrations.fetching import PinningCache
+from gdscache.integrations.prefills import LEAST_TOKENS, Prefills
 from gdscache.integrations.settings import one_model
 from gdscache.integrations.sglang.events import SglangEvents
-from gdscache.integrations.sglang.facts import resolved
 from gdscache.integrations.sglang.groups import GROUPS, grouped_planes
 from gdscache.integrations.sglang.junctions import Junctions
-from gdscache.integrations.sglang.linker_ranks import (
-    LEFT_S,
-    LeadTable,
-    PoolRanks,
-    RankFacts,
-    RankLoads,
-    RankOffloads,
-    RankTable,
-    shard_of,
-)
-from gdscache.integrations.sglang.loads import STOPPED_S, LoadTable, QueuedLoad
+from gdscache.integrations.sglang.linker_ranks import LEFT_S, RankFacts, RankLoads, shard_of
+from gdscache.integrations.sglang.loads import STOPPED_S, LeadTable, LoadTable, QueuedLoad, RankTable
 from gdscache.integrations.sglang.metrics import ToldMetrics
-from gdscache.integrations.sglang.moves import LayerLoads, Load, Offloads
+from gdscache.integrations.sglang.moves import LayerLoads, Offloads
 from gdscache.integrations.sglang.pages import PageLinks, digest
 from gdscache.integrations.sglang.planes import KV, device_planes
-from gdscache.integrations.sglang.prefills import PassTimes
 from gdscache.integrations.sglang.ranks import place_in, together
 from gdscache.integrations.sglang.refused import refuse_components, refuse_model, refuse_setup
-from gdscache.integrations.sglang.served import LinkedCache, LinkedFetch, PoolReaders, SeveralPools, SinglePool
+from gdscache.integrations.sglang.served import (
+    LinkedCache,
+    LinkedFetch,
+    PoolLoads,
+    PoolRanks,
+    PoolReaders,
+    SeveralPools,
+    SinglePool,
+)
 from gdscache.integrations.sglang.setup import (
     LINKER_OPTIONS,
     RESETS_WEIGHTS,
@@ -61,8 +60,10 @@ from gdscache.integrations.sglang.setup import (
     LinkerOptions,
     configuration,
     model_of,
+    resolved,
 )
 from gdscache.integrations.watching import CallWatch
+from gdscache.load.handle import LayerwiseLoad
 from gdscache.ranks.agreement import Agreement
 from gdscache.ranks.rank import Rank
 from gdscache.runtime.threads import in_turn, log_failure
@@ -75,11 +76,11 @@ class _Lead:
 
     pools: SinglePool | SeveralPools
     cache: PinningCache
-    pages: Cache
+    pages: PinningCache | LinkedCache
     table: LoadTable
     events: SglangEvents | None
     told: ToldMetrics
-    times: PassTimes
+    times: CallWatch
 
 
 class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
@@ -156,19 +157,16 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.engine = None if leading is None else leading.engine
         planes, rank, params = self._planes, self._rank, self._params
         layers = max(planes.layers) + 1 if planes.groups else len(planes.tensors)
-        self._rank_loads: RankLoads | None = None
-        if rank is None:
-            self.layer_done_counter = LayerLoads(self._begin_loads, layers, self.counts)
-            self._offloads = Offloads(leading, self.counts)
-        else:
-            self._offloads = offloads = RankOffloads(rank, leading, self.counts)
-            self._rank_loads = RankLoads(rank, leading, offloads)
-            self.layer_done_counter = LayerLoads(self._rank_loads.begin, layers, self.counts)
-        undo.callback(self._offloads.close)
+        self._offloads = offloads = Offloads(leading, self.counts, rank)
+        self._rank_loads = None if rank is None else RankLoads(rank, leading, offloads)
+        begin = self._begin_loads if self._rank_loads is None else self._rank_loads.begin
+        self.layer_done_counter = LayerLoads(begin, layers, self.counts)
+        undo.callback(offloads.close)
         if planes.groups:
             agreed = self._agreement.of
             self._junctions = Junctions(self, params.page_size, params.swa_retain_window, self._has, agreed)
-            undo.callback(self._junctions.close)
+        self._trees = CallWatch(UnifiedRadixCache, ["init_cache_linker"], after=self._linked)
+        undo.callback(self._trees.close)
         if PoolName.MAMBA in self.pools:  # SGLang registers it only with pools of tokens
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
         self._table = RankTable(self.counts) if self._lead is None else self._lead.table
@@ -181,12 +179,9 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         params, options, server, planes = self._params, self._options, self._server, self._planes
         one_model({rank: its.model for rank, its in enumerate(facts)})
         self._agreement.connect([its.numbers for its in facts[1:]])
-        config = configuration(
-            options.config, server, self._model, planes, sglang.__version__, LINKER_OPTIONS, cpu=True
-        )
-        tells = bool(params.enable_kv_cache_events)  # SGLang publishes its own
-        if tells and config.events is None:
-            config = config.model_copy(update={"events": EventsConfig()})
+        tells = bool(params.enable_kv_cache_events)
+        about = server, self._model, planes, sglang.__version__, LINKER_OPTIONS
+        config = configuration(options.config, *about, cpu=True, events=tells)
         of_pools = [*zip(*(its.addresses for its in facts), strict=True)]  # none of a single rank
         pools: SinglePool | SeveralPools
         if planes.groups:
@@ -197,7 +192,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             pools, parts = SinglePool(engine, ranked=bool(of_pools)), {"": engine}
         undo.callback(pools.engine.close, drain=False)
         first, *others = parts.values()
-        events = SglangEvents(first, self, params.page_size) if tells else None
+        events = SglangEvents(first, params.page_size) if tells else None
         if events is not None:
             undo.callback(events.close)
         cache = PinningCache(first, options.pin_seconds + STOPPED_S, *others)
@@ -213,7 +208,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         )
         told = ToldMetrics(parts, server)
         undo.callback(told.close)
-        times = PassTimes(pools.engine.observe_prefill, self._device)
+        times = _pass_times(Prefills(pools.engine.observe_prefill, self._device))
         undo.callback(times.close)
         return _Lead(pools, cache, pages, table, events, told, times)
 
@@ -288,7 +283,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def close(self) -> None:
         """Finish accepted stores, and release everything. Repeated calls are fine."""
         lead, rank = self._lead, self._rank
-        parts = [self._watch, *(() if lead is None else (lead.times, lead.events)), self._junctions, self._agreement]
+        parts = [self._watch, *(() if lead is None else (lead.times, lead.events)), self._trees, self._agreement]
         in_turn(
             *(part.close for part in parts if part is not None),
             self._end_transfers,
@@ -308,6 +303,14 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._forget()
         self._outdated = self._outdated or self._used
 
+    def _linked(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """A tree of SGLang's has a linker."""
+        tree, *rest = args
+        if (rest[0] if rest else kwargs["cache_linker"]) is self:
+            for one in (None if self._lead is None else self._lead.events, self._junctions):
+                if one is not None:
+                    one.follow(tree)
+
     def _end_transfers(self) -> None:
         self._table.reset()
         self.layer_done_counter.reset()
@@ -318,10 +321,12 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if self._junctions is not None:
             self._junctions.forget()
 
-    def _begin_loads(self, number: int, queued: Sequence[QueuedLoad]) -> Load:
-        """For a single rank."""
+    def _begin_loads(self, number: int, queued: Sequence[QueuedLoad]) -> LayerwiseLoad | PoolLoads:
+        """For a single rank: behind all launched work that may write to the loads' slots."""
         assert self._lead is not None, "a single rank leads"
-        return self._lead.pools.load_many([(one.hit(), one.blocks()) for one in queued], self._slots_free())
+        requests = [(one.hit(), one.blocks()) for one in queued]
+        free = record_on(torch.cuda.current_stream(self._device)) if self._device.type == "cuda" else None
+        return self._lead.pools.load_many(requests, free)
 
     def _has(self, name: str, keys: Sequence[str]) -> bool:
         lead = self._lead
@@ -335,10 +340,6 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if lead is not None and lead.events is not None and keys:
             lead.events.asked(keys, lead.pages.keys(self._links.named(keys)))
 
-    def _slots_free(self) -> Event:
-        """An event behind all launched work that may write to a load's slots."""
-        return record_on(torch.cuda.current_stream(self._device)) if self._device.type == "cuda" else None
-
     def _alone(self) -> bool:
         """Whether no request runs: none has a row."""
         rows = self._params.req_to_token_pool
@@ -347,3 +348,24 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
 def _of_kv(transfers: list[PoolTransfer]) -> PoolTransfer:
     return next(transfer for transfer in transfers if transfer.name == PoolName.KV)
+
+
+def _pass_times(prefills: Prefills) -> CallWatch:
+    def begins(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        prefills.begin(prefill_of(args[1] if len(args) > 1 else kwargs.get("batch")))
+
+    return CallWatch(TpModelWorker, ["forward_batch_generation"], begins, lambda *call: prefills.end())
+
+
+def prefill_of(batch: Any) -> tuple[int, int] | None:
+    """(tokens, tokens before them) of a pass that computes a part of one prompt and loads nothing; else None. `batch`:
+    SGLang's `ScheduleBatch`, or None."""
+    if (
+        batch is None
+        or len(batch.reqs) != 1
+        or batch.forward_mode.name != "EXTEND"
+        or batch.hicache_consumer_index >= 0
+    ):
+        return None
+    tokens = int(batch.extend_lens[0])
+    return (tokens, int(batch.prefix_lens[0])) if tokens >= LEAST_TOKENS else None

@@ -1,4 +1,4 @@
-"""The linker's requests, from SGLang's lookup to its load. Plain state over a `Cache`, without bytes or threads.
+"""The linker's requests, from SGLang's lookup to its load. Plain state over a cache, without bytes or threads.
 
 A request's first lookup starts to bring its pages to the CPU tier, where they are checked and pinned. Only pages there
 are promised to SGLang. A lookup waits for pages on their way, at most `wait` seconds, and only while no other request
@@ -14,7 +14,9 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gdscache.integrations.fetching import ENDING_S, Cache, Fetch, Fetched
+from gdscache.errors import LoadOrderError
+from gdscache.integrations.fetching import ENDING_S
+from gdscache.integrations.group_fetching import Fetch
 from gdscache.integrations.sglang.pages import PageLinks
 from gdscache.pages.keys import PageHashes
 from gdscache.ranks.executor import UNORDERED_S
@@ -54,24 +56,74 @@ class _Sought:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class QueuedLoad:
-    """Checked and pinned pages. The taker releases `fetch`. `blocks()` waits for the numbers of their target blocks."""
+    """Checked and pinned pages, which the taker releases. `fetch`: None if the leader has them, or they have gone.
+    `blocks()` waits for the numbers of their target blocks."""
 
     rid: str
-    fetch: Fetched
+    fetch: Fetch | None
     first: int
     pages: int
     blocks: Callable[[], Any]
 
     def hit(self) -> Any:
+        if self.fetch is None:
+            raise LoadOrderError(
+                f"{self.pages} pages that were promised are not there: the requests of their batch are aborted",
+                "raise pin_seconds in linker_extra_config",
+            )
         return self.fetch.checked(self.first, self.pages)
 
+    def release(self) -> None:
+        if self.fetch is not None:
+            self.fetch.release()
 
-class LoadTable:
-    """Waiting requests, and loads that have not begun. Not thread-safe: the scheduler is one thread."""
+
+class RankTable:
+    """Loads that have not begun, on a rank that follows the leader's promises. Not thread-safe: the scheduler is one
+    thread."""
+
+    def __init__(self, counts: Counter[str]) -> None:
+        self._queued: dict[str, QueuedLoad] = {}
+        self.counts = counts
+
+    def __len__(self) -> int:
+        return len(self._queued)
+
+    def load(self, rid: str, keys: Sequence[str], blocks: Callable[[], Callable[[], Any]]) -> bool:
+        """Queue a load of promised pages. False if they were not promised, or their pins have ended.
+
+        `blocks()` returns a function that waits for the numbers of their target blocks.
+        """
+        self.cancel(rid)
+        self._queued[rid] = QueuedLoad(rid, None, 0, len(keys), blocks())
+        return True
+
+    def cancel(self, rid: str) -> bool:
+        """Drop a load that has not begun. False if there is none."""
+        queued = self._queued.pop(rid, None)
+        if queued is not None:
+            queued.release()
+        return queued is not None
+
+    def take(self) -> list[QueuedLoad]:
+        queued, self._queued = list(self._queued.values()), {}
+        return queued
+
+    def computed(self, keys: Sequence[str]) -> None:
+        """SGLang has these pages: release the fetches of requests that begin with one of them, since they find it
+        there."""
+
+    def reset(self) -> None:
+        for queued in self.take():
+            queued.release()
+
+
+class LoadTable(RankTable):
+    """Waiting requests, and their loads."""
 
     def __init__(
         self,
-        cache: Cache,
+        cache: Any,
         links: PageLinks,
         *,
         wait: float,
@@ -81,9 +133,10 @@ class LoadTable:
         counts: Counter[str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`wait`: seconds, for all lookups of a batch together. `alone()`: whether no other request runs. `rest(s)`:
-        wait for news, up to `s` seconds. `seconds(n)`: the expected time to bring `n` pages; None before it was
-        measured."""
+        """`cache`: a `PinningCache` or `LinkedCache`. `wait`: seconds, for all lookups of a batch together. `alone()`:
+        whether no other request runs. `rest(s)`: wait for news, up to `s` seconds. `seconds(n)`: the expected time to
+        bring `n` pages; None before it was measured."""
+        super().__init__(Counter() if counts is None else counts)
         self._cache = cache
         self._links = links
         self._wait = wait
@@ -92,10 +145,8 @@ class LoadTable:
         self._seconds = seconds
         self._clock = clock
         self._sought: OrderedDict[str, _Sought] = OrderedDict()
-        self._queued: dict[str, QueuedLoad] = {}
         self._batch = 0  # batches begun so far
         self._until: float | None = None  # the end of the waits for the next one
-        self.counts: Counter[str] = Counter() if counts is None else counts
 
     def __len__(self) -> int:
         return len(self._sought) + len(self._queued)
@@ -122,10 +173,6 @@ class LoadTable:
         return None if sought is None or first is None else (sought.fetch, first)
 
     def load(self, rid: str, keys: Sequence[str], blocks: Callable[[], Callable[[], Any]]) -> bool:
-        """Queue a load of promised pages. False if they were not promised, or their pins have ended.
-
-        `blocks()` returns a function that waits for the numbers of their target blocks.
-        """
         self.cancel(rid)
         sought = self._sought.pop(rid, None)
         first = None if sought is None or not keys else sought.place(keys)
@@ -140,21 +187,12 @@ class LoadTable:
             undo.pop_all()
         return True
 
-    def cancel(self, rid: str) -> bool:
-        """Drop a load that has not begun. False if there is none."""
-        queued = self._queued.pop(rid, None)
-        if queued is not None:
-            queued.fetch.release()
-        return queued is not None
-
     def take(self) -> list[QueuedLoad]:
-        queued, self._queued, self._until = list(self._queued.values()), {}, None
+        self._until = None
         self._batch += 1
-        return queued
+        return super().take()
 
     def computed(self, keys: Sequence[str]) -> None:
-        """SGLang has these pages: release the fetches of requests that begin with one of them, since they find it
-        there."""
         if not self._sought:
             return
         have = set(keys)
@@ -165,8 +203,7 @@ class LoadTable:
         for sought in self._sought.values():
             sought.fetch.release()
         self._sought.clear()
-        for queued in self.take():
-            queued.fetch.release()
+        super().reset()
 
     def _left(self) -> float:
         """Seconds that lookups for this batch may still wait."""
@@ -214,7 +251,7 @@ class LoadTable:
         if sought.fetch.cached >= len(sought.keys) or now < sought.looked + LOOK_AGAIN_S:
             return False
         sought.looked = now
-        return self._cache.cached(sought.hashes) > sought.fetch.cached
+        return bool(self._cache.cached(sought.hashes) > sought.fetch.cached)
 
     def _forget_gone(self, now: float) -> None:
         """Release requests without recent lookups, because SGLang does not report aborts of waiting ones; but none that
@@ -228,3 +265,13 @@ class LoadTable:
                 return
             del self._sought[rid]
             oldest.fetch.release()
+
+
+class LeadTable(LoadTable):
+    """The leading rank's requests. Promised pages are loaded on every rank: a load whose pages have gone is queued too,
+    and fails, because the other ranks begin it."""
+
+    def load(self, rid: str, keys: Sequence[str], blocks: Callable[[], Callable[[], Any]]) -> bool:
+        if not super().load(rid, keys, blocks):
+            RankTable.load(self, rid, keys, blocks)
+        return True

@@ -27,7 +27,7 @@ class ToldMetrics:
 
     def __init__(self, engines: Mapping[str, CacheEngine], server: Any, every: float = EVERY_S) -> None:
         """`engines`: by the names of their groups of layers; "" for a model without groups. `server`: SGLang's settings
-        (`facts.resolved`). `every`: seconds between two reports."""
+        (`setup.resolved`). `every`: seconds between two reports."""
         self._engines, self._every = engines, every
         self._over = threading.Event()
         self._mirror: Mirror | None = None

@@ -10,37 +10,21 @@ them: the thread of offloads does, and a load does at the launch of its forward 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-import torch
-
-from gdscache.cuda.streams import Event, record_on
+from gdscache.cuda.streams import Event
 from gdscache.errors import GdsCacheError
-from gdscache.integrations.handing import HandedStore, Stored, StoreThread
+from gdscache.integrations.handing import HandedStore, StoreThread
 from gdscache.integrations.sglang.loads import QueuedLoad
+from gdscache.integrations.sglang.served import PoolLoads, PoolRanks, SeveralPools, SinglePool
+from gdscache.load.handle import LayerwiseLoad
 from gdscache.moves import PageStatus
 from gdscache.pages.keys import PageHashes
+from gdscache.ranks.address import StoreMark
 from gdscache.runtime.threads import log_failure
-
-
-class Load(Protocol):
-    """A load under way: a `LayerwiseLoad`, or a `LinkedLoad` of a hybrid model."""
-
-    @property
-    def release_event(self) -> Any: ...
-
-    def wait(self, layer: int) -> None: ...
-
-    def results(self) -> Sequence[Any]: ...
-
-
-class Engine(Protocol):
-    """An engine that stores pages: a `CacheEngine`, or several pools of a hybrid model, whose slots are blocks of
-    each."""
-
-    def store(self, tokens: Any, slots: Any, *, salt: str = "", after: Event = None) -> Stored: ...
 
 
 @dataclasses.dataclass(slots=True)
@@ -48,7 +32,7 @@ class _Batch:
     """Loads that begin together. `load` is None before they begin, and if they could not."""
 
     queued: Sequence[QueuedLoad]
-    load: Load | None = None
+    load: LayerwiseLoad | PoolLoads | None = None
     waited: set[int] = dataclasses.field(default_factory=set)
     failed: bool = False
 
@@ -58,7 +42,7 @@ class _Batch:
 
     def release(self) -> None:
         for one in self.queued:
-            one.fetch.release()
+            one.release()
 
 
 class LayerLoads:
@@ -69,7 +53,12 @@ class LayerLoads:
     wait, since a copy engine works in order.
     """
 
-    def __init__(self, load: Callable[[int, Sequence[QueuedLoad]], Load], layers: int, counts: Counter[str]) -> None:
+    def __init__(
+        self,
+        load: Callable[[int, Sequence[QueuedLoad]], LayerwiseLoad | PoolLoads],
+        layers: int,
+        counts: Counter[str],
+    ) -> None:
         """`load(number, queued)`: begin the loads of a batch, behind all writes to their slots."""
         self.num_layers = layers
         self._load = load
@@ -147,49 +136,21 @@ class LayerLoads:
             batch.release()
 
 
-class BlockReader:
-    """Copies block numbers from SGLang's stream to the host, on a stream of its own."""
-
-    def __init__(self, device: torch.device, page_tokens: int) -> None:
-        self._device = device
-        self._page_tokens = page_tokens
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def begin(self, slots: torch.Tensor) -> Callable[[], list[int]]:
-        """Begin to read the blocks of whole pages of slots, behind the current stream. Returns a function that waits
-        for them.
-
-        `slots`: int64, (tokens,), of the pool.
-        """
-        firsts = slots[:: self._page_tokens]
-        if self._stream is None:
-            there = self._blocks(firsts)
-            return lambda: there
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            host = torch.empty(firsts.shape, dtype=firsts.dtype, device="cpu", pin_memory=True)
-            host.copy_(firsts, non_blocking=True)
-            landed = record_on(self._stream, sleep=True)
-
-        def wait(_read: torch.Tensor = firsts) -> list[int]:  # the default keeps the tensor's memory until it was read
-            landed.synchronize()
-            return self._blocks(host)
-
-        return wait
-
-    def _blocks(self, firsts: torch.Tensor) -> list[int]:
-        return [slot // self._page_tokens for slot in firsts.tolist()]
-
-
 class Offloads:
-    """Stores that still read the pools' pages, the oldest first. A thread passes them on, in order."""
+    """Stores that still read the pools' pages, the oldest first. A thread passes them on, in order.
 
-    def __init__(self, engine: Engine | None, counts: Counter[str]) -> None:
-        self._engine = engine
-        self._counts = counts
+    Of several ranks each reports the places of the pages; the leader stores them.
+    """
+
+    def __init__(
+        self, leading: SinglePool | SeveralPools | None, counts: Counter[str], ranks: PoolRanks | None = None
+    ) -> None:
+        """`leading`: the engine of all pools, None on a rank that does not lead. `ranks`: of this process, if there are
+        several."""
+        self._leading, self._ranks, self._counts = leading, ranks, counts
         self._offloads: deque[HandedStore] = deque()
+        self._numbers = itertools.count(1)  # equal on all ranks
+        self._places: deque[int] = deque()  # of offloads that are not forgotten
         self._thread = StoreThread("gdscache-offloads")
 
     def __len__(self) -> int:
@@ -197,33 +158,38 @@ class Offloads:
 
     def start(self, hashes: PageHashes | Sequence[str], blocks: Callable[[], Any], salt: str, after: Event) -> None:
         """Begin to store pages. `blocks()` waits for their blocks, which are read after `after`. Pages already stored
-        are not read again."""
-
-        engine = self._engine
-
-        def store() -> Stored:
-            assert engine is not None, "pages of another process"
-            return engine.store(hashes, blocks(), salt=salt, after=after)
-
-        self._offloads.append(self._thread.start(store))
+        are not read again. Ranks that do not lead ignore the names of the pages."""
+        ranks, leading = self._ranks, self._leading
+        if ranks is not None:
+            number = -next(self._numbers)
+            ranks.place(number, blocks, after)
+            self._places.append(number)
+            after = StoreMark(number, b"")
+        if leading is not None:
+            handed = self._thread.start(lambda: leading.store(hashes, blocks(), salt=salt, after=after))
+        else:  # the leader begins and ends it
+            handed = HandedStore()
+            handed.hand_over(list)
+        self._offloads.append(handed)
         self._counts.update(offloads=1, offloaded_pages=len(hashes))
 
     def completed(self) -> int:
         """The number of the oldest offloads that have read their pages, or were not taken."""
-        done = 0
-        for offload in self._offloads:
-            if not offload.done():
-                break
-            done += 1
-        return done
+        return sum(1 for _ in itertools.takewhile(HandedStore.done, self._offloads))
 
     def pop(self) -> bool:
         """Forget the oldest offload, which is completed. Returns whether it was taken: its pages are stored, or will
         be, as far as they found room."""
+        self._forget_place()
         return self._offloads.popleft().taken
 
+    def forget(self) -> None:
+        """Forget all places: after the leader's message behind `reset`, no rank reads a page for them."""
+        while self._places:
+            self._forget_place()
+
     def reset(self) -> None:
-        """Wait until no page is read any more, and forget all offloads."""
+        """Wait until no page is read any more, and forget all offloads, but not their places."""
         while self._offloads:
             self._offloads.popleft().wait()
 
@@ -231,3 +197,7 @@ class Offloads:
         """`reset`, and end the thread. Repeated calls are fine."""
         self.reset()
         self._thread.close()
+
+    def _forget_place(self) -> None:
+        if self._ranks is not None:
+            self._ranks.passed(self._places.popleft())

@@ -52,6 +52,12 @@ class PoolPlanes:
             return [OnePool(KV, range(len(self.tensors)))]
         return [OnePool(str(group["name"]), cast("Sequence[int]", group["layers"])) for group in self.groups]
 
+    def places(self) -> dict[int, list[tuple[int, int]]]:
+        """Each model layer's places: a pool, and a layer of it."""
+        at = {place: (p, n) for p, pool in enumerate(self.pools()) for n, place in enumerate(pool.layers)}
+        layers = self.layers or {layer: [layer] for layer in range(len(self.tensors))}
+        return {layer: [at[place] for place in some] for layer, some in layers.items()}
+
     def model(self) -> dict[str, object]:
         """The keys of a configuration's section `model` that describe a page."""
         section = planes_section(self.rows, max(int(planes[0].shape[1]) for planes in self.tensors))

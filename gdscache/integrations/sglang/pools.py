@@ -12,8 +12,7 @@ from typing import Any
 from gdscache.engine.engine import CacheEngine
 from gdscache.engine.hybrid import HybridEngine
 from gdscache.errors import CacheGroupsUnsupportedError
-from gdscache.integrations.sglang.borrowed import BorrowedPages
-from gdscache.integrations.sglang.host import HostPages
+from gdscache.integrations.sglang.host import BorrowedPages, HostPages
 from gdscache.integrations.sglang.planes import (
     KV,
     STATES,

@@ -2,115 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from gdscache.errors import (
-    AdaptersUnsupportedError,
-    AttentionUnsupportedError,
     CacheGroupsUnsupportedError,
-    CacheLayoutUnsupportedError,
-    ConnectorRoleError,
-    EmbeddingsUnsupportedError,
-    IntegrationError,
     MediaUnsupportedError,
-    ParallelismUnsupportedError,
     RopeByLengthError,
-    SleepModeUnsupportedError,
-    SpeculationUnsupportedError,
 )
 from gdscache.integrations.ropes import ropes
+from gdscache.integrations.sglang.setup import table
 
-
-@dataclasses.dataclass(frozen=True)
-class _Rule:
-    """Fields of `ServerArgs` that must have one of the values `fine`, or be empty."""
-
-    fields: tuple[str, ...]
-    error: type[IntegrationError]
-    why: str
-    hint: str
-    fine: tuple[Any, ...] = ()
-
-    def wrong(self, server: Any) -> dict[str, Any]:
-        found = {name: getattr(server, name, None) for name in self.fields}
-        return {name: value for name, value in found.items() if value and value not in self.fine}
-
-
-RULES = (
-    _Rule(
-        ("pp_size", "dcp_size", "attn_cp_size", "dwdp_size"),
-        ParallelismUnsupportedError,
-        "a rank has a part of the layers, or of the tokens",
-        "spread the model by --tp-size alone",
-        fine=(1,),
-    ),
-    _Rule(
-        ("dp_size", "attn_dp_size", "moe_dp_size"),
-        ParallelismUnsupportedError,
-        "a part of the ranks has a part of the requests",
-        "run one server a copy of the model, each with an ssd.path of its own, and a router before them",
-        fine=(1,),
-    ),
-    _Rule(
-        ("nnodes",),
-        ParallelismUnsupportedError,
-        "the ranks are on several hosts",
-        "run one server a host, with as many GPUs as that has",
-        fine=(1,),
-    ),
-    _Rule(
-        ("speculative_algorithm",),
-        SpeculationUnsupportedError,
-        "speculative decoding with a model has weights of its own",
-        "leave it out, or use NGRAM",
-        fine=("NGRAM",),
-    ),
-    _Rule(
-        ("enable_lora", "lora_paths"),
-        AdaptersUnsupportedError,
-        "a LoRA adapter that is loaded again may keep its name",
-        "leave --enable-lora out",
-    ),
-    _Rule(
-        ("enable_memory_saver",),
-        SleepModeUnsupportedError,
-        "the KV cache's memory would be released while pages are on their way",
-        "leave it out",
-    ),
-    _Rule(
-        ("is_embedding",),
-        EmbeddingsUnsupportedError,
-        "SGLang begins no load for such a forward pass, and would abort its requests",
-        "leave the cache out of this server",
-    ),
-    _Rule(
-        ("disaggregation_mode",),
-        ConnectorRoleError,
-        "this is a cache of one server",
-        "leave it out",
-        fine=("null",),
-    ),
-    _Rule(
-        ("dllm_algorithm",),
-        AttentionUnsupportedError,
-        "tokens of a diffusion model attend to those behind them",
-        "leave the cache out of this server",
-    ),
-    _Rule(
-        ("enable_int8_mamba_checkpoint", "enable_linear_replayssm", "enable_linear_replayssm_spec"),
-        CacheLayoutUnsupportedError,
-        "a state is not all in its slot",
-        "leave it out",
-    ),
-    _Rule(
-        ("enable_mis",),
-        AttentionUnsupportedError,
-        "items that are scored beside each other do not see each other, and no page's name says so",
-        "leave --enable-mis out",
-    ),
-)
 _BY_POSITION = ("default", "linear", "llama3", "yarn", "deepseek_yarn", "proportional", "mrope")
 _BY_LENGTH = ("longrope", "dynamic")  # up to the length of the model's training they rotate in one way
 _NATIVE = "sglang"  # of `ModelImpl`: SGLang's own code of a model
@@ -118,11 +20,7 @@ _NATIVE = "sglang"  # of `ModelImpl`: SGLang's own code of a model
 
 def refuse_setup(server: Any) -> None:
     """Raise the `IntegrationError` subclass of an unsupported setting. `server`: SGLang's `ServerArgs`."""
-    for rule in RULES:
-        if wrong := rule.wrong(server):
-            raise rule.error(
-                f"{', '.join(f'{name} is {value!r}' for name, value in wrong.items())}: {rule.why}", rule.hint
-            )
+    table().refuse(ServerArgs=server)
 
 
 def refuse_components(names: Collection[str], params: Any) -> None:

@@ -7,25 +7,27 @@ tokens as names; a state has that of the page before it.
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import itertools
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from gdscache.config import Config
-from gdscache.cuda.streams import Event
+from gdscache.cuda.streams import Event, record_on
 from gdscache.engine.engine import CacheEngine
 from gdscache.engine.hybrid import HybridEngine
-from gdscache.engine.hybrid_handles import HybridHit, HybridLoad, all_begun
+from gdscache.engine.hybrid_handles import HybridHit, all_begun
 from gdscache.errors import LoadOrderError
 from gdscache.groups.base import kept, needed
 from gdscache.groups.names import GroupNames
 from gdscache.integrations.fetching import PinningCache
 from gdscache.integrations.group_fetching import GroupFetch
-from gdscache.integrations.sglang.moves import BlockReader
+from gdscache.integrations.sglang.loads import QueuedLoad
 from gdscache.integrations.sglang.planes import KV, PoolPlanes
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.load.report import LoadReport
@@ -33,10 +35,48 @@ from gdscache.moves import PageStatus
 from gdscache.pages.hit import CACHED, Hit
 from gdscache.pages.keys import PageHashes
 from gdscache.ranks.address import RankAddress
+from gdscache.ranks.rank import Rank
+from gdscache.runtime.threads import in_turn
 from gdscache.store.handle import StoreHandle
 
 Blocks = Mapping[str, Sequence[int]]  # of each group, by the name of SGLang's pool
 NONE = 0  # SGLang's block that is never a page
+
+
+class BlockReader:
+    """Copies block numbers from SGLang's stream to the host, on a stream of its own."""
+
+    def __init__(self, device: torch.device, page_tokens: int) -> None:
+        self._device = device
+        self._page_tokens = page_tokens
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def begin(self, slots: torch.Tensor) -> Callable[[], list[int]]:
+        """Begin to read the blocks of whole pages of slots, behind the current stream. Returns a function that waits
+        for them.
+
+        `slots`: int64, (tokens,), of the pool.
+        """
+        firsts = slots[:: self._page_tokens]
+        if self._stream is None:
+            there = self._blocks(firsts)
+            return lambda: there
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            host = torch.empty(firsts.shape, dtype=firsts.dtype, device="cpu", pin_memory=True)
+            host.copy_(firsts, non_blocking=True)
+            landed = record_on(self._stream, sleep=True)
+
+        def wait(_read: torch.Tensor = firsts) -> list[int]:  # the default keeps the tensor's memory until it was read
+            landed.synchronize()
+            return self._blocks(host)
+
+        return wait
+
+    def _blocks(self, firsts: torch.Tensor) -> list[int]:
+        return [slot // self._page_tokens for slot in firsts.tolist()]
 
 
 class PoolReaders:
@@ -57,7 +97,7 @@ class SinglePool:
     """The engine of a model whose layers all keep all tokens, with the calls of `SeveralPools`."""
 
     def __init__(self, engine: CacheEngine, *, ranked: bool = False) -> None:
-        self.engine = engine
+        self.engine = self.first = engine
         self._ranked = ranked
 
     def load_many(self, requests: Sequence[tuple[Hit, Blocks]], after: Event = None) -> LayerwiseLoad:
@@ -69,12 +109,9 @@ class SinglePool:
             self.engine.load_many([(h, np.arange(end - len(h.pages), end)) for h, end in zip(hits, ends, strict=True)])
         ]
 
-    def store(self, tokens: Any, slots: Blocks, *, salt: str = "", after: Event = None) -> StoreHandle:
+    def store(self, tokens: Any, slots: Blocks, *, salt: str = "", after: Event = None) -> list[StoreHandle]:
         own = np.arange(len(tokens)) if self._ranked else slots[KV]
-        return self.engine.store(tokens, own, salt=salt, after=after)
-
-    def tell_ranks(self, number: int, what: bytes) -> None:
-        self.engine.tell_ranks(number, what)
+        return [self.engine.store(tokens, own, salt=salt, after=after)]
 
     def seconds(self, pages: int) -> float | None:
         """The expected seconds to bring `pages` pages from the SSD."""
@@ -90,11 +127,14 @@ class SeveralPools:
         """`ranks`: of each pool, the addresses of all ranks, if there are several. Blocks are positions then: see
         `Rank.load` and `Rank.place`."""
         self.engine = HybridEngine(config, planes.tensors if ranks is None else None, ranks=ranks)
-        self._places = planes.layers
+        self.first = self.engine.engines[0]
+        self._pools, self._places = planes.pools(), planes.places()
         self._ranked = ranks is not None
 
-    def load_many(self, requests: Sequence[tuple[HybridHit, Blocks]], after: Event = None) -> LinkedLoad:
-        return LinkedLoad(self.engine.load_many(requests, after), self._places, self.engine.alignment)
+    def load_many(self, requests: Sequence[tuple[HybridHit, Blocks]], after: Event = None) -> PoolLoads:
+        loads = self.engine.load_many(requests, after).by_pool
+        filled = [sum(len(blocks.get(pool.name, ())) for _, blocks in requests) for pool in self._pools]
+        return PoolLoads(loads, self._places, [hit.tokens // self.engine.alignment for hit, _ in requests], filled)
 
     def plan(self, hits: Sequence[HybridHit]) -> list[LayerwiseLoad | None]:
         """Plan loads into positions of each pool's blocks, request after request; a pool without pages has None."""
@@ -104,7 +144,7 @@ class SeveralPools:
             at.update({name: len(its) for name, its in hit.pages.items()})
         return self.engine.load_many(requests).by_pool
 
-    def store(self, tokens: Any, slots: Blocks, *, salt: str = "", after: Event = None) -> LinkedStore:
+    def store(self, tokens: Any, slots: Blocks, *, salt: str = "", after: Event = None) -> list[StoreHandle]:
         """Begin to store pages of a node of SGLang's tree, which ends with them. `slots`: blocks of each group for its
         last held pages, `NONE` for dropped ones; with several ranks, the leader's.
 
@@ -129,7 +169,7 @@ class SeveralPools:
                     table = np.array([[places[at]] for at in zip(chain.groups, chain.numbers, strict=True)], np.int64)
                     yield pool.store_pages(chain.pages, table, salt, after)
 
-        return LinkedStore(all_begun(begin()))
+        return all_begun(begin())
 
     def has(self, name: str, digests: Sequence[bytes], salt: str) -> bool:
         names = self.engine.group_names(salt, self.engine.alignment)
@@ -139,10 +179,6 @@ class SeveralPools:
             one for engine, chain in zip(self.engine.engines, chains, strict=True) for one in engine.told(chain.pages)
         ]
         return all(one.cause == CACHED for one in told)
-
-    def tell_ranks(self, number: int, what: bytes) -> None:
-        """See `CacheEngine.tell_ranks`: by the first pool's."""
-        self.engine.engines[0].tell_ranks(number, what)
 
     def seconds(self, pages: int) -> float | None:
         wanted, took = needed(self.engine.groups, pages * self.engine.alignment), list[float]()
@@ -182,7 +218,7 @@ class LinkedFetch(GroupFetch):
 
 
 class LinkedCache:
-    """A hybrid engine as the `Cache` of a table of requests. A page is one of all groups."""
+    """A hybrid engine as the cache of a table of requests. A page is one of all groups."""
 
     def __init__(self, cache: PinningCache, engine: HybridEngine) -> None:
         self._cache, self._engine = cache, engine
@@ -202,42 +238,82 @@ class LinkedCache:
         return names.keys(0, first, first + len(hashes))
 
 
-@dataclasses.dataclass(frozen=True)
-class AllRead:
-    """The `release_event` of a store or a load in several pools."""
+class PoolLoads:
+    """A load in several pools. Layers are the model's, as SGLang counts them; one without a cache has nothing to wait
+    for."""
 
-    parts: Sequence[Any]
-
-    def done(self) -> bool:
-        return all(part.release_event.done() for part in self.parts)
-
-    def synchronize(self) -> None:
-        for part in self.parts:
-            part.release_event.synchronize()
-
-
-class LinkedStore:
-    """A store in several pools, as one."""
-
-    def __init__(self, handles: Sequence[StoreHandle]) -> None:
-        self.release_event = AllRead(handles)
-
-
-class LinkedLoad:
-    """A load in several pools. Layers are the model's, as SGLang counts them."""
-
-    def __init__(self, load: HybridLoad, layers: Mapping[int, Sequence[int]], page_tokens: int) -> None:
-        self._load, self._layers, self._size = load, layers, page_tokens
-        self.release_event = AllRead(load.begun)
+    def __init__(
+        self,
+        loads: Sequence[LayerwiseLoad | None],
+        layers: Mapping[int, Sequence[tuple[int, int]]],
+        pages: Sequence[int],
+        filled: Sequence[int],
+    ) -> None:
+        """`layers`: see `PoolPlanes.places`. `pages`: of each request. `filled`: blocks that each pool's load has to
+        fill."""
+        self._loads, self._layers, self._pages, self._filled = loads, layers, pages, filled
+        self.release_event = AllRead([load for load in loads if load is not None])
 
     def wait(self, layer: int) -> None:
-        """See `LayerwiseLoad.wait`. A layer without a cache has nothing to wait for."""
-        for place in self._layers.get(layer, ()):
-            self._load.wait(place)
+        for pool, local in self._layers.get(layer, ()):
+            load = self._loads[pool]
+            if load is not None:
+                load.wait(local)
 
     def results(self) -> list[LoadReport]:
-        """See `HybridLoad.results`. A page is one of all groups; all are loaded, or none."""
-        return [
-            LoadReport(r.tokens, (PageStatus.LOADED,) * (r.tokens // self._size), r.bytes_by_tier, r.seconds)
-            for r in self._load.results()
-        ]
+        """All pages are loaded, or none counts: SGLang aborts a batch as a whole. An order may have fewer pages than
+        were promised: some were dropped meanwhile, and those behind them lie in other blocks."""
+        reports = [load.results() if load is not None else [] for load in self._loads]
+        loaded = [[status is PageStatus.LOADED for one in some for status in one.pages] for some in reports]
+        whole = all(all(good) and len(good) == n for good, n in zip(loaded, self._filled, strict=True))
+        status = PageStatus.LOADED if whole else PageStatus.ABORTED
+        seconds = max((one.seconds for some in reports for one in some), default=0.0)
+        return [LoadReport(0, (status,) * pages, {}, seconds) for pages in self._pages]
+
+
+class AllRead:
+    """The `release_event` of loads in several pools."""
+
+    def __init__(self, loads: Sequence[LayerwiseLoad]) -> None:
+        self._loads = loads
+
+    def synchronize(self) -> None:
+        for load in self._loads:
+            load.release_event.synchronize()
+
+
+class PoolRanks:
+    """This process's ranks, one a pool. A failure of one is that of all."""
+
+    def __init__(self, planes: PoolPlanes, ranks: Sequence[Rank]) -> None:
+        self.pools, self.layers, self.ranks = planes.pools(), planes.places(), ranks
+
+    def load(self, orders: Sequence[bytes], queued: Sequence[QueuedLoad]) -> PoolLoads:
+        given = [one.blocks() for one in queued]
+        loads: list[LayerwiseLoad | None] = []
+        filled: list[int] = []
+        with contextlib.ExitStack() as undo:
+            undo.callback(lambda: AllRead([load for load in loads if load is not None]).synchronize())
+            for pool, rank, order in zip(self.pools, self.ranks, orders, strict=True):
+                blocks = [block for one in given for block in one.get(pool.name, ())]
+                filled.append(len(blocks))
+                loads.append(rank.load(order, blocks) if order else None)
+            undo.pop_all()
+        return PoolLoads(loads, self.layers, [one.pages for one in queued], filled)
+
+    def place(self, number: int, blocks: Callable[[], Blocks], after: Event) -> None:
+        """See `Rank.place`."""
+        for pool, rank in zip(self.pools, self.ranks, strict=True):
+            rank.place(number, lambda name=pool.name: blocks().get(name, ()), after)  # type: ignore[misc]
+
+    def passed(self, number: int) -> None:
+        for rank in self.ranks:
+            rank.passed(number)
+
+    def left(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        for rank in self.ranks:
+            rank.left(max(0.0, until - time.monotonic()))
+
+    def close(self) -> None:
+        in_turn(*(rank.close for rank in self.ranks))

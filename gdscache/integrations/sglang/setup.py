@@ -1,11 +1,16 @@
-"""The setup of SGLang: the integrations' options, and the facts that make two servers' bytes interchangeable."""
+"""The setup of SGLang: the integrations' options, and the facts that make two servers' bytes interchangeable, by name;
+`fields.toml` lists them with reasons."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import json
 import os
 from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from gdscache import arguments
@@ -15,12 +20,12 @@ from gdscache.errors import (
     InterfaceUnsupportedError,
     WeightsNotFoundError,
 )
-from gdscache.integrations.settings import config_named, engine_configuration, switches_of
-from gdscache.integrations.sglang.facts import directory_of, facts_of
+from gdscache.integrations.fields import table_in
+from gdscache.integrations.settings import config_named, content_of, contents_of, engine_configuration, switches_of
 from gdscache.integrations.sglang.loads import LOOKED_S
 from gdscache.integrations.sglang.planes import PoolPlanes
 from gdscache.integrations.sglang.ranks import ALONE, RankPlace
-from gdscache.integrations.weights import weights_read
+from gdscache.integrations.weights import model_directory, weights_served
 
 # Methods of SGLang's `WeightUpdater` that write weights. Calls between a begin and an end flush SGLang's cache if they
 # are asked to; the end does not.
@@ -41,6 +46,52 @@ _OWN_OF_SGLANG = ("backend_name", "module_path", "class_name", "interface_v1")  
 _ELSEWHERE = ("remote", "remote_instance", "private")  # load formats: the weights come from another server
 _OTHER_WEIGHTS = ("weight_cache_mode", "kt_weight_path")  # settings: a daemon's weights, or some of another path
 _LONGEST = 3600  # seconds, of an option's time
+
+
+# Files whose content counts, by the fields of `ServerArgs` that name them.
+FILES = ("quantization_param_path", "decrypted_config_file", "rl_quant_profile", "modelopt_checkpoint_restore_path")
+_PREFIXES = ("SGLANG_", "SGL_")
+
+
+class ServerArgs(SimpleNamespace):
+    """SGLang's settings after its own decisions; its class `ServerArgs` has the given ones."""
+
+
+def resolved(server: Any) -> Any:
+    """The settings that SGLang runs with. `server`: its `ServerArgs`."""
+    decided = getattr(server, "resolved_dict", None)
+    return ServerArgs(**decided()) if callable(decided) else server
+
+
+table = functools.partial(table_in, "gdscache.integrations.sglang", "fields.toml")
+
+
+def facts_of(
+    server: Any, model: Any, planes: PoolPlanes, version: str, environment: Mapping[str, str]
+) -> dict[str, object]:
+    """All facts that tell namespaces apart, except for the weights, by name.
+
+    `server`: see `resolved`. `model`: SGLang's `ModelConfig`. `environment`: the process's.
+    """
+    known, folder = table(), None
+    with contextlib.suppress(WeightsNotFoundError):
+        folder = directory_of(server)
+    return {
+        "sglang": version,
+        **planes.described,
+        "config.json": content_of(folder and folder / "config.json"),
+        "code": contents_of(folder, "*.py") if folder else "",  # SGLang's backend for transformers' models runs it
+        **{f"content of {name}": content_of(getattr(server, name, None)) for name in FILES},
+        **known.facts([server, model], known.variables(environment, _PREFIXES)),
+    }
+
+
+def directory_of(server: Any) -> Path:
+    """The model's directory. Raises `WeightsNotFoundError`."""
+    found: Path = model_directory(
+        str(server.model_path), getattr(server, "revision", None), getattr(server, "download_dir", None)
+    )
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,13 +140,15 @@ def configuration(
     *,
     cpu: bool,
     place: RankPlace = ALONE,
+    events: bool = False,
 ) -> Config:
     """The engine's configuration, over these planes. `server`: SGLang's settings (`resolved`). `model`: its
     `ModelConfig`. `version`: SGLang's. `cpu`: whether a CPU tier is required, or forbidden. `place`: the engine's rank.
-    Raises `ConfigError` subclasses, and `WeightsNotFoundError` if nothing names the weights."""
+    `events`: SGLang publishes its own. Raises `ConfigError` subclasses, and `WeightsNotFoundError` if nothing names the
+    weights."""
     planes = dataclasses.replace(planes, described={**planes.described, **place.described()})
     described = model_of(server, model, planes, version)
-    found = engine_configuration(config, described, lambda: weights_of(server), source)
+    found = engine_configuration(config, described, lambda: weights_of(server), source, events=events)
     if cpu and found.cpu is None:
         raise ConfigError(
             f"{source} has no section `cpu`: loads begin from pages that were checked in the CPU tier",
@@ -121,21 +174,10 @@ def model_of(server: Any, model: Any, planes: PoolPlanes, version: str) -> dict[
 
 
 def weights_of(server: Any) -> str:
-    """The identity of SGLang's weights, from the files that SGLang has read.
-
-    Dummy weights are drawn from a fixed seed. Raises `WeightsNotFoundError`, also for weights that come from elsewhere.
-    """
+    """See `weights_served`."""
     load_format = str(getattr(server.load_format, "value", server.load_format))
-    if load_format == "dummy":
-        return "dummy"
     elsewhere = {"load_format": load_format} if load_format in _ELSEWHERE else {}
     elsewhere |= {
         name: value for name in _OTHER_WEIGHTS if (value := getattr(server, name, None)) not in (None, "", "off")
     }
-    if elsewhere:
-        raise WeightsNotFoundError(
-            f"{', '.join(f'{name} is {value!r}' for name, value in elsewhere.items())}: SGLang has weights that are "
-            "not those of the model's files",
-            "set model.weights in the configuration to a text that names them",
-        )
-    return weights_read(directory_of(server))
+    return weights_served("SGLang", load_format, elsewhere, lambda: directory_of(server))

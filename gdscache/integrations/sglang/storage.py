@@ -35,9 +35,7 @@ from gdscache.engine.engine import CacheEngine
 from gdscache.engine.hybrid import HybridEngine
 from gdscache.engine.packing import as_directory
 from gdscache.errors import CacheGroupsUnsupportedError, InterfaceUnsupportedError, ParallelismUnsupportedError
-from gdscache.integrations.sglang.borrowed import BorrowedPages
-from gdscache.integrations.sglang.facts import resolved
-from gdscache.integrations.sglang.host import HostPages
+from gdscache.integrations.sglang.host import BorrowedPages, HostPages
 from gdscache.integrations.sglang.metrics import ToldMetrics
 from gdscache.integrations.sglang.planes import KV, PoolPlanes
 from gdscache.integrations.sglang.pools import PoolPages, pools_planes, refuse_pool
@@ -49,6 +47,7 @@ from gdscache.integrations.sglang.setup import (
     STORAGE_OPTIONS,
     WEIGHT_METHODS,
     configuration,
+    resolved,
     storage_config_of,
 )
 from gdscache.integrations.watching import CallWatch
@@ -58,7 +57,6 @@ from gdscache.runtime.threads import in_turn
 
 _FLUSH = "clear"  # the host pool's method that ends a flush, and begins a new pool
 _log = logging.getLogger("gdscache")
-_SIZES = ("pp_size", "attn_cp_size", "dcp_size")
 
 
 class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
@@ -71,11 +69,6 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
         self._server, self._model = resolved(get_server_args()), process_model_config()
         refuse_setup(self._server)
         refuse_model(self._model)
-        if wrong := {name: size for name in _SIZES if (size := getattr(storage_config, name, 1)) != 1}:
-            raise ParallelismUnsupportedError(
-                ", ".join(f"{name} is {size}" for name, size in wrong.items()),
-                "set --tp-size alone, or run one server a GPU, each with an ssd.path of its own",
-            )
         ranks = storage_config.tp_size
         if storage_config.should_split_heads:
             raise ParallelismUnsupportedError(
@@ -86,8 +79,7 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
         self._config = storage_config_of(storage_config.extra_config or {})
         self._place = RankPlace(storage_config.tp_rank, ranks, equal=ranks > 1 and storage_config.is_mla_model)
         self._pages: PoolPages | None = None
-        self._told: ToldMetrics | None = None
-        self._watches: list[CallWatch] = []
+        self._parts: list[Any] = []  # to be closed, the last one first
 
     def on_host_pools_registered(self) -> None:
         """Open the SSD tier over the pool's memory, on all ranks or on none."""
@@ -108,11 +100,12 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
         config = self._configuration(planes)
         engine = (HybridEngine if planes.groups else CacheEngine)(config, planes.tensors)
         self._pages = pages = PoolPages.over(engine)
+        self._parts.append(pages)
         assert config.ssd is not None, "the SSD tier"
         self._place.claim(config.ssd.path)
         if self._place.rank == 0:  # its figures are those of all ranks
             parts = engine.by_groups if isinstance(engine, HybridEngine) else {"": engine}
-            self._told = ToldMetrics(parts, self._server)
+            self._parts.append(ToldMetrics(parts, self._server))
         self._watch(pages, type(self.mem_pool_host))
         kept = pages.pools[KV]
         return kept.lend() if isinstance(kept, HostPages) and self._place.equal else ""
@@ -135,6 +128,7 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
             namespace = namespace_digest(config.model.namespace_fields())
             borrower = Borrower(planes.tensors, config, namespace, address, self._place.rank)
             self._pages = PoolPages({KV: BorrowedPages(borrower, config.model.page_tokens)})
+            self._parts.append(self._pages)
             self._watch(self._pages, type(self.mem_pool_host))
 
     def _configuration(self, planes: PoolPlanes) -> Config:
@@ -156,7 +150,7 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
         also = {WeightChecker: [RESETS_WEIGHTS]}
         updates = CallWatch(WeightUpdater, WEIGHT_METHODS, changed, changed, also=also, from_start=from_start)
         flushes = CallWatch(pool, [_FLUSH], flushed, flushed, from_start=from_start)
-        self._watches = [updates, flushes]
+        self._parts += [updates, flushes]
         if updates.complete and not updates.last():
             return
         pages.weights_changed()
@@ -244,10 +238,8 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
 
     def close(self) -> None:
         """Finish accepted stores, and release everything. Repeated calls are fine."""
-        watches, self._watches = self._watches, []
-        pages, self._pages = self._pages, None
-        told, self._told = self._told, None
-        in_turn(*(part.close for part in (*watches, told, pages) if part is not None))
+        parts, self._parts, self._pages = self._parts, [], None
+        in_turn(*(part.close for part in reversed(parts)))
 
     @property
     def engine(self) -> CacheEngine | HybridEngine:

@@ -45,22 +45,20 @@ from gdscache.engine.engine import CacheEngine
 from gdscache.engine.hybrid import HybridEngine
 from gdscache.groups.pools import pools_of
 from gdscache.integrations.group_fetching import GroupCache
-from gdscache.integrations.logs import follow
-from gdscache.integrations.settings import one_model
+from gdscache.integrations.settings import engine_configuration, follow, one_model
 from gdscache.integrations.vllm.cache_groups import block_tokens, groups_of, key_elements, state_layers
 from gdscache.integrations.vllm.events import VllmEvents
-from gdscache.integrations.vllm.facts import model_of, weights_of
 from gdscache.integrations.vllm.groups import GroupTable, KeptStates
 from gdscache.integrations.vllm.metrics import ENGINE, GdsCacheProm, GdsCacheStats
 from gdscache.integrations.vllm.planes import planes_of, write_first_scales
-from gdscache.integrations.vllm.prefills import prefill_of
 from gdscache.integrations.vllm.ranks import Lead, Observed, RankBatch, RankWorker, addresses_of
-from gdscache.integrations.vllm.requests import LoadOrder, RequestTable, StoreOrder
+from gdscache.integrations.vllm.requests import LoadOrder, RequestTable, StoreOrder, prefill_of
 from gdscache.integrations.vllm.session import Sessions, VllmSession
 from gdscache.integrations.vllm.setup import (
     WEIGHT_METHODS,
     Options,
     leaves_alone,
+    model_of,
     refuse_config,
     refuse_media,
     refuse_setup,
@@ -68,6 +66,7 @@ from gdscache.integrations.vllm.setup import (
     shard_of,
     tells_events,
     variables_of,
+    weights_of,
 )
 from gdscache.integrations.vllm.worker import EngineWorker
 from gdscache.integrations.watching import CallWatch, ExecutorWatch
@@ -138,20 +137,21 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._lead: Lead | None = None
         self._events: VllmEvents | None = None
         self._states = KeptStates()
+        self._closing = ExitStack()
         if role is not KVConnectorRole.SCHEDULER:
             return
         if self._separate:
-            self._watch: CallWatch = ExecutorWatch(
-                Executor.get_class(vllm_config), WEIGHT_METHODS, self._is_mine, self._weights_written, self._workers_end
-            )
+            executor, changed = Executor.get_class(vllm_config), self._weights_written
+            watch = ExecutorWatch(executor, WEIGHT_METHODS, self._is_mine, changed, self._workers_end)
+            self._closing.callback(watch.close)
             return
-        session = _SESSIONS.join(self._engine_id)
-        with ExitStack() as undo:
+        with self._closing as undo:
+            session = _SESSIONS.join(self._engine_id)
             undo.callback(_SESSIONS.leave, self._engine_id, session)
             worker = resolve_obj_by_qualname(vllm_config.parallel_config.worker_cls)
-            self._watch = CallWatch(worker, WEIGHT_METHODS, self._weights_written, self._weights_written)
-            undo.pop_all()
-        self._begin(session)
+            undo.callback(CallWatch(worker, WEIGHT_METHODS, self._weights_written, self._weights_written).close)
+            self._begin(session)
+            self._closing = undo.pop_all()
 
     def _begin(self, session: VllmSession) -> None:
         """Use the session in the scheduler's object."""
@@ -170,6 +170,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._table: RequestTable = GroupTable(hybrid.groups, cache, every, self._states, adapts=adapts, **told)
         else:
             self._table = RequestTable(session, session.engine.layout.page_tokens, **told)
+        self._closing.callback(self._table.clear)
 
     @property
     def _overlapping(self) -> bool:
@@ -213,7 +214,9 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             HybridEngine(settings, ranks=addresses) if self._grouped else CacheEngine(settings, ranks=addresses[0])
         )
         session = VllmSession(engine, self._options.pin_seconds)
+        self._closing.callback(session.close)
         self._lead = lead = Lead(session.engines, self._counts, overlapping=self._overlapping)
+        self._closing.callback(lead.close)
         session.attend(lead, lead.busy)
         self._begin(session)
 
@@ -322,18 +325,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _workers_end(self, executor: Any) -> None:
         """Store computed pages while the workers live; not after a worker's death, which vLLM must report."""
         if not executor.is_failed:
-            self._close_lead()
-
-    def _close_lead(self) -> None:
-        lead, session = self._lead, self._session
-        self._lead = self._session = None
-        if lead is not None and session is not None:
-            self._watch.close()
-            self._table.clear()
-            try:
-                lead.close()
-            finally:
-                session.close()
+            self.shutdown()
 
     # -- worker --------------------------------------------------------------------------------------------------------
 
@@ -352,6 +344,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._worker: EngineWorker | RankWorker = RankWorker(
                 planes.tensors, rank, shard, overlapping=self._overlapping, pools=pools
             )
+            self._closing.callback(self._worker.close)
             self._facts = RankFacts([one.address for one in self._worker.ranks], model)
             return
 
@@ -361,7 +354,9 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return VllmSession(engine, self._options.pin_seconds)
 
         self._session = session = _SESSIONS.open(self._engine_id, make)
+        self._closing.callback(_SESSIONS.leave, self._engine_id, session)
         self._worker = worker = EngineWorker(session, planes.tensors, self._counts, overlapping=self._overlapping)
+        self._closing.callback(worker.close)
         session.attend(worker.stores, lambda: worker.loads.under_way)
 
     def get_handshake_metadata(self) -> RankFacts | None:
@@ -453,28 +448,14 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Leave the engine; the last one closes it. Repeated calls are fine."""
-        if self._separate:
-            if self.role is KVConnectorRole.SCHEDULER:
-                self._close_lead()
-                self._watch.close()
-            elif (worker := getattr(self, "_worker", None)) is not None:
-                worker.close()
-            return
-        session, self._session = self._session, None
-        if session is not None:
-            try:
-                if self.role is KVConnectorRole.SCHEDULER:
-                    self._watch.close()
-                    self._table.clear()
-                else:
-                    self._worker.close()
-            finally:
-                _SESSIONS.leave(self._engine_id, session)
+        self._session = None
+        self._closing.close()
 
     def _configuration(self, model: Mapping[str, object]) -> Config:
-        config = self._vllm_config
-        variables = variables_of(config.parallel_config)
-        return self._options.configuration(model, lambda: weights_of(config), variables, events=tells_events(config))
+        config, source = self._vllm_config, "kv_connector_extra_config.config"
+        variables, events = variables_of(config.parallel_config), tells_events(config)
+        weights = functools.partial(weights_of, config)
+        return engine_configuration(self._options.config, model, weights, source, variables, events=events)
 
     @property
     def _joined(self) -> VllmSession:

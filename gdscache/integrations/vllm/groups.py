@@ -20,7 +20,6 @@ from gdscache.errors import InterfaceUnsupportedError
 from gdscache.groups.base import Group, alignment, kept, marks
 from gdscache.groups.names import GroupNames, GroupPage
 from gdscache.groups.partings import Partings
-from gdscache.integrations.fetching import Fetch
 from gdscache.integrations.group_fetching import GroupCache, GroupFetch, GroupPart
 from gdscache.integrations.vllm.requests import HASH_BYTES, Known, LoadOrder, RequestTable, StoreOrder, trace_of
 
@@ -198,9 +197,8 @@ class GroupTable(RequestTable):
     def _new(self, request: Any, refused: bool) -> Known:
         return _GroupKnown(request, refused, names=self._cache.names())
 
-    def _fetch(self, known: Any, most: int) -> Fetch:
-        fetch: Fetch = self._cache.fetch(known.names, most * self.page_tokens, known.request.num_tokens)
-        return fetch
+    def _fetch(self, known: Any, most: int) -> Any:
+        return self._cache.fetch(known.names, most * self.page_tokens, known.request.num_tokens)
 
     def _reach(self, known: Any, fetch: Any, most: int) -> int:
         """See `RequestTable._reach`. Notes in the fetch where the request parts from others by now."""

@@ -136,8 +136,7 @@ def _run(name: str, cache: torch.Tensor, blocks: int, tokens: int, layout: str, 
     ratio, rest = divmod(kernel_blocks, blocks)
     step = int(cache.stride(0))
     nbytes = each * ratio * item
-    run = sorted(zip(cache.stride()[1:], cache.shape[1:], strict=True))
-    dense = all(stride == size_below for (stride, _), size_below in zip(run, _sizes(run), strict=True))
+    dense = torch.ops.aten.is_non_overlapping_and_dense(cache[0])
     if rest or not ratio or not dense or (ratio > 1 and step != each):
         raise _not_one_run(name, cache, blocks, tokens, layout)
     return _Run(cache, blocks, step * ratio * item, nbytes, _parts(cache, key))
@@ -158,12 +157,3 @@ def _not_one_run(name: str, cache: torch.Tensor, blocks: int, tokens: int, layou
         f"{tuple(cache.shape)}, strides {cache.stride()}, layout {layout}: a block is not one run of bytes",
         "set VLLM_KV_CACHE_LAYOUT to LBNHC, LBHNC, BLNHC or BLHNC, as the attention backend allows",
     )
-
-
-def _sizes(run: list[tuple[int, int]]) -> list[int]:
-    """The stride of each dimension without gaps; a dimension of one element keeps its own, which has no effect."""
-    sizes, below = [], 1
-    for stride, size in run:
-        sizes.append(below if size > 1 else stride)
-        below *= size
-    return sizes

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING
 
-from gdscache.cuda.streams import Event
 from gdscache.errors import GdsCacheError, RankMismatchError
 from gdscache.integrations.prefills import Prefills
 from gdscache.integrations.vllm.requests import LoadOrder, StoreOrder
@@ -21,6 +20,7 @@ from gdscache.integrations.vllm.worker import (
     BegunLoad,
     LoadBatch,
     Loads,
+    Marks,
     Place,
     Stores,
     begin_loads,
@@ -57,36 +57,14 @@ class RankBatch:
     between: bool
 
 
-class Marks:
-    """The order of steps by the marks that ranks come to, in one pool. See `worker.OrderOfSteps`."""
-
-    def __init__(self, engine: CacheEngine) -> None:
-        self._engine = engine
-        self._last: Event = None
-
-    def begin(self) -> bytes:
-        """A mark behind the step that begins, as the bytes for each rank's `Rank.store`."""
-        before, self._last = self._last, self._engine.mark()
-        self._engine.passed(before)
-        return getattr(self._last, "order", b"")
-
-    def now(self) -> Event:
-        return self._engine.mark(self._last)
-
-    def passed(self, place: Event) -> None:
-        self._engine.passed(place)
-
-
-class Lead:
-    """The leader of the ranks, step by step."""
+class Lead(Stores):
+    """The leader of the ranks, step by step: their stores, and their loads."""
 
     def __init__(self, engines: Sequence[CacheEngine], counts: Counter[str], *, overlapping: bool) -> None:
         """`engines`: of each pool. `overlapping`: see `Loads`."""
-        self._engines = engines
-        self._counts = counts
-        self._marks = [Marks(engine) for engine in engines]
         self._loads = Loads(0, counts, overlapping=overlapping)
-        self._stores = Stores(engines, self._marks, counts, self._loads.prove)
+        self._order = [Marks(engine) for engine in engines]
+        super().__init__(engines, counts, self._loads.prove, self._order)
         self._computed: Sequence[StoreOrder] = ()  # by the step before, whose end this process does not see
         self._untold: list[LoadBatch] = []  # batches whose orders have not come
 
@@ -107,18 +85,15 @@ class Lead:
         self._loads.begin(batches)
         self._computed = [*stores]
         pools = {order.pool for order in stores}
-        marks = [of.begin() if pool in pools else b"" for pool, of in enumerate(self._marks)] if pools else []
+        marks = [of.begin() if pool in pools else b"" for pool, of in enumerate(self._order)] if pools else []
         return self._told(batches), marks
 
-    def wait_until_read(self, blocks: Set[int]) -> None:
-        self._stores.wait_until_read(blocks)
-
     def reads(self) -> Set[int]:
-        return self._stores.reads() | {block for order in self._computed for block in order.blocks}
+        return super().reads() | {block for order in self._computed for block in order.blocks}
 
     def begin_anew(self, salt: str) -> None:
         self._computed = ()
-        self._stores.begin_anew(salt)
+        super().begin_anew(salt)
 
     def close(self) -> None:
         """Store computed pages while the ranks live. Repeated calls are fine."""
@@ -126,11 +101,11 @@ class Lead:
             self._end_step(idle=True, last=True)
         except GdsCacheError as error:
             log_failure(error)
-        self._stores.close()
+        super().close()
 
     def _end_step(self, *, idle: bool, last: bool) -> None:
         computed, self._computed = self._computed, ()
-        end_step(self._loads, self._stores, computed, idle=idle, last=last)
+        end_step(self._loads, self, computed, idle=idle, last=last)
         self._loads.take_arrived()  # the ranks report these themselves
         self._loads.take_failed()
         self._loads.take_bad()
@@ -171,8 +146,8 @@ class RankWorker:
             ]
             undo.pop_all()
         self.loads = Loads(len(tensors), Counter(), overlapping=overlapping)  # pages are counted once, by the leader
-        self.prefills = Prefills(self._observe, tensors[0].device)
         self._observed: list[Observed] = []
+        self.prefills = Prefills(lambda *one: self._observed.append(one), tensors[0].device)
 
     def begin(self, loads: Sequence[RankBatch]) -> None:
         self.loads.begin([LoadBatch([self._begun(one) for one in some.orders], some.between) for some in loads])
@@ -198,9 +173,6 @@ class RankWorker:
         except GdsCacheError as error:  # the load is answered as bad: a rank that raises ends vLLM
             log_failure(error)
         return BegunLoad(one.pool, load, one.places)
-
-    def _observe(self, tokens: int, before: int, seconds: float) -> None:
-        self._observed.append((tokens, before, seconds))
 
 
 def addresses_of(addresses: Mapping[int, Sequence[RankAddress]], ranks: int) -> list[list[RankAddress]]:

@@ -1,6 +1,6 @@
 """The scheduler's side of the vLLM connector: each request's state, and a step's loads and stores.
 
-Plain state over a `Cache`, without bytes or threads. A request is any object with vLLM's names: `request_id`,
+Plain state over a cache, without bytes or threads. A request is any object with vLLM's names: `request_id`,
 `block_hashes`, `num_tokens`, `num_computed_tokens`. A block is a page.
 
 A request's *fetch* begins at its arrival: its pages come to the CPU tier, are checked there, and stay pinned. The
@@ -16,7 +16,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
-from gdscache.integrations.fetching import ENDING_S, Fetch, Fetched
+from gdscache.integrations.fetching import ENDING_S, PinnedFetch
+from gdscache.integrations.group_fetching import Fetch, GroupPart
+from gdscache.integrations.prefills import LEAST_TOKENS
 from gdscache.pages.keys import Page, PageHashes
 
 LOOK_AGAIN_S = 1.0  # a waiting request is looked up again after this time
@@ -33,7 +35,7 @@ class LoadOrder:
     """
 
     request_id: str
-    fetch: Fetched
+    fetch: PinnedFetch | GroupPart
     first: int
     blocks: tuple[int, ...]
     between: bool = False
@@ -103,8 +105,8 @@ class RequestTable:
         unused: Callable[[str, Any, int, str], object] = lambda request_id, fetch, first, why: None,
         counts: Counter[str] | None = None,
     ) -> None:
-        """`cache`: a `Cache`, or a `GroupCache` of a `GroupTable`. `wait`: seconds of "not yet" for a request, at most.
-        `refuses`: the reason to leave a request alone, or "". `waited`: called with each request's wait.
+        """`cache`: a `PinningCache`, or a `GroupCache` of a `GroupTable`. `wait`: seconds of "not yet" for a request,
+        at most. `refuses`: the reason to leave a request alone, or "". `waited`: called with each request's wait.
         `named(request, group, first, keys)`: called with the keys of pages from `first` on, if KV events are on.
         `unused`: called with cached pages that a request computes."""
         self._cache = cache
@@ -128,7 +130,8 @@ class RequestTable:
 
     def add(self, request: Any) -> None:
         self.finish(request.request_id)
-        why = "weights" if self.stale else self._refuses(request) or ("reads_nothing" if _skips(request) else "")
+        skips = getattr(request, "skip_reading_prefix_cache", False)  # it needs results that computing alone gives
+        why = "weights" if self.stale else self._refuses(request) or ("reads_nothing" if skips else "")
         self.counts.update([f"alone_{why}"] if why else [])
         known = self._known[request.request_id] = self._new(request, bool(why))
         if not known.refused and request.num_tokens > self.page_tokens:
@@ -152,7 +155,7 @@ class RequestTable:
         if known.fetch is not None and (known.fetch.lapsed(ENDING_S) or self._outgrown(known, known.fetch, most, now)):
             known.fetch.release()
             known.fetch = None
-        fetch = known.fetch or self._begin(known)
+        fetch: Fetch = known.fetch or self._begin(known)
         if fetch.wanted <= known.local and not fetch.asking:
             return 0, False
         if not fetch.done():
@@ -265,16 +268,15 @@ class RequestTable:
     def _new(self, request: Any, refused: bool) -> Known:
         return Known(request, refused)
 
-    def _begin(self, known: Known) -> Fetch:
+    def _begin(self, known: Known) -> Any:
         self._name(known)
         known.late, known.looked = False, self._clock()
-        fetch = known.fetch = self._fetch(known, (known.request.num_tokens - 1) // self.page_tokens)
-        return fetch
+        known.fetch = self._fetch(known, (known.request.num_tokens - 1) // self.page_tokens)
+        return known.fetch
 
-    def _fetch(self, known: Known, most: int) -> Fetch:
+    def _fetch(self, known: Known, most: int) -> Any:
         """Begin to bring the first `most` pages."""
-        fetch: Fetch = self._cache.fetch(known.hashes, most)
-        return fetch
+        return self._cache.fetch(known.hashes, most)
 
     def _outgrown(self, known: Known, fetch: Fetch, most: int, now: float) -> bool:
         """Whether more of a request's pages are cached than when its fetch began, stored by other requests
@@ -282,12 +284,11 @@ class RequestTable:
         if fetch.cached >= most or now < known.looked + LOOK_AGAIN_S:
             return False
         known.looked = now
-        return self._reach(known, fetch, most) > fetch.cached
+        return bool(self._reach(known, fetch, most) > fetch.cached)
 
-    def _reach(self, known: Known, fetch: Fetch, most: int) -> int:
+    def _reach(self, known: Known, fetch: Fetch, most: int) -> Any:
         """The number of the first pages that are cached now."""
-        found: int = self._cache.cached(known.hashes)
-        return found
+        return self._cache.cached(known.hashes)
 
     def _written(self, blocks: Sequence[int], local: int) -> Set[int]:
         """The blocks behind the first `local` pages, which are vLLM's own hit."""
@@ -301,7 +302,7 @@ class RequestTable:
             cached = self._cache.cached(known.hashes)
         known.offered = min(there, cached)
 
-    def _orders(self, known: Known, fetch: Fetch, tables: Sequence[int], there: int) -> list[LoadOrder]:
+    def _orders(self, known: Known, fetch: Any, tables: Sequence[int], there: int) -> list[LoadOrder]:
         """Loads of the pages up to page `there` behind vLLM's own hit."""
         first, request = known.local, known.request
         some = tuple(tables[first:there])
@@ -321,6 +322,18 @@ def trace_of(request: Any) -> Mapping[str, str] | None:
     return headers
 
 
-def _skips(request: Any) -> bool:
-    """Whether vLLM ignores loaded tokens: the request needs results that only computing every token gives."""
-    return bool(getattr(request, "skip_reading_prefix_cache", False))
+def prefill_of(step: Any) -> tuple[int, int] | None:
+    """(tokens, tokens before them) of a step that computes only a part of one request's prompt; else None.
+
+    `step`: vLLM's `SchedulerOutput`.
+    """
+    scheduled: Mapping[str, int] = step.num_scheduled_tokens
+    if len(scheduled) != 1:
+        return None
+    ((request, tokens),) = scheduled.items()
+    if tokens < LEAST_TOKENS:
+        return None
+    cached = step.scheduled_cached_reqs
+    computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    computed.update((new.req_id, new.num_computed_tokens) for new in step.scheduled_new_reqs)
+    return (tokens, computed[request]) if request in computed else None

@@ -12,7 +12,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Set
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from gdscache.engine.engine import CacheEngine
 from gdscache.engine.hybrid import HybridEngine
@@ -20,15 +20,8 @@ from gdscache.errors import InterfaceUnsupportedError
 from gdscache.integrations.fetching import PinningCache
 from gdscache.runtime.threads import in_turn
 
-
-class Storing(Protocol):
-    """The owner of stores: `Stores`, or `Lead`."""
-
-    def wait_until_read(self, blocks: Set[int]) -> None: ...
-
-    def reads(self) -> Set[int]: ...
-
-    def begin_anew(self, salt: str) -> None: ...
+if TYPE_CHECKING:
+    from gdscache.integrations.vllm.worker import Stores
 
 
 class VllmSession(PinningCache):
@@ -38,12 +31,13 @@ class VllmSession(PinningCache):
         self.hybrid = engine if isinstance(engine, HybridEngine) else None
         first, *others = [engine] if isinstance(engine, CacheEngine) else engine.engines
         super().__init__(first, pin_seconds, *others)
-        self._stores: Storing | None = None
-        self._busy: Callable[[], bool] = bool
+        self.observe_prefill, self.close = engine.observe_prefill, engine.close
+        self._stores: Stores | None = None
+        self.busy: Callable[[], bool] = bool
 
-    def attend(self, stores: Storing, busy: Callable[[], bool]) -> None:
+    def attend(self, stores: Stores, busy: Callable[[], bool]) -> None:
         """Use this owner of stores. `busy()`: whether loads between steps are under way."""
-        self._stores, self._busy = stores, busy
+        self._stores, self.busy = stores, busy
 
     def wait_until_read(self, blocks: Set[int]) -> None:
         """Wait until no store reads these blocks: they are about to be written.
@@ -72,17 +66,6 @@ class VllmSession(PinningCache):
     def on_host(self, tier: str) -> bool:
         """Whether a tier's pages lie in this machine's memory. A pool whose pages are not packed has fewer tiers."""
         return any(engine.tiers.get(tier) == "memory" for engine in self.engines)
-
-    def observe_prefill(self, tokens: int, cached: int, seconds: float) -> None:
-        """Report a prefill's time to every pool's gate: see `CacheEngine.observe_prefill`."""
-        for engine in self.engines:
-            engine.observe_prefill(tokens, cached, seconds)
-
-    def close(self) -> None:
-        (self.hybrid or self.engine).close()
-
-    def busy(self) -> bool:
-        return self._busy()
 
 
 class Sessions:

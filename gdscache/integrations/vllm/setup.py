@@ -1,32 +1,39 @@
-"""The setup of vLLM: the connector's options, refused settings, and requests to leave alone."""
+"""The setup of vLLM: the connector's options, refused settings, requests to leave alone, and the settings that decide
+the bytes of keys and values, as plain facts by name; `fields.toml` lists them with reasons."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 import os
+import platform
 import re
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import torch
+
 from gdscache import arguments
-from gdscache.config import Config, EventsConfig
 from gdscache.errors import (
     CacheTypeUnsupportedError,
-    ConnectorRoleError,
-    DynamicScalesError,
     HashSeedError,
-    LoadFailurePolicyError,
     MediaUnsupportedError,
     ParallelismUnsupportedError,
     RopeByLengthError,
-    SleepModeUnsupportedError,
     SpeculationUnsupportedError,
+    WeightsNotFoundError,
     WeightUpdatesUnsupportedError,
 )
 from gdscache.integrations.fetching import ENDING_S
-from gdscache.integrations.ropes import rope_limit
-from gdscache.integrations.settings import config_named, engine_configuration, switches_of
-from gdscache.integrations.vllm.cache_groups import kinds_of, layers_of, refuse_groups
+from gdscache.integrations.fields import plain, table_in
+from gdscache.integrations.ropes import rope_limit, ropes
+from gdscache.integrations.settings import config_named, content_of, contents_of, switches_of
+from gdscache.integrations.vllm.cache_groups import groups_of, kinds_of, layers_of, refuse_groups
+from gdscache.integrations.vllm.planes import VllmPlanes
+from gdscache.integrations.weights import model_directory, weights_served
 
 _DIGEST = re.compile(r"[0-9a-f]{64}|[0-9a-f]{128}")  # of vLLM's hashers: blake3, SHA-256, SHA-512
 _LONGEST = 3600  # seconds, of an option's time
@@ -65,20 +72,6 @@ class Options:
         }
         return cls(config, **switches, **times)
 
-    def configuration(
-        self,
-        model: Mapping[str, object],
-        weights: Callable[[], str],
-        variables: Mapping[str, str] | None = None,
-        *,
-        events: bool = False,
-    ) -> Config:
-        """The engine's configuration for that model. `weights`: called for their identity unless the file has
-        `model.weights`. `variables`: usable in its texts, beside those of the environment (`variables_of`). `events`:
-        vLLM publishes KV events, so ours are on too."""
-        config = engine_configuration(self.config, model, weights, "kv_connector_extra_config.config", variables)
-        return config.model_copy(update={"events": EventsConfig()}) if events and config.events is None else config
-
 
 def refuse_setup(vllm: Any, cache: Any, environment: Mapping[str, str] = os.environ) -> None:
     """Raise the `IntegrationError` subclass of an unsupported setting.
@@ -93,30 +86,16 @@ def refuse_setup(vllm: Any, cache: Any, environment: Mapping[str, str] = os.envi
 def refuse_config(vllm: Any, environment: Mapping[str, str] = os.environ) -> None:
     """The checks of `refuse_setup` that need no KV cache."""
     transfer, parallel = vllm.kv_transfer_config, vllm.parallel_config
-    if transfer.kv_load_failure_policy != "recompute":
-        raise LoadFailurePolicyError(
-            f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}: a bad page would end its request",
-            'add "kv_load_failure_policy": "recompute" to --kv-transfer-config',
-        )
-    if transfer.kv_role != "kv_both":
-        raise ConnectorRoleError(f"kv_role is {transfer.kv_role!r}", 'this is a cache: set "kv_role": "kv_both"')
+    cache, model = vllm.cache_config, vllm.model_config
+    table().refuse(KVTransferConfig=transfer, ParallelConfig=parallel, CacheConfig=cache, ModelConfig=model)
     _refuse_ranks(parallel)
     _refuse_hashes(vllm.cache_config, environment)
-    if getattr(vllm.cache_config, "calculate_kv_scales", False):
-        raise DynamicScalesError(
-            "calculate_kv_scales is on: the first request decides the scales of all pages",
-            "leave it off, and use a checkpoint that has the scales, or kv_cache_dtype auto",
-        )
     kept_as = getattr(vllm.cache_config, "cache_dtype", "auto")
     if "per_token_head" in kept_as and kept_as not in _SCALED and not _untried(vllm):
         raise CacheTypeUnsupportedError(
             f"kv_cache_dtype is {kept_as}, which no GPU has run with this connector; {' and '.join(_SCALED)} are "
             "supported",
             'use one of these; to try it, add "untried": true to kv_connector_extra_config, and compare answers',
-        )
-    if vllm.model_config.enable_sleep_mode:
-        raise SleepModeUnsupportedError(
-            "sleep mode is on: the KV cache's memory would be released while pages are on their way", "leave it off"
         )
     if getattr(vllm, "weight_transfer_config", None) is not None:
         raise WeightUpdatesUnsupportedError(
@@ -135,15 +114,7 @@ def _untried(vllm: Any) -> bool:
 
 
 def _refuse_ranks(parallel: Any) -> None:
-    """Raise `ParallelismUnsupportedError` unless the model is spread by tensors alone, on one host."""
-    names = ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
-    sizes = {name: getattr(parallel, name, 1) for name in names}
-    if wrong := {name: size for name, size in sizes.items() if size != 1}:
-        raise ParallelismUnsupportedError(
-            ", ".join(f"{name} is {size}" for name, size in wrong.items()),
-            f"leave {', '.join('--' + name.replace('_', '-') for name in wrong)} out, and spread the model by "
-            "--tensor-parallel-size alone",
-        )
+    """Raise `ParallelismUnsupportedError` unless all ranks are on this host, as vLLM starts them itself."""
     hosts = getattr(parallel, "nnodes_within_dp", getattr(parallel, "nnodes", 1))
     if hosts != 1:
         raise ParallelismUnsupportedError(
@@ -252,3 +223,128 @@ def leaves_alone(request: Any, *, media: bool) -> str:
     if features and not (media and all(_DIGEST.fullmatch(one.identifier) for one in features)):
         return "media"
     return ""
+
+
+# Kinds of rope that rotate a key by its position and the model's configuration alone, in vLLM's own models.
+_STEADY_ROPES = frozenset(
+    {
+        "default", "linear", "ntk", "dynamic", "yarn", "llama3", "mllama4", "proportional", "deepseek_yarn",
+        "deepseek_llama_scaling", "mrope", "bailing_mrope", "openpangu",
+    }
+)  # fmt: skip
+_TILES = frozenset({"amx_tile", "avx512f"})  # of an x86 processor: vLLM packs keys by them
+# Load formats that read the files of the model's directory. Weights of other formats come from elsewhere.
+_FROM_FILES = frozenset(
+    {
+        "auto", "hf", "safetensors", "pt", "npcache", "instanttensor", "fastsafetensors", "runai_streamer",
+        "runai_streamer_sharded", "sharded_state", "mistral", "bitsandbytes", "gguf",
+    }
+)  # fmt: skip
+_PREFIXES = ("VLLM_",)
+
+
+table = functools.partial(table_in, "gdscache.integrations.vllm", "fields.toml")
+
+
+def model_of(
+    vllm: Any, cache: Any, planes: VllmPlanes, version: str, environment: Mapping[str, str]
+) -> dict[str, object]:
+    """The section `model` of the engine's configuration: a page's sizes, and all facts that decide its bytes except the
+    weights (`weights_of`).
+
+    `vllm`: its `VllmConfig`. `cache`: its `KVCacheConfig`. `version`: vLLM's, since a layout's name may change its
+    meaning. `environment`: the process's.
+    """
+    salt = json.dumps(facts_of(vllm, cache, planes, version, environment), sort_keys=True, separators=(",", ":"))
+    groups = [
+        {**group, "layers": sorted({planes.layers[name] for name in names})}
+        for group in groups_of(cache)
+        if isinstance(names := group["layers"], list)
+    ]
+    section = {"name": str(vllm.model_config.model), **planes.model(), "salt": salt}
+    return {**section, "groups": groups} if groups else section
+
+
+def facts_of(
+    vllm: Any, cache: Any, planes: VllmPlanes, version: str, environment: Mapping[str, str]
+) -> dict[str, object]:
+    """All facts that tell namespaces apart, except for the weights, by name; see `model_of`."""
+    model, known = vllm.model_config, table()
+    media, spec = getattr(model, "multimodal_config", None), cache.kv_cache_groups[0].kv_cache_spec
+    facts: dict[str, object] = {
+        "vllm": version,
+        "layout": str(cache.kv_cache_layout),
+        "kind": " ".join(kinds_of(spec)),
+        "block_size": spec.block_size,
+        "layers": planes.described,
+        "names": sorted(planes.layers),
+        "ropes_by_length": _ropes_by_length(model),
+        "quant_config": _quantisation(getattr(vllm, "quant_config", None)),
+        "code": _files(model, "*.py") if model.trust_remote_code else "",
+        "content of mm_encoder_fp8_scale_path": content_of(getattr(media, "mm_encoder_fp8_scale_path", None)),
+        "accelerator": "rocm" if torch.version.hip else planes.tensors[0].device.type,
+        **known.facts([vllm], known.variables(environment, _PREFIXES)),
+    }
+    if groups := groups_of(cache):
+        facts["groups"] = groups
+    if media is not None:  # of images, sounds and videos; vLLM's field has the images' settings alone
+        facts["processors"] = _files(model, "*processor_config.json")
+    if planes.tensors[0].device.type == "cpu":
+        facts["processor"] = [platform.machine(), *_tiles()]
+    if not vllm.cache_config.prefix_caching_hash_algo.endswith("_cbor"):  # pickle's bytes depend on Python's version
+        facts["python"] = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return facts
+
+
+def weights_of(vllm: Any) -> str:
+    """See `weights_served`."""
+    load_format = str(vllm.load_config.load_format)
+
+    def directory() -> Path:
+        model = vllm.model_config
+        name = getattr(model, "model_weights", None) or model.model
+        return model_directory(str(name), model.revision, vllm.load_config.download_dir)
+
+    elsewhere = {} if load_format in _FROM_FILES else {"load_format": load_format}
+    return weights_served("vLLM", load_format, elsewhere, directory)
+
+
+def _quantisation(config: Any) -> object:
+    """The settings of a quantisation, from any source of vLLM's."""
+    return None if config is None else [type(config).__name__, plain(getattr(config, "__dict__", {}))]
+
+
+def _files(model: Any, pattern: str) -> str:
+    """A digest of the files with such names beside the model's configuration; its weights may be elsewhere."""
+    try:
+        return contents_of(model_directory(str(model.model), model.revision), pattern)
+    except WeightsNotFoundError:
+        return ""
+
+
+def _ropes_by_length(model: Any) -> list[object]:
+    """For each rope that depends on vLLM's configured length: its kind, and that length, or for longrope whether it is
+    above the length of training (then the long factors apply). An unknown kind may depend on anything."""
+    found: list[object] = []
+    for kind, rope in ropes(getattr(model.hf_text_config, "rope_parameters", None)):
+        if kind == "longrope":
+            found.append([kind, _built_length(model) > rope["original_max_position_embeddings"]])
+        elif kind not in _STEADY_ROPES:
+            found.append([kind, _built_length(model)])
+    return found
+
+
+def _built_length(model: Any) -> int:
+    """The `max_model_len` with which the model's modules were made: the asked one, before a lack of memory shortened
+    it."""
+    asked = getattr(model, "original_max_model_len", None)
+    if asked != -1:
+        return int(model.max_model_len)
+    return int(model.get_and_verify_max_len(asked))
+
+
+def _tiles(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
+    """The processor's features by which vLLM's CPU attention packs keys. Raises `OSError`."""
+    lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+    flags = next((line for line in lines if line.startswith("flags")), "")
+    return sorted(_TILES.intersection(flags.split()))

@@ -15,9 +15,9 @@ import dataclasses
 import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Sequence, Set
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING
 
-from gdscache.cuda.streams import Event, record
+from gdscache.cuda.streams import Event
 from gdscache.errors import GdsCacheError, LayerHooksError, VerifiedLoadError
 from gdscache.integrations.handing import HandedStore, StoreThread
 from gdscache.integrations.prefills import Prefills
@@ -35,11 +35,7 @@ if TYPE_CHECKING:
     from gdscache.store.handle import StoreHandle
 
 
-class Place(NamedTuple):
-    """The blocks for pages of a request."""
-
-    request_id: str
-    blocks: tuple[int, ...]
+Place = tuple[str, tuple[int, ...]]  # a request, and the blocks for pages of it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,10 +58,10 @@ class BegunLoad:
         except GdsCacheError as error:  # the error that broke the load off
             log_failure(error)
             reports = ()
-        for report, place in itertools.zip_longest(reports, self.places):
+        for report, (_, blocks) in itertools.zip_longest(reports, self.places):
             good = [status is PageStatus.LOADED for status in report.pages] if report is not None else []
-            good += [False] * (len(place.blocks) - len(good))
-            bad.update(block for block, loaded in zip(place.blocks, good, strict=True) if not loaded)
+            good += [False] * (len(blocks) - len(good))
+            bad.update(block for block, loaded in zip(blocks, good, strict=True) if not loaded)
         return bad
 
 
@@ -89,7 +85,7 @@ class LoadBatch:
         return set().union(*(one.bad_blocks() for one in self.pools))
 
     def requests(self) -> set[str]:
-        return {place.request_id for one in self.pools for place in one.places}
+        return {request_id for one in self.pools for request_id, _ in one.places}
 
 
 def begin_loads(engines: Sequence[CacheEngine], orders: Sequence[LoadOrder], counts: Counter[str]) -> list[LoadBatch]:
@@ -112,7 +108,7 @@ def begin_loads(engines: Sequence[CacheEngine], orders: Sequence[LoadOrder], cou
                     BegunLoad(
                         of[0].pool,
                         _begun(engines[of[0].pool], of, counts),
-                        [Place(order.request_id, order.blocks) for order in of],
+                        [(order.request_id, order.blocks) for order in of],
                     )
                     for of in batch
                 ],
@@ -143,27 +139,23 @@ def _begun(engine: CacheEngine, orders: Sequence[LoadOrder], counts: Counter[str
     return load
 
 
-class OrderOfSteps(Protocol):
-    """The order of vLLM's steps, for stores that come behind them."""
+class Marks:
+    """The order of steps by the marks that ranks come to, in one pool. Without ranks, an engine's own `mark` is in the
+    order of the device's current stream."""
 
-    def now(self) -> Event:
-        """A place behind the steps so far, kept until `passed`."""
+    def __init__(self, engine: CacheEngine) -> None:
+        self._engine = engine
+        self._last: Event = None
+        self.passed = engine.passed
 
-    def passed(self, place: Event) -> None:
-        """All stores behind the place have begun."""
+    def begin(self) -> bytes:
+        """A mark behind the step that begins, as the bytes for each rank's `Rank.store`."""
+        before, self._last = self._last, self._engine.mark()
+        self._engine.passed(before)
+        return getattr(self._last, "order", b"")
 
-
-class StreamOfSteps:
-    """The order of a device's current stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def now(self) -> Event:
-        return record(self._device)
-
-    def passed(self, place: Event) -> None:
-        """Nothing: an event lives with its owner."""
+    def mark(self) -> Event:
+        return self._engine.mark(self._last)
 
 
 _PAGES, _STEPS = 16, 8  # waiting single pages and steps until a flush while requests decode
@@ -179,14 +171,15 @@ class Stores:
     def __init__(
         self,
         engines: Sequence[CacheEngine],
-        steps: Sequence[OrderOfSteps],
         counts: Counter[str],
         prove: Callable[[], object] = lambda: None,
+        marks: Sequence[Marks] = (),
     ) -> None:
-        """`engines`, `steps`: of each pool. `prove()`: wait for the verdicts on all loads so far (`Loads.prove`)."""
+        """`engines`, and `marks` of ranks: of each pool. `prove()`: wait for the verdicts on all loads so far
+        (`Loads.prove`)."""
         self._engines = engines
         self._prove = prove
-        self._steps_of = steps
+        self._marks: Sequence[Marks | CacheEngine] = marks or engines
         self._counts = counts
         self._salt = ""
         self._single = [max(1, len(engine.groups)) for engine in engines]  # pages that decoding fills at a time
@@ -257,18 +250,18 @@ class Stores:
             self._thread.close()
 
     def _start(self, pool: int, orders: Sequence[StoreOrder]) -> None:
-        engine, steps, salt = self._engines[pool], self._steps_of[pool], self._salt
+        engine, marks, salt = self._engines[pool], self._marks[pool], self._salt
         pages, blocks, namespace = list[Page](), list[int](), engine.namespaces(salt)[0]
         for order in orders:
             pages += order.pages(namespace)
             blocks += order.blocks
-        epoch, after = engine.epoch(salt), steps.now()
+        epoch, after = engine.epoch(salt), marks.mark()
 
-        def store() -> StoreHandle:
+        def store() -> list[StoreHandle]:
             try:
-                return engine.store_pages(pages, blocks, salt, after, epoch=epoch)
+                return [engine.store_pages(pages, blocks, salt, after, epoch=epoch)]
             finally:
-                steps.passed(after)
+                marks.passed(after)
 
         self._reading.append((self._thread.start(store), frozenset(blocks)))
         self._counts["offered_pages"] += len(pages)
@@ -431,13 +424,11 @@ class EngineWorker:
         self, session: VllmSession, tensors: Sequence[torch.Tensor], counts: Counter[str], *, overlapping: bool
     ) -> None:
         """`tensors`: the planes. `overlapping`: see `Loads`."""
-        device = tensors[0].device
         self._engines = session.engines
         self._counts = counts
         self.loads = Loads(len(tensors), counts, overlapping=overlapping)
-        steps = [StreamOfSteps(device)] * len(session.engines)
-        self.stores = Stores(session.engines, steps, counts, self.loads.prove)
-        self.prefills = Prefills(session.observe_prefill, device)
+        self.stores = Stores(session.engines, counts, self.loads.prove)
+        self.prefills = Prefills(session.observe_prefill, tensors[0].device)
 
     def begin(self, loads: Sequence[LoadOrder]) -> None:
         self.loads.begin(begin_loads(self._engines, loads, self._counts))

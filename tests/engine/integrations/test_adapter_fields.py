@@ -12,14 +12,14 @@ import pytest
 from gdscache import CacheEngine, PageHashes
 from gdscache.config import Config
 from gdscache.integrations.fields import ENVIRONMENT
-from gdscache.integrations.sglang import facts as sglang_facts
-from gdscache.integrations.vllm import facts as vllm_facts
+from gdscache.integrations.sglang import setup as sglang_setup
+from gdscache.integrations.vllm import setup as vllm_setup
 from tests.support import adapter_fields, sglang_fields, vllm_fields
 from tests.support.pairs import one_in
 
 HASHES = PageHashes([bytes([number]) * 32 for number in range(3)])
 STAND_INS: dict[str, Any] = {"sglang": sglang_fields, "vllm": vllm_fields}
-TABLES = {"sglang": sglang_facts.table, "vllm": vllm_facts.table}
+TABLES = {"sglang": sglang_setup.table, "vllm": vllm_setup.table}
 UNKNOWN = {
     "sglang": ["ServerArgs.new", "ModelConfig.new", f"{ENVIRONMENT}.SGLANG_NEW"],
     "vllm": ["VllmConfig.new", "ModelConfig.new", "MultiModalConfig.new", f"{ENVIRONMENT}.VLLM_NEW"],

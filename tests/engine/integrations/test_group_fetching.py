@@ -14,7 +14,6 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 
 from gdscache.errors import LoadOrderError
 from gdscache.groups.base import needed
@@ -22,7 +21,7 @@ from gdscache.groups.names import GroupNames, GroupPage
 from gdscache.integrations.fetching import PinningCache
 from gdscache.integrations.group_fetching import GroupCache, GroupFetch, GroupPart
 from gdscache.integrations.vllm.requests import LoadOrder, StoreOrder
-from gdscache.integrations.vllm.worker import Loads, Stores, StreamOfSteps, begin_loads
+from gdscache.integrations.vllm.worker import Loads, Stores, begin_loads
 from gdscache.storage.base import Op
 from tests.support.faults import Fault, FaultPlan
 from tests.support.faulty import PLAN
@@ -44,7 +43,7 @@ class Hybrid:
         self.pools = self.engine.engines
         self.cache = PinningCache(self.pools[0], 60.0, *self.pools[1:])
         self.group_cache = GroupCache(self.cache, self.engine, SIZE)
-        self.stores = Stores(self.pools, [StreamOfSteps(torch.device("cpu"))] * len(self.pools), Counter())
+        self.stores = Stores(self.pools, Counter())
 
     def names(self, seed: int, tokens: int) -> GroupNames:
         names = self.group_cache.names()

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from gdscache import errors
 from gdscache.errors import IntegrationError, WeightsNotFoundError
 from gdscache.integrations import weights
-from gdscache.integrations.sglang import facts
-from gdscache.integrations.sglang.refused import RULES, refuse_model, refuse_setup
+from gdscache.integrations.sglang import setup
+from gdscache.integrations.sglang.refused import refuse_model, refuse_setup
 from gdscache.integrations.sglang.setup import weights_of
 from tests.support import sglang_fields as stand_in
 
@@ -21,7 +22,7 @@ from tests.support import sglang_fields as stand_in
 def test_the_same_content_in_other_files_is_the_same_namespace(tmp_path: Path) -> None:
     given = stand_in.Setup(tmp_path)
     plain = given.described()
-    for name in facts.FILES:
+    for name in setup.FILES:
         moved = tmp_path / f"moved {name}"
         moved.write_text("x")
         setattr(given.server, name, str(moved))
@@ -39,17 +40,19 @@ def test_a_pool_that_lies_otherwise_is_another_namespace(tmp_path: Path) -> None
 
 def test_what_sglang_has_decided_counts_and_not_what_it_was_given() -> None:
     server = SimpleNamespace(attention_backend=None, resolved_dict=lambda: {"attention_backend": "fa3"})
-    found = facts.resolved(server)
+    found = setup.resolved(server)
     assert found.attention_backend == "fa3"
     assert type(found).__name__ == "ServerArgs", "the table knows it by that name"
-    assert facts.resolved(found) is found
+    assert setup.resolved(found) is found
 
 
 def test_the_refused_lines_are_those_that_are_refused() -> None:
-    ruled = {name: rule for rule in RULES for name in rule.fields}
+    ruled = {
+        name: getattr(errors, rule["error"]) for rule in setup.table().rules for name in rule["fields"]["ServerArgs"]
+    }
     assert sorted(ruled) == sorted(stand_in.of_class("ServerArgs", "refused"))
-    for name, rule in ruled.items():
-        with pytest.raises(rule.error, match=name):
+    for name, error in ruled.items():
+        with pytest.raises(error, match=name):
             refuse_setup(SimpleNamespace(**{name: "another"}))
     fine: dict[str, Any] = dict.fromkeys(stand_in.of_class("ModelConfig", "refused"), False)
     for name in fine:

@@ -27,6 +27,7 @@ from gdscache.integrations.sglang.host import HostPages
 from gdscache.integrations.sglang.loads import LoadTable, QueuedLoad
 from gdscache.integrations.sglang.moves import LayerLoads, Offloads
 from gdscache.integrations.sglang.pages import PageLinks
+from gdscache.integrations.sglang.served import SinglePool
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.storage.base import Op
 from gdscache.store.handle import StoreHandle
@@ -283,12 +284,12 @@ class Linked:
         self.cache, self.links = PinningCache(self.engine, 60.0), PageLinks()
         self.table = LoadTable(self.cache, self.links, wait=WAIT, alone=lambda: True, rest=self.cache.rest)
         self.loads = LayerLoads(self.begin_loads, 3, self.counts)
-        self.offloads = Offloads(self.engine, self.counts)
+        self.offloads = Offloads(SinglePool(self.engine), self.counts)
 
     def offload(self, keys: list[str], blocks: list[int], mark: int) -> None:
         for number, block in enumerate(blocks):
             fill(self.tensors, block, mark + number)
-        self.offloads.start(self.links.named(keys), lambda: blocks, self.cache.salt, None)
+        self.offloads.start(self.links.named(keys), lambda: {"kv": blocks}, self.cache.salt, None)
 
     def begin_loads(self, number: int, queued: Sequence[QueuedLoad]) -> LayerwiseLoad:
         return self.engine.load_many([(one.hit(), one.blocks()) for one in queued])
@@ -463,8 +464,8 @@ def test_another_salt_is_other_weights(linked: Linked) -> None:
 def test_offloads_are_over_in_their_order() -> None:
     handles = [StoreHandle(1) for _ in range(3)]
     waiting = iter(handles)
-    engine: Any = SimpleNamespace(store=lambda *args, **kwargs: next(waiting))
-    offloads = Offloads(engine, Counter())
+    pool: Any = SimpleNamespace(store=lambda *args, **kwargs: [next(waiting)])
+    offloads = Offloads(pool, Counter())
     for block in range(3):
         offloads.start(PageLinks().named(KEYS[:1]), functools.partial(list, [block]), "", None)
     assert offloads.completed() == 0
@@ -489,9 +490,9 @@ def test_an_offload_waits_for_its_blocks_in_its_thread(linked: Linked) -> None:
     """The GPU says late which blocks they are, behind a forward pass: SGLang's scheduler goes on."""
     told = threading.Event()
 
-    def blocks() -> list[int]:
+    def blocks() -> dict[str, list[int]]:
         assert told.wait(WAIT)
-        return [7, 8]
+        return {"kv": [7, 8]}
 
     for number, block in enumerate((7, 8)):
         fill(linked.tensors, block, 40 + number)
@@ -510,7 +511,7 @@ def test_an_offload_waits_for_its_blocks_in_its_thread(linked: Linked) -> None:
 def test_an_engine_that_is_closed_takes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     found = Linked(tmp_path)
     found.engine.close()
-    found.offloads.start(found.links.named(KEYS[:1]), lambda: [0], "", None)
+    found.offloads.start(found.links.named(KEYS[:1]), lambda: {"kv": [0]}, "", None)
     until(lambda: found.offloads.completed() == 1, "it has an end")
     assert found.offloads.pop() is False
     found.offloads.close()  # the thread logs behind that end

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from gdscache.errors import WeightsNotFoundError
-from gdscache.integrations.vllm import facts
+from gdscache.integrations.vllm import setup
 from tests.support import vllm_fields as stand_in
 
 
@@ -41,5 +41,5 @@ def test_weights_from_elsewhere_need_a_name() -> None:
     for load_format in ("tensorizer", "ipc_cache", "modelexpress", "a plugin's"):
         vllm = SimpleNamespace(load_config=SimpleNamespace(load_format=load_format))
         with pytest.raises(WeightsNotFoundError, match=load_format) as raised:
-            facts.weights_of(vllm)
+            setup.weights_of(vllm)
         assert "model.weights" in raised.value.hint

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from gdscache.errors import InvalidValueError, MediaUnsupportedError, RopeByLengthError
-from gdscache.integrations.vllm.facts import model_of
 from gdscache.integrations.vllm.planes import planes_of
-from gdscache.integrations.vllm.setup import Options, leaves_alone, refuse_media, refuse_setup
+from gdscache.integrations.vllm.setup import Options, leaves_alone, model_of, refuse_media, refuse_setup
 from tests.support.vllm_setup import setup
 
 LONG = {"rope_type": "longrope", "original_max_position_embeddings": 1024, "short_factor": [], "long_factor": []}

@@ -22,11 +22,19 @@ from gdscache.errors import (
     UnknownKeyError,
 )
 from gdscache.integrations import weights
-from gdscache.integrations.vllm import facts as vllm_facts
+from gdscache.integrations.settings import engine_configuration
+from gdscache.integrations.vllm import setup as vllm_setup
 from gdscache.integrations.vllm.cache_groups import layers_of
-from gdscache.integrations.vllm.facts import model_of, weights_of
 from gdscache.integrations.vllm.planes import VllmPlanes, planes_of, write_first_scales
-from gdscache.integrations.vllm.setup import Options, refuse_setup, separate, shard_of, variables_of
+from gdscache.integrations.vllm.setup import (
+    Options,
+    model_of,
+    refuse_setup,
+    separate,
+    shard_of,
+    variables_of,
+    weights_of,
+)
 from tests.support.fake_pool import POOLS, FakePool, pool_entry
 from tests.support.vllm_setup import FullAttentionSpec, MambaSpec, MLAAttentionSpec, group, setup, uniform
 
@@ -170,11 +178,11 @@ def test_replicas_of_a_server_have_a_directory_each(tmp_path: Path) -> None:
         vllm, _ = setup(parallel_config__data_parallel_rank=0, parallel_config__data_parallel_index=index)
         variables = variables_of(vllm.parallel_config)
         for given in (str(file), sections):
-            config = Options.of({"config": given}).configuration(model, lambda: "w", variables)
+            config = engine_configuration(given, model, lambda: "w", "it", variables)
             assert [config.ssd.path, *config.ssd.stripes] == [tmp_path / str(index) / "kv", tmp_path / f"x{index}"]
         assert config.events.endpoint == f"tcp://127.0.0.1:555{index}"
     with pytest.raises(InvalidValueError, match="GDSCACHE_DP_RANK is not set"):
-        Options.of({"config": sections}).configuration(model, lambda: "w")
+        engine_configuration(sections, model, lambda: "w", "it")
 
 
 def test_workers_in_processes_of_their_own() -> None:
@@ -211,14 +219,14 @@ def test_a_configuration_is_a_file_or_its_sections(tmp_path: Path) -> None:
     model = model_of(*setup(), planes(), "0.32.0", {})
     file = tmp_path / "gdscache.yaml"
     file.write_text("cpu: {capacity: 1MiB}\n")
-    by_file = Options.of({"config": str(file)}).configuration(model, lambda: "w")
-    assert by_file == Options.of({"config": SECTIONS}).configuration(model, lambda: "w")
+    by_file = engine_configuration(str(file), model, lambda: "w", "it")
+    assert by_file == engine_configuration(SECTIONS, model, lambda: "w", "it")
     assert (by_file.model.page_tokens, by_file.model.weights) == (16, "w")
     file.write_text("model: {weights: mine}\n")
-    by_name = Options.of({"config": str(file)}).configuration(model, lambda: pytest.fail("they are named"))
+    by_name = engine_configuration(str(file), model, lambda: pytest.fail("they are named"), "it")
     assert by_name.model.weights == "mine"
     with pytest.raises(errors.GeometryError, match=r"`model\.layers`: the inference engine describes its model"):
-        Options.of({"config": {"model": {"layers": 3}}}).configuration(model, lambda: "w")
+        engine_configuration({"model": {"layers": 3}}, model, lambda: "w", "it")
 
 
 def test_a_shared_pool_needs_the_configuration_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +234,7 @@ def test_a_shared_pool_needs_the_configuration_alone(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("gdscache.mooncake.client.MooncakeLink.reachable", lambda link: True)
     found = planes()
     sections = {**SECTIONS, "ssd": None, "tiers": [pool_entry("127.0.0.1:1")]}
-    config = Options.of({"config": sections}).configuration(model_of(*setup(), found, "0.32.0", {}), lambda: "w")
+    config = engine_configuration(sections, model_of(*setup(), found, "0.32.0", {}), lambda: "w", "it")
     with CacheEngine.from_config(config, planes=[[plane] for plane in found.tensors]) as engine:
         report = engine.store(PageHashes([b"a" * 32, b"b" * 32]), [0, 1]).result(60)
         assert report.tiers == (("cpu", "mooncake"),) * 2
@@ -316,11 +324,11 @@ def test_on_a_cpu_the_processor_is_a_part_of_it(tmp_path: Path, monkeypatch: pyt
     amx, other = tmp_path / "amx", tmp_path / "other"
     amx.write_text("processor\t: 0\nflags\t\t: fpu avx512f avx512fp16 amx_tile\n\nflags\t\t: fpu\n")
     other.write_text("processor\t: 0\nflags\t\t: fpu avx512f\n")
-    assert vllm_facts._tiles(amx) == ["amx_tile", "avx512f"]
-    assert vllm_facts._tiles(other) == ["avx512f"]
-    assert vllm_facts._tiles(Path("/dev/null")) == []
-    salts, tiles = [], vllm_facts._tiles
+    assert vllm_setup._tiles(amx) == ["amx_tile", "avx512f"]
+    assert vllm_setup._tiles(other) == ["avx512f"]
+    assert vllm_setup._tiles(Path("/dev/null")) == []
+    salts, tiles = [], vllm_setup._tiles
     for file in (amx, other):
-        monkeypatch.setattr(vllm_facts, "_tiles", lambda file=file, tiles=tiles: tiles(file))
+        monkeypatch.setattr(vllm_setup, "_tiles", lambda file=file, tiles=tiles: tiles(file))
         salts.append(model_of(*setup(), planes(), "0.32.0", {})["salt"])
     assert salts[0] != salts[1]

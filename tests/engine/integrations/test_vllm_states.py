@@ -21,12 +21,12 @@ from gdscache.engine.hybrid import HybridEngine
 from gdscache.groups.pools import pools_of
 from gdscache.integrations.group_fetching import GroupCache
 from gdscache.integrations.vllm.cache_groups import block_tokens, state_layers
-from gdscache.integrations.vllm.facts import model_of
 from gdscache.integrations.vllm.groups import GroupTable, KeptStates
 from gdscache.integrations.vllm.planes import VllmPlanes, planes_of
 from gdscache.integrations.vllm.ranks import Lead, RankWorker, addresses_of
 from gdscache.integrations.vllm.requests import LoadOrder, StoreOrder
 from gdscache.integrations.vllm.session import VllmSession
+from gdscache.integrations.vllm.setup import model_of
 from gdscache.integrations.vllm.worker import EngineWorker
 from tests.support.helpers import WAIT, drop_from, flip_file, until
 from tests.support.vllm_setup import FullAttentionSpec, MambaSpec, setup

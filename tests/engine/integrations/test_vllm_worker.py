@@ -30,7 +30,7 @@ from gdscache.integrations.fetching import PinningCache
 from gdscache.integrations.vllm.planes import planes_of
 from gdscache.integrations.vllm.requests import LoadOrder, StoreOrder
 from gdscache.integrations.vllm.session import Sessions, VllmSession
-from gdscache.integrations.vllm.worker import Loads, Stores, StreamOfSteps, begin_loads, end_step
+from gdscache.integrations.vllm.worker import Loads, Stores, begin_loads, end_step
 from gdscache.limits import EngineLimits
 from gdscache.storage.base import Op
 from gdscache.store.handle import StoreHandle
@@ -114,7 +114,7 @@ def over_tensors(
 def opened(path: Path, cpu: int = 24, transport: str = "posix") -> Iterator[Worker]:
     caches, engine = over_tensors(path, cpu, transport)
     counts: Counter[str] = Counter()
-    with engine, contextlib.closing(Stores([engine], [StreamOfSteps(CPU)], counts)) as stores:
+    with engine, contextlib.closing(Stores([engine], counts)) as stores:
         loads = Loads(LAYERS, counts, overlapping=False)
         yield Worker(caches, VllmSession(engine, 60), stores, loads, counts)
 
@@ -192,6 +192,8 @@ def stub_engine() -> tuple[Any, list[StoreHandle]]:
         namespaces=lambda salt="": [b"namespace"],
         store_pages=store,
         epoch=lambda salt="": 0,
+        mark=lambda: None,
+        passed=lambda mark: None,
     )
     return engine, handles
 
@@ -246,7 +248,7 @@ def test_a_tier_that_cannot_be_cleared_has_no_page_of_the_old_weights_to_find(
 def test_blocks_that_a_store_reads_are_waited_for() -> None:
     engine, handles = stub_engine()
     counts: Counter[str] = Counter()
-    stores = Stores([engine], [StreamOfSteps(CPU)], counts)
+    stores = Stores([engine], counts)
     stores.begin([])
     assert not handles
     stores.begin([StoreOrder("a", hashes(1), 0, (0, 1, 2)), StoreOrder("b", hashes(2), 3, (5, 6))])
@@ -274,7 +276,7 @@ def test_blocks_that_a_store_reads_are_waited_for() -> None:
 
 def test_single_pages_are_handed_over_together() -> None:
     engine, handles = stub_engine()
-    stores = Stores([engine], [StreamOfSteps(CPU)], Counter())
+    stores = Stores([engine], Counter())
     one = [StoreOrder("a", hashes(1), 0, (7,))]
     for _ in range(7):
         stores.begin(one)
@@ -305,7 +307,7 @@ def test_single_pages_are_handed_over_together() -> None:
 
 def begun(engine: Any, *, overlapping: bool) -> tuple[Loads, Stores]:
     loads = Loads(LAYERS, Counter(), overlapping=overlapping)
-    return loads, Stores([engine], [StreamOfSteps(CPU)], Counter(), loads.prove)
+    return loads, Stores([engine], Counter(), loads.prove)
 
 
 def test_a_step_that_is_taken_back_stores_nothing() -> None:

@@ -19,8 +19,7 @@ from gdscache import CacheEngine
 from gdscache.config import Config
 from gdscache.errors import RankError, RankMismatchError, TierUnavailableError
 from gdscache.integrations.settings import Rows, planes_section
-from gdscache.integrations.sglang.borrowed import BorrowedPages
-from gdscache.integrations.sglang.host import HostPages
+from gdscache.integrations.sglang.host import BorrowedPages, HostPages
 from gdscache.pages.keys import namespace_digest
 from gdscache.ranks.borrower import Borrower
 from gdscache.storage.base import Op

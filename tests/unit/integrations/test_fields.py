@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from gdscache.errors import ConfigError
+from gdscache.errors import ConfigError, SleepModeUnsupportedError
 from gdscache.integrations.fields import FieldTable, plain
 
 TABLE = """
@@ -24,10 +24,14 @@ Cache = ["layout"]
 environment = ["ENGINE_LAYOUT"]
 [hashed]
 Model = ["salt"]
-[refused]
-Cache = ["sleeps"]
 [parts]
 Model = ["cache"]
+[[refused]]
+error = "SleepModeUnsupportedError"
+why = "it would sleep"
+hint = "leave it off"
+fine = ["deeply"]
+fields.Cache = ["sleeps"]
 [[harmless]]
 why = "where"
 fields = { Model = ["port"], Cache = ["host"], environment = ["ENGINE_PORT"] }
@@ -90,6 +94,15 @@ def test_what_the_table_does_not_know_is_held(table: FieldTable, caplog: pytest.
     assert len(caplog.records) == 1
     assert "Model.new, SimpleNamespace.x, environment.ENGINE_X" in caplog.text
     assert table.unknown([model]) == ["Model.new"]
+
+
+def test_values_that_are_refused(table: FieldTable) -> None:
+    for sleeps in (False, None, "", "deeply"):
+        table.refuse(Cache=SimpleNamespace(sleeps=sleeps))
+    table.refuse(Cache=SimpleNamespace())
+    with pytest.raises(SleepModeUnsupportedError, match="sleeps is True: it would sleep") as raised:
+        table.refuse(Cache=Cache(sleeps=True))
+    assert raised.value.hint == "leave it off"
 
 
 def test_a_field_stands_once(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from gdscache.integrations import prefills as timed
 from gdscache.integrations.prefills import Prefills
-from gdscache.integrations.vllm.prefills import prefill_of
+from gdscache.integrations.vllm.requests import prefill_of
 
 
 def step(scheduled: dict[str, int], new: dict[str, int], cached: dict[str, int]) -> Any:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from gdscache import LoadReport, PageHashes, PageStatus
 from gdscache.errors import VerifiedLoadError
 from gdscache.integrations.vllm.requests import LoadOrder, StoreOrder
-from gdscache.integrations.vllm.worker import Loads, Stores, StreamOfSteps, begin_loads, end_step
+from gdscache.integrations.vllm.worker import Loads, Stores, begin_loads, end_step
 from gdscache.store.handle import StoreHandle
 from gdscache.tracing import OFF
 
@@ -76,11 +76,13 @@ class World:
             namespaces=lambda salt="": [bytes(32)],
             store_pages=self._store,
             epoch=lambda salt="": 0,
+            mark=lambda: None,
+            passed=lambda mark: None,
             load_many=lambda batch: self._load(self.now),
         )
         self.engine = engine
         self.loads = Loads(1, Counter(), overlapping=overlapping)
-        self.stores = Stores([engine], [StreamOfSteps(CPU)], Counter(), self.loads.prove)
+        self.stores = Stores([engine], Counter(), self.loads.prove)
         self.stores._thread.close()
         self.stores._thread = HandsOver()  # type: ignore[assignment]
 
