@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-import json
 import logging
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from gdscache.commands import EXIT_FAILED, EXIT_INTERRUPTED
 from gdscache.commands.console import App, size_option
 from gdscache.errors import InvalidValueError
 
@@ -26,10 +24,6 @@ _TRANSPORTS = (
     "--all, all of them."
 )
 _POLICY = "When HiCache stops to fetch a prompt's files. Default: wait_complete, best_effort from a disk."
-_MINUTES = (
-    "Time of all cases. None begins that would end later if it took as long as the one before. Default: 9 with a GPU, "
-    "13 without."
-)
 
 
 def _option(text: str, *names: str, **settings: Any) -> Any:
@@ -45,8 +39,6 @@ Quick = Annotated[
     bool,
     _option("Small sizes: half a minute, servers some minutes. Shows that all runs; judges nothing.", "--quick"),
 ]
-_RESUME = "Report to continue. It is written again, to --report if that is given."
-Resume = Annotated[Path | None, _option(_RESUME, "--resume")]
 Everything = Annotated[bool, _option("Also measure and show figures for gdscache's developers.", "--all")]
 Repeat = Annotated[int | None, _option("Rounds for each figure.", min=1)]
 
@@ -55,8 +47,8 @@ Repeat = Annotated[int | None, _option("Rounds for each figure.", min=1)]
 def bench() -> None:
     """Measure this machine against its own ceilings.
 
-    Ctrl-C ends a bench with a report of the cases measured so far, and --resume continues it. The exit status is 1 if a
-    case failed, and 130 after Ctrl-C.
+    Ctrl-C ends a bench with a report of the cases measured so far. The exit status is 1 if a case failed, and 130 after
+    Ctrl-C.
     """
     logging.getLogger("gdscache.config").setLevel(logging.ERROR)  # the benches' configurations are unusual on purpose
 
@@ -66,7 +58,6 @@ def copy(
     ctx: typer.Context,
     total: Annotated[int | None, size_option("--total", "Bytes that a run moves each way. Default: 1GiB.")] = None,
     pairs: Annotated[int | None, _option("Pairs of runs for each figure. Default: 30.", min=1)] = None,
-    resume: Resume = None,
     json_file: Json = None,
     plot: Plot = None,
     everything: Everything = False,
@@ -94,7 +85,6 @@ def io(
     require_gds: Annotated[
         bool, _option("Fail unless the driver's counters prove GPUDirect Storage.", "--require-gds")
     ] = False,
-    resume: Resume = None,
     json_file: Json = None,
     plot: Plot = None,
     everything: Everything = False,
@@ -105,9 +95,8 @@ def io(
     They are compared with a bare O_DIRECT loop on the same file: by the transport that an engine chooses without
     GPUDirect Storage, and by the transports that are asked for.
 
-    The bench needs three times --total and 1 GiB of disk, and three times --total and 1 GiB of host memory; with --all
-    and a GPU twice as much. For other sizes, depths, mixes and latencies of a disk use fio. For GPUDirect Storage use
-    NVIDIA's gdsio.
+    The bench needs three times --total and 1 GiB of disk, and three times --total and 1 GiB of host memory. For other
+    sizes, depths, mixes and latencies of a disk use fio. For GPUDirect Storage use NVIDIA's gdsio.
     """
     from gdscache.commands.bench.io import BENCH
 
@@ -132,7 +121,6 @@ def ttft(
     quick: Quick = False,
     device: Annotated[str | None, _local("Device of the model: auto, cpu, cuda or cuda:N.")] = None,
     pack: Annotated[bool | None, _local("Keep pages packed (model.pack).", "--pack")] = None,
-    resume: Annotated[Path | None, _local(_RESUME)] = None,
     python: Annotated[str | None, _server("Python with the server and gdscache. Default: the one of gdscache.")] = None,
     disk: Annotated[str | None, _server("Second directory, on a disk: restarts from there, too.")] = None,
     ways: Annotated[list[str] | None, _server(_WAYS, "--way")] = None,
@@ -152,10 +140,9 @@ def ttft(
     and requests a second are measured with no cache, the server's own caches and gdscache. Models have random weights:
     nothing is downloaded.
 
-    Transformers take about eight minutes, and --resume measures the cases that are left. The 8b shape needs 35 GiB of
-    GPU memory, 12 GiB of host memory and 12 GiB of disk; with --all 75, 40 and 45 GiB. A server takes about ten
-    minutes, 25 GiB of GPU memory for each engine that is open, and 40 GiB of host memory. A RAM disk takes host memory
-    too.
+    Transformers take about eight minutes. The 8b shape needs 35 GiB of GPU memory, 12 GiB of host memory and 12 GiB of
+    disk; with --all 75, 40 and 45 GiB. A server takes about ten minutes, 25 GiB of GPU memory for each engine that is
+    open, and 40 GiB of host memory. A RAM disk takes host memory too.
     """
     from gdscache.commands.bench import serving, ttft
     from gdscache.cuda.streams import resolve_device
@@ -179,7 +166,6 @@ def links(
         int | None, size_option("--total", "Bytes that a load brings to each rank. Default: 1GiB.")
     ] = None,
     repeat: Repeat = None,
-    resume: Resume = None,
     json_file: Json = None,
     plot: Plot = None,
     quick: Quick = False,
@@ -193,57 +179,6 @@ def links(
     from gdscache.commands.bench.links import BENCH
 
     BENCH.command(**ctx.params)
-
-
-@bench_app.command("report")
-def report(
-    out: Annotated[Path, _option("Folder for report.html and report.json.", "--out")],
-    directory: Dir = Path(),
-    minutes: Annotated[float | None, _option(_MINUTES, min=0.1)] = None,
-    quick: Quick = False,
-) -> None:
-    """Run every bench that this machine can, and write one page of it.
-
-    The page has the machine, a sentence, a plot and tables of each bench, and the causes of missing figures.
-    """
-    import torch
-
-    from gdscache.commands.bench import report as measured
-    from gdscache.commands.console import progress_bar
-
-    if not directory.is_dir():
-        raise InvalidValueError(f"--dir {directory} is not a directory", "name a directory that exists")
-    out.mkdir(parents=True, exist_ok=True)
-    seconds = 60.0 * (minutes or (9 if torch.cuda.is_available() else 13))
-    with progress_bar(lines=True) as progress:
-        found = measured.measure(directory, out, seconds, progress, quick=quick)
-    typer.echo(f"{out / measured.HTML_NAME}: {', '.join(found['benches'])} in {found['seconds']:.0f} s")
-    for name, cause in found["cannot"].items():
-        typer.echo(f"not measured: {name}: {cause}")
-    if found["interrupted"]:
-        raise typer.Exit(EXIT_INTERRUPTED)
-    if any(one["failed"] for one in found["benches"].values()):
-        raise typer.Exit(EXIT_FAILED)
-
-
-@bench_app.command("compare")
-def compare(
-    first: Annotated[Path, typer.Argument(metavar="A", help="A report of a bench, or the folder of bench report.")],
-    second: Annotated[Path, typer.Argument(metavar="B", help="Another report, of the same bench.")],
-    everything: Annotated[bool, _option("Show the figures that are the same, too.", "--all")] = False,
-    as_json: Annotated[bool, _option("Print the changes as JSON.", "--json")] = False,
-) -> None:
-    """Show the changes from report A to report B beyond noise: figures whose spreads of four rounds or more do not
-    meet."""
-    from gdscache.commands.bench import compare as measured
-    from gdscache.commands.console import show
-
-    both, gone, new = measured.compare(first, second)
-    if as_json:
-        rows = [{"what": one.name, "ratio": one.ratio, "word": one.word} for one in both]
-        typer.echo(json.dumps({"changes": rows, "only_in_first": gone, "only_in_second": new}, indent=2))
-    else:
-        show(*measured.shown(both, gone, new, everything=everything))
 
 
 def _refuse(ctx: typer.Context, panel: str) -> None:

@@ -1,15 +1,13 @@
 """The benches' shared kit. A bench is a `Bench`: its measurement and its display.
 
 * **Cases.** `measure(run, settings, directory)` names its cases (`run.plan`) and measures them in order of importance.
-  `run.case(name, action)` measures one case, unless the resumed report has it or no time is left: no case begins that
-  would end late if it took as long as the case before. Cases that take turns are measured in one `run.guarded(...)`;
-  each is given to `run.add`.
+  `run.case(name, action)` measures one case. Cases that take turns are measured in one `run.guarded(...)`; each is
+  given to `run.add`.
 * **Rows.** An action returns rows of plain data by their key in the report. A row has the measured quantity, its figure
   and spread over the rounds, its reference, the ratio of both, and a target if there is one (`figures.py`). Each row
   has the name of its case.
 * **The report** grows with each case, and is written atomically after each. A failed case is listed with its cause, and
-  the others continue; a case that cannot run here is listed too. After Ctrl-C the report has the cases so far, and
-  `--resume` continues it: finished cases are kept, failed ones are measured again.
+  the others continue; a case that cannot run here is listed too. After Ctrl-C the report has the cases so far.
 * **Tables and bars.** `panels(report)` are its figures, each panel a table and a plot. They, `details(report)` (tables
   of `--all`) and `bottom(report)` (the results in sentences) show a report, also a partial one. With `--quick` rows
   lose their targets: it only shows that everything runs.
@@ -22,11 +20,10 @@ a result), `done` (names of cases), `cannot` and `failed` (`what`, `cause`), and
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import json
-import math
 import shutil
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -38,7 +35,7 @@ import typer
 from gdscache.commands import EXIT_FAILED, EXIT_INTERRUPTED
 from gdscache.commands.bench import machine
 from gdscache.commands.bench.figures import Ratios, Row, Values, draw
-from gdscache.commands.console import Progress, Table, progress_bar, reason_of, show, silent
+from gdscache.commands.console import Progress, Table, progress_bar, show, silent
 from gdscache.errors import (
     CapacityError,
     GdsCacheError,
@@ -55,8 +52,6 @@ Keep = Callable[[dict[str, Any]], None]
 
 ERRORS = (GdsCacheError, RuntimeError, OSError, MemoryError)
 _PLOT_FORMATS = (".png", ".svg", ".pdf")
-# Settings that may differ between a report and the run that continues it.
-_MAY_DIFFER = ("profile", "everything", "transports", "require_gds")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,33 +90,17 @@ class Run:
     def __init__(
         self,
         sections: Report,
-        done: Report | None = None,
         progress: Progress = silent,
         keep: Keep = lambda found: None,
-        seconds: float = math.inf,
         *,
         judged: bool = True,
     ) -> None:
-        """`seconds`: the time of all cases. `judged`: rows keep their targets."""
-        before = done or {}
-        known = set(before.get("done", ()))
-        self.found: dict[str, Any] = {
-            "complete": False,
-            "interrupted": False,
-            "left": [],
-            "done": list(before.get("done", ())),
-            "cannot": [],
-            "failed": [],
-        }
-        for name, start in sections.items():
-            value = before.get(name, start)
-            self.found[name] = [r for r in value if r.get("case") in known] if isinstance(value, list) else value
+        """`judged`: rows keep their targets."""
+        self.found: dict[str, Any] = {"complete": False, "interrupted": False}
+        self.found |= {"left": [], "done": [], "cannot": [], "failed": [], **copy.deepcopy(sections)}
         self.progress = progress
         self._keep = keep
         self._planned: list[str] = []
-        self._began = time.monotonic()  # of the present case
-        self._took = 0.0  # seconds of the case before
-        self._until = self._began + seconds
         self._judged = judged
 
     def plan(self, names: Sequence[str]) -> None:
@@ -129,17 +108,11 @@ class Run:
         self._planned = list(names)
         self._count()
 
-    def wants(self, name: str) -> bool:
-        """Whether a case is planned, not measured yet, and has time left."""
-        left = self._until - time.monotonic()
-        return name in self._planned and name not in self._over() and self._took < left
-
     def case(self, name: str, action: Callable[[], Report]) -> None:
         """Measure a case. `action` returns rows, or a single value, by the key of the report."""
-        if self.wants(name):
-            self.say(name)
-            with self.guarded(name):
-                self.add(name, action())
+        self.say(name)
+        with self.guarded(name):
+            self.add(name, action())
 
     @contextlib.contextmanager
     def guarded(self, *names: str) -> Iterator[None]:
@@ -181,10 +154,7 @@ class Run:
         self.progress(len(self._planned) - len(self.found["left"]), len(self._planned), text)
 
     def save(self) -> None:
-        before, now = len(self.found["left"]), time.monotonic()
         self._count()
-        if len(self.found["left"]) < before:
-            self._began, self._took = now, now - self._began
         self._keep(self.found)
 
     def _count(self) -> None:
@@ -213,12 +183,10 @@ class Bench:
         directory: Path = Path(),
         progress: Progress = silent,
         keep: Keep = lambda found: None,
-        done: Report | None = None,
-        seconds: float = math.inf,
     ) -> dict[str, Any]:
-        """Measure, as plain data. `done`: a report with finished cases. Raises errors that precede the first case."""
+        """Measure, as plain data. Raises errors that precede the first case."""
         settings.check()
-        run = Run(self.sections, done, progress, keep, seconds, judged=settings.profile != "quick")
+        run = Run(self.sections, progress, keep, judged=settings.profile != "quick")
         try:
             self.measure(run, settings, directory)
         except KeyboardInterrupt:
@@ -229,8 +197,8 @@ class Bench:
     def command(self, **options: Any) -> None:
         """The command, by its options: a progress bar, tables, the JSON file, the plot, the exit status."""
         settings = self.settings.of(**options)
-        names = ("directory", "json_file", "plot", "resume")
-        given, json_file, plot, resume = (Path(options[n]) if options.get(n) is not None else None for n in names)
+        names = ("directory", "json_file", "plot")
+        given, json_file, plot = (Path(options[n]) if options.get(n) is not None else None for n in names)
         directory = given or Path()
         settings.check()
         matplotlib = None if plot is None else require_matplotlib(plot)
@@ -238,26 +206,24 @@ class Bench:
         if not directory.is_dir():
             raise InvalidValueError(f"--dir {directory} is not a directory", "name a directory that exists")
         check_writable(json_file, "--report")
-        done = None if resume is None else self.resumed(resume, settings, directory)
-        written = json_file or resume
-        head = self.head(settings, directory)
+        head = {"schema": self.schema, "machine": machine.describe(directory), "settings": settings.describe()}
 
         def keep(found: Report) -> None:
-            if written is not None and (written.is_file() or not written.exists()):  # a pipe gets one report
-                write_json(written, {**head, **found})
+            if json_file is not None and (json_file.is_file() or not json_file.exists()):  # a pipe gets one report
+                write_json(json_file, {**head, **found})
 
         with progress_bar(lines=True) as progress:
-            found = self.run(settings, directory, progress, keep, done)
+            found = self.run(settings, directory, progress, keep)
         report = {**head, **found}
         tables = self.tables(report, everything=settings.everything)
-        show(*_above(report), *tables, *below(report), *self.bottom(report))
-        if written is not None:
-            write_json(written, report)
+        show(*_above(report), *tables, *_below(report), *self.bottom(report))
+        if json_file is not None:
+            write_json(json_file, report)
         if matplotlib is not None:
             figure = matplotlib.figure.Figure(layout="constrained")
             draw(self.panels(report), figure)
-            title = gpus(report["machine"]) or report["machine"]["cpu"] or ""
-            figure.suptitle(f"{title} (--quick: figures mean nothing)" if quick(report) else title)
+            title = _gpus(report["machine"]) or report["machine"]["cpu"] or ""
+            figure.suptitle(f"{title} (--quick: figures mean nothing)" if _quick(report) else title)
             figure.savefig(plot, dpi=150)
         if report["interrupted"]:
             raise typer.Exit(EXIT_INTERRUPTED)
@@ -266,30 +232,6 @@ class Bench:
 
     def tables(self, report: Report, *, everything: bool = False) -> list[Table]:
         return [*(panel.table() for panel in self.panels(report)), *(self.details(report) if everything else ())]
-
-    def head(self, settings: Settings, directory: Path) -> dict[str, Any]:
-        """A report's first keys."""
-        return {"schema": self.schema, "machine": machine.describe(directory), "settings": settings.describe()}
-
-    def resumed(self, path: Path, settings: Settings, directory: Path) -> dict[str, Any]:
-        """The report that a run continues. Raises `InvalidValueError` for another file, and for a report of another
-        bench, of other settings, or of another machine or disk."""
-        try:
-            found = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            hint = f"name a report of bench {self.name}"
-            raise InvalidValueError(f"--resume {path} cannot be read: {reason_of(error)}", hint) from None
-        if not isinstance(found, dict) or found.get("schema") != self.schema:
-            raise InvalidValueError(f"--resume {path} is no report of bench {self.name}", f"its schema: {self.schema}")
-        here = {"settings": settings.describe(), "machine": machine.describe(directory)}
-        keys = [("settings", key) for key in here["settings"] if key not in _MAY_DIFFER]
-        for part, key in [*keys, *(("machine", key) for key in ("cpu", "cores", "gpus", "storage"))]:
-            if found[part].get(key) != here[part][key]:
-                raise InvalidValueError(
-                    f"--resume {path} was measured with {key} {found[part].get(key)}, now it is {here[part][key]}",
-                    "give the options of the first run, on the same machine; or begin a new report",
-                )
-        return found
 
 
 def cause_of(error: BaseException) -> str:
@@ -340,28 +282,25 @@ def _unjudged(part: Any) -> Any:
     return [_unjudged(value) for value in part] if isinstance(part, list) else part
 
 
-def quick(report: Report) -> bool:
+def _quick(report: Report) -> bool:
     """Whether a report's figures only show that everything runs."""
     return bool(report["settings"]["profile"] == "quick")
 
 
-def gpus(machine: Report) -> str:
+def _gpus(machine: Report) -> str:
     """Each kind once, with its number if there are several."""
     return ", ".join(f"{n} {kind}" if n > 1 else kind for kind, n in Counter[str](machine["gpus"]).items())
 
 
-def machine_line(said: Report) -> str:
-    storage = said["storage"]
-    where = f"{storage['file_system']} on {storage['source']}"
-    return f"{said['cpu']}, {said['cores']} cores, {about(said['memory_bytes'])}, {gpus(said) or 'no GPU'}; {where}"
-
-
 def _above(report: Report) -> list[str]:
-    lines = [machine_line(report["machine"])]
-    return [*lines, "--quick: these figures show that everything runs, and mean nothing."] if quick(report) else lines
+    said, storage = report["machine"], report["machine"]["storage"]
+    where = f"{storage['file_system']} on {storage['source']}"
+    memory, on = about(said["memory_bytes"]), _gpus(said) or "no GPU"
+    lines = [f"{said['cpu']}, {said['cores']} cores, {memory}, {on}; {where}"]
+    return [*lines, "--quick: these figures show that everything runs, and mean nothing."] if _quick(report) else lines
 
 
-def below(report: Report) -> list[Table | str]:
+def _below(report: Report) -> list[Table | str]:
     """Cases without a figure, a row for each cause."""
     found: list[Table | str] = []
     for key, title in (("cannot", "Cannot be measured here"), ("failed", "Failed")):
@@ -373,6 +312,5 @@ def below(report: Report) -> list[Table | str]:
             table.add_row(names[0] if len(names) == 1 else f"{names[0]}, and {len(names) - 1} more", cause)
         found.append(table)
     if left := report["left"]:
-        why = "interrupted" if report["interrupted"] else "no time left"
-        found.append(f"Not measured, {why}: {'; '.join(left)}.")
+        found.append(f"Not measured, interrupted: {'; '.join(left)}.")
     return found

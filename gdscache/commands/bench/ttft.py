@@ -69,10 +69,7 @@ def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
 
     cells = chosen(settings)
     run.plan([cell.label for cell in cells])
-    todo = [cell for cell in cells if run.wants(cell.label)]
-    if not todo:
-        return
-    longest = max(cell.prompt_tokens for cell in todo)
+    longest = max(cell.prompt_tokens for cell in cells)
     with (
         frozen_heap(),
         tempfile.TemporaryDirectory(prefix="gdscache-bench-", dir=directory) as made,
@@ -80,7 +77,7 @@ def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
     ):
         kit.require_room(directory, client.ssd_bytes, "name another --dir")
         run.found["model"] = client.describe()
-        for route, some in itertools.groupby(todo, lambda cell: cell.route):
+        for route, some in itertools.groupby(cells, lambda cell: cell.route):
             _route(run, client, route, list(some))
 
 
@@ -94,8 +91,6 @@ def _route(run: kit.Run, client: TransformersClient, route: str, cells: Sequence
         return
     for length, of_length in itertools.groupby(cells, lambda cell: cell.prompt_tokens):
         some = list(of_length)
-        if not any(run.wants(cell.label) for cell in some):
-            return
         with run.guarded(*(cell.label for cell in some)):
             run.say(f"{length:,} tokens: the document is computed and stored")
             stored = client.prime(length)
@@ -106,9 +101,8 @@ def _route(run: kit.Run, client: TransformersClient, route: str, cells: Sequence
                     client.learn(length)
                 for _, of_group in itertools.groupby(some, lambda cell: cell.group):
                     group = list(of_group)
-                    if any(run.wants(cell.label) for cell in group):
-                        with run.guarded(*(cell.label for cell in group)):
-                            (_miss if group[0].where == NOWHERE else _hits)(run, client, group, ceilings)
+                    with run.guarded(*(cell.label for cell in group)):
+                        (_miss if group[0].where == NOWHERE else _hits)(run, client, group, ceilings)
 
 
 class Ceilings(NamedTuple):
