@@ -161,7 +161,6 @@ def bottom(report: kit.Report) -> list[str]:
 
 
 def _is_whole(row: Row) -> bool:
-    """Whether all layers of usual pages move at once."""
     return "all" in row["parts"] and row["page_tokens"] == USUAL_TOKENS
 
 

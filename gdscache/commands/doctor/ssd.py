@@ -51,7 +51,6 @@ def _of_stripe(row: Row, number: int) -> Row:
 
 
 def _place_rows(found: Place, places: Sequence[Place], ssd: SsdConfig | None) -> Iterator[Row]:
-    """Rows for the directory, its mount, disks, free space and O_DIRECT."""
     yield _directory_row(found)
     yield _mount_row(found.mount)
     yield from found.disks
