@@ -196,7 +196,6 @@ app.command("plan")(plan_tiers)
 def describe(config: Config) -> dict[str, Any]:
     """A configuration's meaning as plain data: sizes in bytes, whole pages a tier, the namespace in hex."""
     layout = max(config.model.pool_layouts, key=lambda one: one.page_tokens)  # a page of states is one row
-    extent = layout.extent_bytes
     return {
         "model": config.model.name,
         "kind": config.model.kind,
@@ -205,10 +204,7 @@ def describe(config: Config) -> dict[str, Any]:
             f"{plane.name} {list(plane.shape)} {plane.dtype}"
             for plane in dict.fromkeys(itertools.chain(*config.model.layout().layers))
         ],
-        "page_tokens": layout.page_tokens,
-        "token_bytes": layout.token_bytes,
-        "page_bytes": layout.page_bytes,
-        "extent_bytes": extent,
+        **{name: getattr(layout, name) for name in ("page_tokens", "token_bytes", "page_bytes", "extent_bytes")},
         "tiers": {
             name: None if size is None else {"bytes": size, "pages": size // one}
             for name, (size, one) in _sizes(config, layout).items()

@@ -215,11 +215,13 @@ class WrittenFor:
 
     def text(self, sizes: Sizes, directory: str) -> str:
         """The file: the keys that a user may change, each with its purpose."""
-        own = [_GPU, _CPU, _SSD, _BUFFER, _STORE] if self.cpu else [_SSD, _HICACHE_BUFFER, _HICACHE_STORE]
-        return "\n".join([_HEAD, *own, _LOAD]).format(
+        return "\n".join([_HEAD, *([_GPU, _CPU] if self.cpu else []), _SSD, _BUFFER, _STORE, _LOAD]).format(
             name=self.name,
             room=self.room,
             optional=_OPTIONAL if self.cpu else "",
+            passing="find no room in the CPU tier" if self.cpu else "pass through between HiCache's and the SSD",
+            queued="the CPU tier, and as many to the SSD" if self.cpu else "the SSD",
+            policy=_POLICY if self.cpu else "",
             gate=_GATE if self.gate else "",
             cpu=f"capacity: {format_size(sizes.cpu)}",
             cpu_reason=sizes.cpu_reason,
@@ -305,26 +307,17 @@ ssd:{optional}
   endurance: null             # bytes that may be written in any 24 hours, e.g. 2TiB; null is no limit
 """
 
-_BUFFER = """\
-host_buffer: 256MiB           # host memory for pages that find no room in the CPU tier
-"""
-
-_HICACHE_BUFFER = """\
-host_buffer: 256MiB          # host memory that pages pass through between HiCache's and the SSD
-"""
+_BUFFER = "host_buffer: 256MiB           # host memory for pages that {passing}\n"
 
 _STORE = """\
 store:
-  queue: 2GiB                 # bytes on their way to the CPU tier, and as many to the SSD; further pages are not stored
-  write_policy: write_through # when a page goes on to the SSD: write_through (when it is stored) |
-                              # write_through_selective (after two hits) | write_back (before the CPU tier gives it up)
-  admission: all              # pages that are written there: all | second_offer (seen twice) | tinylfu
+  queue: 2GiB                 # bytes on their way to {queued}; further pages are not stored
+{policy}  admission: all              # pages that are written to the SSD: all | second_offer (seen twice) | tinylfu
 """
 
-_HICACHE_STORE = """\
-store:
-  queue: 2GiB                 # bytes on their way to the SSD; further pages are not stored
-  admission: all              # pages that are written: all | second_offer (seen twice) | tinylfu
+_POLICY = """\
+  write_policy: write_through # when a page goes on to the SSD: write_through (when it is stored) |
+                              # write_through_selective (after two hits) | write_back (before the CPU tier gives it up)
 """
 
 _GATE = (

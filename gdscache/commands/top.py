@@ -92,17 +92,10 @@ def _described(status: Status) -> dict[str, Any]:
         else:
             counts[group] = n
     return {
-        "pid": status.pid,
-        "host": status.host,
-        "command": status.command,
-        "opened": status.opened,
-        "written": status.written,
+        **{name: getattr(status, name) for name in ("pid", "host", "command", "opened", "written", "number")},
+        **{name: getattr(figures, name) for name in ("state", "evictions", "late_requests")},
         "age_seconds": status.age,
-        "number": status.number,
-        "state": figures.state,
         "stopped": figures.stopped or None,
-        "evictions": figures.evictions,
-        "late_requests": figures.late_requests,
         "counts": counts,
         "causes": _by_group(status.causes),
         "latencies": {
