@@ -14,8 +14,9 @@ import torch
 
 from gdscache.commands.bench import kit, machine
 from gdscache.commands.bench.bare import BareLoop
-from gdscache.commands.bench.figures import Ratios, Series, compared, in_words, interleave
+from gdscache.commands.bench.figures import Series, compared, in_words, interleave, ratios
 from gdscache.commands.bench.io_engine import ColdEngine, Place
+from gdscache.commands.console import Table
 from gdscache.config import SsdConfig
 from gdscache.errors import InvalidValueError, IOFailedError, TransportUnavailableError
 from gdscache.sizes import GIB, MIB, about, format_size
@@ -139,9 +140,9 @@ def _row(engine: ColdEngine, place: Place, what: str, figures: tuple[Series, str
 # -- tables and the plot -----------------------------------------------------------------------------------------------
 
 
-def panels(report: kit.Report) -> list[Ratios]:
+def panels(report: kit.Report) -> list[Table]:
     """This cache's speed on the disk; also of a partial report."""
-    return [Ratios("This cache", [(row["what"], row) for row in report["comparisons"]])]
+    return [ratios("This cache", [(row["what"], row) for row in report["comparisons"]])]
 
 
 def bottom(report: kit.Report) -> list[str]:
