@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
+import reprlib
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, get_args
 
@@ -15,7 +16,6 @@ from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, Validatio
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
-from gdscache.arguments import shown
 from gdscache.errors import CapacityError, ConfigError, GeometryError, InvalidValueError, UnknownKeyError
 
 # A misspelt key also looks like a missing one, so it is reported first.
@@ -132,7 +132,7 @@ def _problem(details: ErrorDetails, model: type[BaseModel]) -> _Problem:
         allowed = str(context["error"])
     else:
         allowed = re.sub(r"^\w+ should ", "must ", details["msg"])
-    return _Problem(InvalidValueError, f"`{key}` is {shown(value)}: {allowed}", hint)
+    return _Problem(InvalidValueError, f"`{key}` is {_SHORT.repr(value)}: {allowed}", hint)
 
 
 def dotted(loc: tuple[int | str, ...]) -> str:
@@ -176,3 +176,13 @@ def _nearest(loc: tuple[int | str, ...], known: list[str], model: type[BaseModel
         return f"did you mean `{everywhere[near[0]]}`? Known here: {', '.join(known)}"
     closest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
     return f"the nearest key is `{prefix}{closest[0]}`. Known here: {', '.join(known)}" if closest else ""
+
+
+class _Shortened(reprlib.Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        # Python writes no integer of more than 4,300 digits; 40 are unreadable already.
+        return super().repr_int(x, level) if x.bit_length() <= 128 else f"an integer of {x.bit_length():,} bits"
+
+
+_SHORT = _Shortened()
+_SHORT.maxstring = _SHORT.maxother = 120
