@@ -133,9 +133,9 @@ def ttft(
     """Measure the time to first token of hits against computing: in transformers, or inside vLLM or SGLang.
 
     In transformers (the extra hf) hits from the GPU, the CPU tier and the SSD are measured, and the cost of a miss;
-    with --all also other places, longer prompts, loads without overlap, and the gate. In vLLM and SGLang, first tokens
-    and requests a second are measured with no cache, the server's own caches and gdscache. Models have random weights:
-    nothing is downloaded.
+    with --all also longer prompts, loads without overlap, and the gate. In vLLM and SGLang, first tokens and requests a
+    second are measured with no cache, the server's own caches and gdscache. Models have random weights: nothing is
+    downloaded.
 
     Transformers take about eight minutes. The 8b shape needs 35 GiB of GPU memory, 12 GiB of host memory and 12 GiB of
     disk; with --all 75, 40 and 45 GiB. A server takes about ten minutes, 25 GiB of GPU memory for each engine that is

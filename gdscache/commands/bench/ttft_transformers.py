@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -52,7 +51,7 @@ _CHUNKS = 4  # of a miss: three of them are stored during the next one
 
 
 class TransformersClient:
-    """The model and its planes while open, with one cache at a time (`open_cache`).
+    """The model and its planes while open, with a cache (`open_cache`).
 
     Many methods: each kind of measured request is one, and each step of its forward pass.
     """
@@ -60,11 +59,10 @@ class TransformersClient:
     def __init__(self, settings: Settings, longest: int, directory: Path) -> None:
         """`longest`: tokens of the longest prompt."""
         self.settings, self.device = settings, torch.device(settings.device)
-        self._directory = directory
+        self._ssd = directory / "ssd"
         self._cache: CacheEngine | None = None
         self._gates: dict[tuple[bool, bool], Gate] = {}
         self._misses = itertools.count()
-        self._route = ""
         self.model = _model(settings, self.device)
         name, dtype = settings.preset, settings.dtype
         weights, size = f"random, seed {settings.seed}", settings.page_tokens
@@ -85,7 +83,7 @@ class TransformersClient:
     @property
     def in_memory(self) -> bool:
         """Whether the SSD tier lies on a RAM disk."""
-        return machine.in_memory(self._directory)
+        return machine.in_memory(self._ssd.parent)
 
     @property
     def ssd_bytes(self) -> int:
@@ -98,19 +96,17 @@ class TransformersClient:
 
     # -- caches ----------------------------------------------------------------------------------------------------
 
-    def config(self, route: str) -> Config:
-        """A cache with room for two of the longest prompts on each tier; without a CPU tier on the direct route."""
+    def config(self) -> Config:
+        """A cache with room for two of the longest prompts on each tier, whose loads go through the CPU tier."""
         room, ring = self._room, max(256 * MIB, 8 * self.layout.extent_bytes)
-        ssd = {"path": str(self._directory / route), "capacity": self.ssd_bytes, "route": route}
+        ssd = {"path": str(self._ssd), "capacity": self.ssd_bytes, "route": "via_cpu", "gds": "off"}
         if self.in_memory:
             ssd["threads"] = RAM_THREADS
-        if route == "via_cpu":
-            ssd["gds"] = "off"
         return Config.from_dict(
             {
                 "model": self._section,
                 "gpu": {"device": str(self.device), "staging": ring, "capacity": room},
-                "cpu": {"capacity": room} if route == "via_cpu" else None,
+                "cpu": {"capacity": room},
                 "ssd": ssd,
                 "host_buffer": ring,
                 "store": {"queue": room},
@@ -120,11 +116,9 @@ class TransformersClient:
             source="the configuration made for this run",
         )
 
-    def open_cache(self, route: str) -> None:
-        """Replace the open cache by an empty one. Raises as `CacheEngine.from_config`: some routes need hardware."""
-        self.close_cache()
-        self._route = route
-        self._cache = CacheEngine.from_config(self.config(route), planes=self.planes)
+    def open_cache(self) -> None:
+        """Open an empty cache. Raises as `CacheEngine.from_config`."""
+        self._cache = CacheEngine.from_config(self.config(), planes=self.planes)
         size, nbytes = self.layout.page_tokens, self.layout.bytes_in
         costs = {overlap: Costs() for overlap in (True, False)}
         self._gates = {
@@ -133,16 +127,10 @@ class TransformersClient:
             for gate in (True, False)
         }
 
-    def close_cache(self) -> None:
-        """Close the cache, and delete its files."""
+    def close(self) -> None:
         if self._cache is not None:
             self._cache.close(drain=False)
             self._cache = None
-        if self._route:
-            shutil.rmtree(self._directory / self._route, ignore_errors=True)
-
-    def close(self) -> None:
-        self.close_cache()
         del self.model, self.planes
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -238,14 +226,13 @@ class TransformersClient:
         """Train the gates on times of prefills and loads: misses and hits of several lengths, with overlap and
         without."""
         size = self.settings.page_tokens
-        places = ("ssd_direct",) if self._route == "direct" else SWITCHED[:2]
         most = cached_tokens(length, max(CACHED), size)
         for overlap, part in itertools.product((True, False), _LEARNT_PARTS):
             self.install(overlap=overlap, gate=False)
             salt = f"miss {next(self._misses)}"
             self._load_and_compute(self.prompt(max(2, length // part), 0), overlap=overlap, salt=salt)
             cached = most // part // size * size
-            for where in places if cached else ():
+            for where in SWITCHED if cached else ():
                 tokens = self.prompt(length, cached, other=part)[: cached + max(2, length // 8)]
                 self.place(tokens, cached, where)
                 self._load_and_compute(tokens, overlap=overlap)
@@ -276,7 +263,7 @@ class TransformersClient:
 
     @property
     def slab(self) -> Path:
-        return self._directory / self._route / slab_name(0)
+        return self._ssd / slab_name(0)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
