@@ -200,7 +200,6 @@ def test_a_failing_baseline_fails_its_cells(
 def client(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TransformersClient]:
     made = TransformersClient(request.param, 96, tmp_path)
     try:
-        made.open_cache()
         assert made.prime(96) > 0
         yield made
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import shutil
 import tempfile
 from contextlib import closing
 from pathlib import Path
@@ -18,7 +19,7 @@ from gdscache.commands.bench.figures import Series, compared, in_words, interlea
 from gdscache.commands.bench.io_engine import ColdEngine, Place
 from gdscache.commands.console import Table
 from gdscache.config import SsdConfig
-from gdscache.errors import InvalidValueError, IOFailedError, TransportUnavailableError
+from gdscache.errors import CapacityError, InvalidValueError, IOFailedError, TransportUnavailableError
 from gdscache.sizes import GIB, MIB, about, format_size
 from gdscache.storage.base import GDS, Op
 from gdscache.storage.probe import gds_operations
@@ -65,7 +66,9 @@ def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
     """Measure all cases, the most important first. Files go into a temporary directory, which is deleted. Raises
     `CapacityError` if the disk has too little room."""
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    kit.require_room(directory, 3 * settings.total + GIB, "lower --total")
+    needed, free = 3 * settings.total + GIB, shutil.disk_usage(directory).free
+    if free < needed:
+        raise CapacityError(f"{directory} has {about(free)} free, {about(needed)} are needed", "lower --total")
     some = [*itertools.product(("", *settings.transports), TARGETS)]
     run.plan([_label("stores and loads", *one) for one in some])
     threads = settings.threads or (RAM_THREADS if machine.in_memory(directory) else ENGINE_THREADS)

@@ -23,7 +23,6 @@ import contextlib
 import copy
 import dataclasses
 import json
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -37,7 +36,6 @@ from gdscache.commands.bench import machine
 from gdscache.commands.bench.figures import Row, Values, draw
 from gdscache.commands.console import Progress, Table, progress_bar, show, silent
 from gdscache.errors import (
-    CapacityError,
     GdsCacheError,
     InvalidValueError,
     MissingPackageError,
@@ -239,12 +237,6 @@ def cause_of(error: BaseException) -> str:
     """An error in one line."""
     message = error.message if isinstance(error, GdsCacheError) else str(error)
     return " ".join(message.split()) or type(error).__name__
-
-
-def require_room(directory: Path, needed: int, hint: str) -> None:
-    """Raises `CapacityError` if a directory's disk has fewer free bytes."""
-    if (free := shutil.disk_usage(directory).free) < needed:
-        raise CapacityError(f"{directory} has {about(free)} free, {about(needed)} are needed", hint)
 
 
 def check_writable(path: Path | None, option: str) -> None:

@@ -75,9 +75,7 @@ def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
         tempfile.TemporaryDirectory(prefix="gdscache-bench-", dir=directory) as made,
         contextlib.closing(TransformersClient(settings, longest, Path(made))) as client,
     ):
-        kit.require_room(directory, client.ssd_bytes, "name another --dir")
         run.found["model"] = client.describe()
-        client.open_cache()
         for length, of_length in itertools.groupby(cells, lambda cell: cell.prompt_tokens):
             some = list(of_length)
             with run.guarded(*(cell.label for cell in some)):
