@@ -24,7 +24,7 @@ import numpy as np
 from gdscache.commands.console import Progress, Table, reason_of, silent
 from gdscache.commands.inspect.names import facts_of, kept_by, made_of
 from gdscache.commands.inspect.owner import find_owner
-from gdscache.commands.inspect.reading import Contents, existing, has_log, read
+from gdscache.commands.inspect.reading import Contents, existing, read
 from gdscache.config import Config
 from gdscache.disk import history_file
 from gdscache.disk.history_file import History
@@ -93,7 +93,7 @@ def explain(directory: Path, asked: Asked, config: Config | None = None, progres
     of tokens in a hybrid model with planes by group. Raises as `inspect` does.
     """
     directory = existing(directory)
-    owner = find_owner(directory, catalog_open=has_log(directory))
+    owner = find_owner(directory)
     contents = read(directory, progress)
     history = history_file.read(directory)
     named = {digest: _keys(digest, each.fields, asked, config) for digest, each in contents.names.items()}

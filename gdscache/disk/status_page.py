@@ -1,7 +1,7 @@
 """The status page of a cache directory in use: 4 KiB that its owner rewrites every second.
 
-A thread writes it that takes no lock of the engine, so that a hanging engine can be inspected; `gdscache inspect` and
-`gdscache top` read it. docs/format.md has it byte by byte.
+A thread writes it that takes no lock of the engine, so that a hanging engine can be watched; `gdscache top` reads it.
+docs/format.md has it byte by byte.
 """
 
 from __future__ import annotations

@@ -229,7 +229,7 @@ def _lock(data: bytes, folder: Path) -> None:
             with contextlib.suppress(GdsCacheError):
                 CacheDirectory.open(folder, engine=engine).close()
                 raise BreachError("a directory in use was given away")
-        find_owner(folder, catalog_open=True)
+        find_owner(folder)
 
 
 def _lock_seeds(folder: Path) -> Seeds:

@@ -213,19 +213,21 @@ def test_the_owner_is_found_without_taking_the_lock(cache: Path, monkeypatch: py
         monkeypatch.setattr(fcntl, "flock", refused)
         assert inspect(cache)["owner"]["pid"] == os.getpid()
         (cache / LOCK_NAME).write_bytes(b"[")  # its holder has not said its name
-        assert find_owner(cache, catalog_open=True) == Owner("in use", os.getpid())
+        assert find_owner(cache) == Owner("in use", os.getpid())
         monkeypatch.setattr(fcntl, "flock", genuine)
     lock = {"pid": 1, "host": "elsewhere.example", "started": "then", "command": "x"}
     (cache / LOCK_NAME).write_text(json.dumps(lock))
-    assert find_owner(cache, catalog_open=True).state == "unknown"  # a container's, whose locks are not shown
-    assert find_owner(cache, catalog_open=False).state == "free"
-    assert find_owner(cache, catalog_open=False, locks=cache / "none").state == "unknown"
+    (cache / "catalog.sqlite-wal").touch()
+    assert find_owner(cache).state == "unknown"  # a container's, whose locks are not shown
+    (cache / "catalog.sqlite-wal").unlink()
+    assert find_owner(cache).state == "free"
+    assert find_owner(cache, cache / "none").state == "unknown"
     (cache / LOCK_NAME).write_text(json.dumps(lock | {"pid": float("inf")}))  # which is no process's number
-    assert find_owner(cache, catalog_open=False).state == "free"
+    assert find_owner(cache).state == "free"
     (cache / LOCK_NAME).unlink()
-    assert find_owner(cache, catalog_open=False).state == "free"
+    assert find_owner(cache).state == "free"
     (cache / LOCK_NAME).mkdir()
-    assert find_owner(cache, catalog_open=False).state == "unknown"
+    assert find_owner(cache).state == "unknown"
 
 
 # -- verify ----------------------------------------------------------------------------------------------------------

@@ -124,7 +124,7 @@ def find_directory(directory: Path, place: Path) -> Row:
         problem, hint = f"{place} cannot be looked at: {error.strerror}", "set ssd.path to a directory"
     exists = place == Path(os.path.abspath(directory))
     if exists and not problem:
-        owner = find_owner(place, catalog_open=False)
+        owner = find_owner(place)
         if owner.state == "in use":
             holder = f"process {owner.pid}" + (f": {owner.command}" if owner.command else "")
     found = format_version(place) if exists and not problem else None

@@ -173,11 +173,6 @@ def _version(directory: Path) -> tuple[bytes, int, int, int]:
     return b"", status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def has_log(directory: Path) -> bool:
-    """Whether the catalogue has a log: it is open, or its owner was killed."""
-    return os.path.lexists(directory / f"{CATALOG_NAME}-wal")
-
-
 @contextlib.contextmanager
 def open_catalog(directory: Path, progress: Progress) -> Iterator[sqlite3.Connection]:
     """A connection to a copy of the checked catalogue, for several threads in turn. The previous version's tables are

@@ -12,15 +12,14 @@ from typing import Any
 import numpy as np
 
 from gdscache.commands.inspect.names import made_of
-from gdscache.commands.inspect.owner import find_owner
-from gdscache.commands.inspect.reading import Contents, existing, has_log, os_errors, read
+from gdscache.commands.inspect.owner import LOG_NAME, find_owner
+from gdscache.commands.inspect.reading import Contents, existing, os_errors, read
 from gdscache.disk.catalog_file import CATALOG_NAME, SIDECARS, kept_aside
 from gdscache.disk.catalog_image import Progress
 from gdscache.disk.recovery import Recovered
 
 SCHEMA = "gdscache.inspect/6"
 _NEVER = -(1 << 63)  # below any use
-LOG_NAME = f"{CATALOG_NAME}-wal"  # an engine's commits since its last checkpoint
 
 
 def inspect(directory: Path, progress: Progress = lambda done, total, text: None) -> dict[str, Any]:
@@ -32,7 +31,7 @@ def inspect(directory: Path, progress: Progress = lambda done, total, text: None
     `CatalogVersionError`, `IOFailedError` (missing, unreadable, corrupt or steadily changing files).
     """
     directory = existing(directory)
-    owner = find_owner(directory, catalog_open=has_log(directory))
+    owner = find_owner(directory)
     contents = read(directory, progress)
     slab, pages, sizes = contents.slab, contents.pages, contents.slab_bytes
     present = [name for name in (CATALOG_NAME, LOG_NAME) if (directory / name).exists()]

@@ -21,24 +21,6 @@ def inspect_tables(report: Mapping[str, Any]) -> list[Table]:
     table = Table()
     table.add_row("directory", str(report["path"]))
     table.add_row("owner", _owner(report["owner"]))
-    _add_contents(table, report)
-    for file in report["files"]:
-        table.add_row(file["name"], _size(file["bytes"]))
-    for stripe in report["stripes"][1:]:
-        table.add_row(stripe["name"], f"{_size(stripe['bytes'])} in {stripe['path']!s}")
-    if report["unusable_rows"]:
-        causes = ", ".join(f"{count:,} {cause}" for cause, count in report["unusable_rows"].items())
-        table.add_row("unusable rows", f"{causes}: the next engine deletes them")
-    if report["suspect"]:
-        table.add_row("suspect", "the catalogue was found corrupt in use: the next engine looks at it again")
-    for file in report["set_aside"]:
-        table.add_row("set aside", f"{file['name']!s}, {about(file['bytes'])}: was corrupt; may be deleted")
-    if report["owner"]["state"] == "in use":
-        table.add_row("not shown", "pages that are not committed yet; and rates and causes, which gdscache top shows")
-    return [table, _namespaces(report["namespaces"]), _made_of(report["namespaces"])]
-
-
-def _add_contents(table: Table, report: Mapping[str, Any]) -> None:
     version = f"{report['format_version']}, made {report['created'] or 'at unknown time'!s}"
     if report["format_version"] != FORMAT_VERSION:
         version += f"; the next engine makes it {FORMAT_VERSION}, and keeps its pages"
@@ -55,6 +37,20 @@ def _add_contents(table: Table, report: Mapping[str, Any]) -> None:
         table.add_row(
             "expiring", f"{kept['expiring_pages']:,} pages have a ttl, of which {kept['expired_pages']:,} ended"
         )
+    for file in report["files"]:
+        table.add_row(file["name"], _size(file["bytes"]))
+    for stripe in report["stripes"][1:]:
+        table.add_row(stripe["name"], f"{_size(stripe['bytes'])} in {stripe['path']!s}")
+    if report["unusable_rows"]:
+        causes = ", ".join(f"{count:,} {cause}" for cause, count in report["unusable_rows"].items())
+        table.add_row("unusable rows", f"{causes}: the next engine deletes them")
+    if report["suspect"]:
+        table.add_row("suspect", "the catalogue was found corrupt in use: the next engine looks at it again")
+    for file in report["set_aside"]:
+        table.add_row("set aside", f"{file['name']!s}, {about(file['bytes'])}: was corrupt; may be deleted")
+    if report["owner"]["state"] == "in use":
+        table.add_row("not shown", "pages that are not committed yet; and rates and causes, which gdscache top shows")
+    return [table, _namespaces(report["namespaces"]), _made_of(report["namespaces"])]
 
 
 def verify_tables(report: Mapping[str, Any]) -> list[Table]:
