@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import re
 from fractions import Fraction
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, WithJsonSchema
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -23,6 +23,7 @@ UNITS = {
 }
 
 # Bounded runs of digits: exact arithmetic on a number of any length would let a file use any amount of memory.
+SIZE_PATTERN = r"^[0-9]{1,19}(\.[0-9]{1,19})? ?(B|[KMGTP]iB|[KMGTP]B|kB)?$"
 _SIZE = re.compile(r"([0-9]{1,19}(?:\.[0-9]{1,19})?) ?([A-Za-z]*)")
 _ALLOWED = "must be bytes as a whole number, or a number and a unit: 4KiB, 512MiB, 1.5GiB (binary), 10GB (decimal)"
 
@@ -66,4 +67,8 @@ def about(size: int) -> str:
     return f"{size} bytes"
 
 
-Size = Annotated[int, BeforeValidator(parse_size)]
+SIZE_SCHEMA: dict[str, Any] = {
+    "anyOf": [{"type": "integer", "minimum": 0, "maximum": MAX_SIZE}, {"type": "string", "pattern": SIZE_PATTERN}]
+}
+
+Size = Annotated[int, BeforeValidator(parse_size), WithJsonSchema(SIZE_SCHEMA)]

@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 
 from gdscache.config import Config
 from gdscache.metrics import FAMILIES
-from gdscache.sizes import format_size, parse_size
+from gdscache.sizes import SIZE_SCHEMA, format_size
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLES = re.compile(r"<!-- keys: (\S+) -->\n.*?<!-- end -->\n", re.DOTALL)
@@ -70,7 +70,7 @@ def is_list(field: FieldInfo) -> bool:
 
 def shown(field: FieldInfo) -> str:
     value = field.default
-    if any(getattr(extra, "func", None) is parse_size for extra in field.metadata) and value is not None:
+    if any(getattr(extra, "json_schema", None) == SIZE_SCHEMA for extra in field.metadata) and value is not None:
         return format_size(value)
     if isinstance(value, bool) or value is None:
         return {None: "null", True: "true", False: "false"}[value]

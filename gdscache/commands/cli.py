@@ -18,7 +18,7 @@ from gdscache.commands.config_init import init, load_any, print_shipped
 from gdscache.commands.console import App, Table, progress_bar, show
 from gdscache.commands.replay.commands import plan_tiers, replay
 from gdscache.commands.top import top
-from gdscache.config import Config, load_config
+from gdscache.config import Config, config_schema, load_config
 from gdscache.config.concerns import concerns
 from gdscache.config.pools import plain_parts, pool_parts
 from gdscache.pages.keys import namespace_digest
@@ -50,6 +50,12 @@ def _options(
     ] = False,
 ) -> None:
     pass
+
+
+@config_app.command("schema")
+def schema() -> None:
+    """Print the JSON schema of a configuration file, for editors."""
+    typer.echo(json.dumps(config_schema(), indent=2))
 
 
 @config_app.command("check")

@@ -20,6 +20,7 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
     ValidatorFunctionWrapHandler,
+    WithJsonSchema,
     field_validator,
 )
 
@@ -28,7 +29,7 @@ from gdscache.config.model import ModelConfig, PlaneConfig
 from gdscache.config.problems import COLLECT, NOWHERE, ConfigSection, dotted, explain, rejected
 from gdscache.errors import CapacityError, ConfigError, ConfigFileError, GeometryError, InvalidValueError
 from gdscache.limits import MAX_COUNT, MAX_SECONDS
-from gdscache.sizes import GIB, MIB, Size, format_size, parse_size
+from gdscache.sizes import GIB, MIB, SIZE_SCHEMA, Size, format_size, parse_size
 
 __all__ = [
     "Config",
@@ -39,6 +40,7 @@ __all__ = [
     "PlaneConfig",
     "SsdConfig",
     "StoreConfig",
+    "config_schema",
     "load_config",
 ]
 
@@ -48,9 +50,14 @@ def _switch(value: object) -> object:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
-Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)]
+Switch = Annotated[
+    Literal["auto", "on", "off"], BeforeValidator(_switch), WithJsonSchema({"enum": ["auto", "on", "off", True, False]})
+]
+
 GateMode = Annotated[
-    Literal["off", "advisory", "enforcing"], BeforeValidator(lambda value: "off" if value is False else value)
+    Literal["off", "advisory", "enforcing"],
+    BeforeValidator(lambda value: "off" if value is False else value),
+    WithJsonSchema({"enum": ["off", "advisory", "enforcing", False]}),
 ]
 
 
@@ -60,7 +67,7 @@ _CLASS = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
 _TRANSPORT = rf"auto|posix|uring|cufile|kvikio|nixl|{_CLASS}"
 
 
-def _text(pattern: str, allowed: str) -> AfterValidator:
+def _text(pattern: str, allowed: str) -> tuple[AfterValidator, WithJsonSchema]:
     """The check of a text that matches a pattern; `allowed`: the pattern in words."""
 
     def checked(value: str) -> str:
@@ -68,7 +75,7 @@ def _text(pattern: str, allowed: str) -> AfterValidator:
             raise ValueError(f"must be {allowed}")
         return value
 
-    return AfterValidator(checked)
+    return AfterValidator(checked), WithJsonSchema({"type": "string", "pattern": f"^({pattern})$"})
 
 
 def _expand(value: object) -> Path:
@@ -95,10 +102,10 @@ def _variable(match: re.Match[str]) -> str:
 
 
 EvictionOrder = Literal["lru", "lifetime"]
-Device = Annotated[str, _text(_DEVICE, "auto, cpu, cuda or cuda:N, with N from 0 to 127")]
-Transport = Annotated[str, _text(_TRANSPORT, "auto, posix, uring, cufile, kvikio, nixl or package.module:Class")]
-ClassPath = Annotated[str, _text(_CLASS, "package.module:Class")]
-Directory = Annotated[Path, BeforeValidator(_expand)]
+Device = Annotated[str, *_text(_DEVICE, "auto, cpu, cuda or cuda:N, with N from 0 to 127")]
+Transport = Annotated[str, *_text(_TRANSPORT, "auto, posix, uring, cufile, kvikio, nixl or package.module:Class")]
+ClassPath = Annotated[str, *_text(_CLASS, "package.module:Class")]
+Directory = Annotated[Path, BeforeValidator(_expand), WithJsonSchema({"type": "string", "minLength": 1})]
 
 
 class GpuConfig(ConfigSection):
@@ -469,3 +476,17 @@ def labels(section: object, source: str) -> Mapping[str, object]:
             f"take it out; model may have {', '.join(_LABELS)} here",
         )
     return section
+
+
+def config_schema() -> dict[str, Any]:
+    """JSON schema (2020-12) of a configuration file, for editors. It has keys, types and ranges, but no cross
+    checks."""
+    schema = Config.model_json_schema()
+    for section in (schema, *schema["$defs"].values()):
+        for field in section["properties"].values():
+            field.pop("title", None)
+            if field.get("anyOf") == SIZE_SCHEMA["anyOf"]:
+                field["default"] = format_size(field["default"])
+            elif isinstance(field.get("default"), dict):
+                field["default"] = {}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "gdscache configuration"}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, Strict, model_validator
+from pydantic import AfterValidator, Field, Strict, WithJsonSchema, model_validator
 
 from gdscache.config.problems import ConfigSection, rejected
 from gdscache.errors import ConfigError, GeometryError
@@ -22,7 +22,7 @@ def _known_dtype(value: str) -> str:
     return value
 
 
-Dtype = Annotated[str, AfterValidator(_known_dtype)]
+Dtype = Annotated[str, AfterValidator(_known_dtype), WithJsonSchema({"type": "string", "enum": list(DTYPE_BYTES)})]
 Positive = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Layer = Annotated[int, Field(ge=0, lt=MAX_LAYERS)]
 

@@ -18,13 +18,19 @@ import typer.main
 
 from gdscache import CacheEngine
 from gdscache.commands import cli
-from gdscache.config import load_config
+from gdscache.config import config_schema, load_config
 from gdscache.pages.keys import namespace_digest
 from gdscache.sizes import about
 from tests.support.hybrid import MODELS, hybrid_config
 from tests.support.places import ROOT
 
 CONFIGS = ROOT / "configs"
+
+
+def test_schema_is_json_and_nothing_else(gdscache) -> None:
+    status, out, err = gdscache("config", "schema")
+    assert (status, err) == (0, "")
+    assert json.loads(out) == config_schema()
 
 
 def test_check_as_json(gdscache) -> None:

@@ -10,19 +10,22 @@ import runpy
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
+import gdscache.config
 from gdscache import errors
-from gdscache.config import Config, GpuConfig, ModelConfig, load_config
+from gdscache.config import Config, GpuConfig, ModelConfig, config_schema, load_config
 from gdscache.config.file import read_mapping
 from gdscache.config.problems import known_keys, section_of
 from gdscache.metrics import FAMILIES
 from gdscache.pages.keys import namespace_digest
-from gdscache.pages.layout import Plane
-from gdscache.sizes import MAX_SIZE, about, format_size, parse_size
+from gdscache.pages.layout import MAX_PAGE_TOKENS, Plane
+from gdscache.sizes import MAX_SIZE, SIZE_SCHEMA, about, format_size, parse_size
 from tests.support.places import ROOT
 
 SHIPPED = sorted(path for path in (ROOT / "configs").glob("*.yaml") if path.stem != "alerts")
@@ -56,10 +59,12 @@ def refused(cause: type[errors.ConfigError], *parts: str, **data: object) -> str
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_shipped_file_loads_and_fits_a_terminal(path: Path) -> None:
+def test_shipped_file_loads_and_fits_the_schema(path: Path) -> None:
     loaded = load_config(path)
-    # Other tools may read YAML 1.1, where `on` is a boolean.
+    jsonschema.Draft202012Validator(config_schema()).validate(read_mapping(path))
+    # Editors and other tools may read YAML 1.1, where `on` is a boolean.
     by_other_reader = yaml.safe_load(path.read_text(encoding="utf-8"))
+    jsonschema.Draft202012Validator(config_schema()).validate(by_other_reader)
     assert Config.from_dict(by_other_reader) == loaded
     lines = path.read_text(encoding="utf-8").splitlines()
     assert any(line.startswith("# Needs") for line in lines[:6])
@@ -107,7 +112,7 @@ def test_default_yaml_has_every_key_with_its_default_and_a_comment(tmp_path: Pat
 
 
 def is_size(field: Any) -> bool:
-    return any(getattr(extra, "func", None) is parse_size for extra in field.metadata)
+    return any(getattr(extra, "json_schema", None) == SIZE_SCHEMA for extra in field.metadata)
 
 
 def test_the_documentation_and_default_yaml_are_those_of_the_models() -> None:
@@ -213,6 +218,7 @@ def test_a_config_cannot_be_changed() -> None:
 def test_sizes(text: int | str, size: int) -> None:
     assert parse_size(text) == size
     assert type(parse_size(text)) is int
+    jsonschema.validate(text, SIZE_SCHEMA)
 
 
 @pytest.mark.parametrize(
@@ -242,6 +248,20 @@ def test_a_formatted_size_reads_back(size: int) -> None:
 def test_a_decimal_size_is_exact_but_for_the_last_byte(whole: int, thousandths: int, unit: str) -> None:
     size = parse_size(f"{whole}.{thousandths:03}{unit}")
     assert size == (whole * 1000 + thousandths) * parse_size(f"1{unit}") // 1000
+
+
+A_SIZE = jsonschema.Draft202012Validator(SIZE_SCHEMA)
+
+
+@given(st.text(max_size=12) | st.from_regex(r"[0-9]{1,4}\.?[0-9]{0,2} ?[KMGTPkib]{0,3}B?", fullmatch=True))
+def test_schema_and_parser_agree_on_every_text(text: str) -> None:
+    try:
+        parse_size(text)
+        accepted = True
+    except ValueError:
+        accepted = False
+    # A pattern's `$` also matches before a final newline in Python's `re`, unlike in ECMAScript, whose rules count.
+    assert accepted == (A_SIZE.is_valid(text) and not text.endswith("\n"))
 
 
 @given(st.integers(0, 1 << 62))
@@ -632,6 +652,55 @@ def test_the_order_of_the_text_does_not_matter(shuffle: random.Random) -> None:
 def test_a_namespace_is_the_same_in_every_release() -> None:
     # A changed value makes every stored page unreachable: raise keys.FORMAT on purpose, never by accident.
     assert namespace(MHA).hex() == "542cedb93bc70d6971fb707ccc5067c297672ba20e11bfb2ea62bdb288bfb950"
+
+
+# --- schema ------------------------------------------------------------------------------------------------------
+
+
+def test_the_schema_is_one_and_refuses_what_the_models_refuse() -> None:
+    schema = config_schema()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    assert validator.is_valid({"model": MHA})
+    wrong: list[dict[str, Any]] = [
+        {},
+        {"model": MHA, "cup": {}},
+        {"model": MHA | {"page_tokens": MAX_PAGE_TOKENS + 1}},
+        {"model": MHA | {"dtype": "bf16"}},
+        {"model": MHA, "cpu": {"capacity": "64G"}},
+        {"model": MHA, "gpu": {"kernels": "maybe"}},
+        {"model": MHA, "gpu": {"device": "gpu"}},
+        {"model": MHA, "ssd": {}},
+        {"model": MHA, "ssd": {"path": "x", "transport": "posxi"}},
+    ]
+    for data in wrong:
+        assert not validator.is_valid(data), data
+        with pytest.raises(errors.GdsCacheError):
+            Config.from_dict(data)
+
+
+def test_the_schema_describes_every_key_and_its_default() -> None:
+    schema = config_schema()
+
+    def section(model: type[BaseModel]) -> dict[str, Any]:
+        found: dict[str, Any] = schema if model is Config else schema["$defs"][model.__name__]
+        return found
+
+    for model in (
+        Config,
+        *(c for c in vars(gdscache.config).values() if isinstance(c, type) and issubclass(c, BaseModel)),
+    ):
+        if model.__name__ == "ConfigSection":
+            continue
+        properties = section(model)["properties"]
+        assert list(properties) == list(model.model_fields)
+        for name, field in model.model_fields.items():
+            assert properties[name]["description"] == field.description
+            if is_size(field):
+                assert properties[name]["default"] == format_size(field.default)
+                assert parse_size(properties[name]["default"]) == field.default
+    filled = {name: p["default"] for name, p in schema["properties"].items() if "default" in p}
+    assert Config.from_dict(filled | {"model": MHA}) == config()
 
 
 # -- where in a file ------------------------------------------------------------------------------------------------
