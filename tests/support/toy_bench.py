@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from gdscache.commands.bench import figures, kit
-from gdscache.commands.console import Table
 from gdscache.errors import CapacityError
 
 SERIES = figures.series((1.0, 2.0, 3.0))
@@ -22,8 +21,8 @@ def toy(actions: Mapping[str, Callable[[], Any]]) -> kit.Bench:
         for case, action in actions.items():
             run.case(case, lambda action=action: {"r": [{"value": action(), **TOY}]})
 
-    def panels(report: kit.Report) -> list[Table]:
-        return [figures.ratios("Toys", [(f"load of {row['case']}", row) for row in report["r"]])]
+    def panels(report: kit.Report) -> list[figures.Ratios]:
+        return [figures.Ratios("Toys", [(f"load of {row['case']}", row) for row in report["r"]])]
 
     def bottom(report: kit.Report) -> list[str]:
         return [f"toy <moves> {len(report['r'])} & more."]

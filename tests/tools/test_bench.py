@@ -97,11 +97,11 @@ def test_quick_prints_no_verdict(tmp_path: Path, profile: str, capsys: pytest.Ca
 
 def test_a_line_has_the_figures_of_its_row() -> None:
     slow = {**TOY, "unit": "s", "ratio_low": 0.3, "ratio_high": 0.9}
-    [fast, late] = figures.ratios("", [("a toy", TOY), ("slow", slow)]).rows
+    [fast, late] = figures.Ratios("", [("a toy", TOY), ("slow", slow)]).table().rows
     assert fast == ("a toy", "2.00 GB/s", "another: 4.00 GB/s", "0.500 (0.250 to 1.00)", "MISSED: at least 0.75")
     assert late == ("slow", "2.00 s", "another: 4.00 s", "0.500 (0.300 to 0.900)", "MISSED: at most 0.75")
-    unjudged = figures.ratios("", [("w", figures.compared("w", SERIES, "x", SERIES))])
-    assert unjudged.columns[-1] == "ratio"
+    unjudged = figures.Ratios("", [("w", figures.compared("w", SERIES, "x", SERIES))])
+    assert unjudged.table().columns[-1] == "ratio"
 
 
 def test_panels_without_lines_are_not_drawn() -> None:
@@ -110,7 +110,7 @@ def test_panels_without_lines_are_not_drawn() -> None:
     bars = [figures.Bar("a", [9.0, 8.0, 33.0], "0.6", 7.0), figures.Bar("b", [4.0, 7.5], "0.6")]
     values, none = (figures.Values("v", some, "ms", "{:.1f}".format) for some in (bars, []))
     assert values.table().rows == [("a", "9.0 (8.0 to 33.0)", ""), ("b", "5.8 (4.0 to 7.5)", "1.57")]
-    for panels, titles in ([], []), ([none, values, figures.ratios("r", [("a toy", TOY)])], ["v"]):
+    for panels, titles in ([], []), ([none, values, figures.Ratios("r", [("a toy", TOY)])], ["v"]):
         figure = matplotlib.figure.Figure()
         figures.draw(panels, figure)
         assert [axes.get_title() for axes in figure.axes] == titles

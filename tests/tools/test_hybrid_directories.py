@@ -11,7 +11,10 @@ import yaml
 from typer.testing import CliRunner
 
 from gdscache.commands.cli import app
-from tests.support.helpers import flip_file, prompt
+from gdscache.commands.doctor import Asked, examine, group_rows
+from gdscache.config import Config
+from tests.support.doctor_facts import PLAIN
+from tests.support.helpers import flip_file, make_config, prompt
 from tests.support.hybrid import MODELS, HybridHost, hybrid_config
 
 RUNNER = CliRunner(env={"COLUMNS": "160"})
@@ -108,3 +111,18 @@ def test_config_check_refuses_a_share_without_a_page(tmp_path: Path) -> None:
     assert result.exit_code != 0
     assert "cpu.capacity is" in str(result.exception)
     assert "raise cpu.capacity to" in str(getattr(result.exception, "hint", ""))
+
+
+def test_the_doctor_says_what_each_pool_gets(tmp_path: Path) -> None:
+    asked = Asked(Config.from_dict(hybrid_config(tmp_path / "cache", MODELS["mixed"])))
+    rows = list(group_rows(PLAIN, asked))
+    assert [(row.name, row.verdict) for row in rows] == [("chunk", "ok"), ("full, window", "ok")]
+    assert "window: the last 10" in rows[1].value
+    small = hybrid_config(tmp_path / "cache", MODELS["apart"], every=0) | {"cpu": {"capacity": 100_000}}
+    [row] = group_rows(PLAIN, Asked(Config.from_dict(small)))
+    assert (row.verdict, "cpu.capacity is" in row.value, "raise cpu.capacity" in row.next_step) == ("fail", True, True)
+    plain = Asked(Config.from_dict(make_config(tmp_path / "cache")))
+    assert list(group_rows(PLAIN, plain)) == []
+    titles = [section.title for section in examine(PLAIN, plain).sections]
+    assert "Groups of layers" not in titles
+    assert "Groups of layers" in [section.title for section in examine(PLAIN, asked).sections]

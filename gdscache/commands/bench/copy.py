@@ -15,7 +15,7 @@ from gdscache.commands.bench import kit
 from gdscache.commands.bench.copy_cells import Cell, cells
 from gdscache.commands.bench.copy_gpu import Beside, Gpu, Way, attention, matrix_product, timed
 from gdscache.commands.bench.copy_planes import BenchPlanes, Copies
-from gdscache.commands.bench.figures import RATE, Line, frozen_heap, in_words, paired_rates, ratios, turns
+from gdscache.commands.bench.figures import RATE, Line, Ratios, frozen_heap, in_words, paired_rates, turns
 from gdscache.commands.console import Table, figure
 from gdscache.sizes import GIB, MIB
 
@@ -130,18 +130,18 @@ def what(row: Row) -> str:
     return f"{row['direction']}, {row['geometry']}, {tokens}, {'/'.join(row['parts'])}"
 
 
-def panels(report: kit.Report) -> list[Table]:
+def panels(report: kit.Report) -> list[Ratios]:
     """Copies of all layers of pages, alone and beside a model's work; also of a partial report."""
     whole = [row for row in report["copies"] if _is_whole(row)]
     parts = (("copy", "copy beside {}"), ("work", "{} beside it"))  # two lines a row
     beside = [_line(words.format(row["beside"]), row, row[part]) for row in report["beside"] for part, words in parts]
-    return [ratios(f"Copies against {MEMCPY}", _lines(whole)), ratios("Beside a model's work", beside)]
+    return [Ratios(f"Copies against {MEMCPY}", _lines(whole)), Ratios("Beside a model's work", beside)]
 
 
 def details(report: kit.Report) -> list[Table]:
     """Every page and layer, and checksums."""
     titles = {"copies": f"All copies against {MEMCPY}", "checksums": "Checksums on, against off"}
-    return [ratios(title, _lines(report[key])) for key, title in titles.items()]
+    return [Ratios(title, _lines(report[key])).table() for key, title in titles.items()]
 
 
 def bottom(report: kit.Report) -> list[str]:

@@ -152,6 +152,12 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[
     return statistics.median(ordered), ordered[rank - 1], ordered[-rank], coverage
 
 
+def spread(row: Row) -> tuple[float, float]:
+    """The least and the largest of a row's ratio: of single rounds, or of an interval."""
+    low, high = (row.get(f"ratio_{a}", row.get(f"ratio_{b}")) for a, b in (("low", "min"), ("high", "max")))
+    return low, high
+
+
 def in_words(what: str, row: Row, reference: str) -> str:
     """A row's rate beside its reference, as a part of a sentence."""
     ours, best = (figure(row[key]["median"]) for key in ("figure", "against_figure"))
@@ -165,20 +171,24 @@ def _by_round(ours: Sequence[float], other: Sequence[float]) -> list[float]:
 # -- panels ------------------------------------------------------------------------------------------------------------
 
 
-def ratios(title: str, lines: Sequence[Line]) -> Table:
-    """Rows with a ratio to a reference: figures, references, ratios with their spread, and targets if there are
-    some."""
-    judged = any("target" in row for _, row in lines)
-    table = Table(title, "what", "figure", "against", "ratio", *(["target"] if judged else []))
-    for what, row in lines:
-        low, high = (row.get(f"ratio_{a}", row.get(f"ratio_{b}")) for a, b in (("low", "min"), ("high", "max")))
-        seconds = row["unit"] == "s"
-        ours, other = (row[key]["median"] for key in ("figure", "against_figure"))
-        shown = [duration(value) if seconds else figure(value, row["unit"]) for value in (ours, other)]
-        said = verdict(row, "at most" if seconds else "at least") if "target" in row else ""
-        ratio = f"{figure(row['ratio'])} ({figure(low)} to {figure(high)})"
-        table.add_row(what, shown[0], f"{row['against']}: {shown[1]}", ratio, *([said] if judged else []))
-    return table
+class Ratios(NamedTuple):
+    """Rows with a ratio to a reference."""
+
+    title: str
+    lines: Sequence[Line]
+
+    def table(self) -> Table:
+        """Figures, references, ratios with their spread, and targets if there are some."""
+        judged = any("target" in row for _, row in self.lines)
+        table = Table(self.title, "what", "figure", "against", "ratio", *(["target"] if judged else []))
+        for what, row in self.lines:
+            (low, high), seconds = spread(row), row["unit"] == "s"
+            ours, other = (row[key]["median"] for key in ("figure", "against_figure"))
+            shown = [duration(value) if seconds else figure(value, row["unit"]) for value in (ours, other)]
+            said = verdict(row, "at most" if seconds else "at least") if "target" in row else ""
+            ratio = f"{figure(row['ratio'])} ({figure(low)} to {figure(high)})"
+            table.add_row(what, shown[0], f"{row['against']}: {shown[1]}", ratio, *([said] if judged else []))
+        return table
 
 
 class Bar(NamedTuple):
@@ -230,7 +240,7 @@ class Values(NamedTuple):
         axes.set_xlabel(self.label, fontsize=9)
 
 
-def draw(panels: Sequence[Table | Values], drawn: Any) -> None:
+def draw(panels: Sequence[Ratios | Values], drawn: Any) -> None:
     """Panels of values, one below the other; in each the first bar is on top."""
     some = [panel for panel in panels if isinstance(panel, Values) and panel.lines]
     heights = [len(panel.lines) + 3 for panel in some]

@@ -15,9 +15,8 @@ import torch
 
 from gdscache.commands.bench import kit, machine
 from gdscache.commands.bench.bare import BareLoop
-from gdscache.commands.bench.figures import Series, compared, in_words, interleave, ratios
+from gdscache.commands.bench.figures import Ratios, Series, compared, in_words, interleave
 from gdscache.commands.bench.io_engine import ColdEngine, Place
-from gdscache.commands.console import Table
 from gdscache.config import SsdConfig
 from gdscache.errors import CapacityError, InvalidValueError, IOFailedError, TransportUnavailableError
 from gdscache.sizes import GIB, MIB, about, format_size
@@ -143,9 +142,9 @@ def _row(engine: ColdEngine, place: Place, what: str, figures: tuple[Series, str
 # -- tables and the plot -----------------------------------------------------------------------------------------------
 
 
-def panels(report: kit.Report) -> list[Table]:
+def panels(report: kit.Report) -> list[Ratios]:
     """This cache's speed on the disk; also of a partial report."""
-    return [ratios("This cache", [(row["what"], row) for row in report["comparisons"]])]
+    return [Ratios("This cache", [(row["what"], row) for row in report["comparisons"]])]
 
 
 def bottom(report: kit.Report) -> list[str]:

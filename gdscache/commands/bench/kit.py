@@ -33,7 +33,7 @@ import typer
 
 from gdscache.commands import EXIT_FAILED, EXIT_INTERRUPTED
 from gdscache.commands.bench import machine
-from gdscache.commands.bench.figures import Row, Values, draw
+from gdscache.commands.bench.figures import Ratios, Row, Values, draw
 from gdscache.commands.console import Progress, Table, progress_bar, show, silent
 from gdscache.errors import (
     GdsCacheError,
@@ -171,7 +171,7 @@ class Bench:
     sections: Report
     settings: type[Settings]
     measure: Callable[[Run, Any, Path], None]
-    panels: Callable[[Report], Sequence[Table | Values]]
+    panels: Callable[[Report], Sequence[Ratios | Values]]
     bottom: Callable[[Report], Sequence[str]]
     details: Callable[[Report], Sequence[Table]] = lambda report: ()
 
@@ -229,8 +229,7 @@ class Bench:
             raise typer.Exit(EXIT_FAILED)
 
     def tables(self, report: Report, *, everything: bool = False) -> list[Table]:
-        panels = [panel.table() if isinstance(panel, Values) else panel for panel in self.panels(report)]
-        return [*panels, *(self.details(report) if everything else ())]
+        return [*(panel.table() for panel in self.panels(report)), *(self.details(report) if everything else ())]
 
 
 def cause_of(error: BaseException) -> str:

@@ -23,9 +23,8 @@ import torch
 
 from gdscache import CacheEngine, Config, PageStatus, Rank
 from gdscache.commands.bench import kit
-from gdscache.commands.bench.figures import compared, in_words, rate, ratios, series, turns
+from gdscache.commands.bench.figures import Ratios, compared, in_words, rate, series, turns
 from gdscache.commands.bench.shapes import LLAMAS
-from gdscache.commands.console import Table
 from gdscache.errors import InvalidValueError, IOFailedError
 from gdscache.pages.layout import PageLayout
 from gdscache.pages.planes import PagedPlanes
@@ -203,8 +202,8 @@ def _measured(settings: Settings, name: str, model: dict[str, Any]) -> dict[str,
     }
 
 
-def panels(report: kit.Report) -> list[Table]:
-    return [ratios("Links, all at once", [(row["what"], row) for row in report["links"]])]
+def panels(report: kit.Report) -> list[Ratios]:
+    return [Ratios("Links, all at once", [(row["what"], row) for row in report["links"]])]
 
 
 def bottom(report: kit.Report) -> list[str]:

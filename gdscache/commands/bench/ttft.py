@@ -18,13 +18,13 @@ from gdscache.commands.bench import kit, machine
 from gdscache.commands.bench.bare import IO_BYTES, BareLoop
 from gdscache.commands.bench.figures import (
     Bar,
+    Ratios,
     Series,
     Values,
     compared,
     copy_rate,
     frozen_heap,
     idle,
-    ratios,
     series,
     target,
 )
@@ -244,9 +244,9 @@ def _wrong(cell: Cell, row: Mapping[str, Any], answers: Sequence[Answer]) -> str
 _TOLD, _TOLD_PLACES = 90, {"cpu": "the CPU tier", "ssd_via_cpu": "the SSD"}
 
 
-def panels(report: kit.Report) -> list[Table | Values]:
+def panels(report: kit.Report) -> list[Ratios | Values]:
     """First tokens of usual hits beside computing, prompt by prompt, and of misses; also for some of the cells."""
-    found: list[Table | Values] = []
+    found: list[Ratios | Values] = []
     for tokens, some in itertools.groupby(_usual(report), lambda row: row["prompt_tokens"]):
         rows = list(some)
         computed = {r["cached_percent"]: r["recompute_seconds"]["values"] for r in rows}
@@ -257,7 +257,7 @@ def panels(report: kit.Report) -> list[Table | Values]:
         title = f"{report['model']['name']}, prompt of {tokens:,} tokens; line: the ideal, max(c, t)"
         found.append(Values(title, bars, "time to first token", duration))
     misses = [(f"{r['prompt_tokens']:,} tokens", _miss_row(r)) for r in report["cells"] if r["where"] == NOWHERE]
-    return [*found, ratios("Nothing cached: looked up and stored", misses)]
+    return [*found, Ratios("Nothing cached: looked up and stored", misses)]
 
 
 def _miss_row(r: kit.Report) -> kit.Report:

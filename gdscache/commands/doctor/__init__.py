@@ -6,7 +6,7 @@ judged alone is collected as a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -16,6 +16,7 @@ from gdscache.commands.doctor.facts import Asked, Facts, defaults
 from gdscache.commands.doctor.report import Found, Report, Row, Section, attempt, tables
 from gdscache.commands.doctor.ssd import ssd_rows
 from gdscache.commands.doctor.storage import find_ssd
+from gdscache.config.pools import pool_parts
 from gdscache.cuda.driver import Driver
 from gdscache.cuda.streams import resolve_device
 from gdscache.kernels.compiler import find_compiler
@@ -26,11 +27,22 @@ __all__ = ["CHECKS", "Asked", "Facts", "Report", "Row", "Section", "defaults", "
 Check = Callable[[Facts, Asked], Iterable[Row]]
 
 
+def group_rows(facts: Facts, asked: Asked) -> Iterator[Row]:
+    """A hybrid model's pools: the layer groups of each pool, and its share of every size."""
+    parts = attempt(lambda: pool_parts(asked.config))
+    if parts.value is None:
+        yield Row("shares", parts.cause, "fail", parts.hint)
+    for part in parts.value or ():
+        kept = ", ".join(group.words for group in part.groups)
+        yield Row(part.names, f"{kept}; {100 * part.share:.1f} % of each size", "ok", data=part.share)
+
+
 CHECKS: tuple[tuple[str, Check], ...] = (
     ("GPU", gpu.gpu_rows),
     ("Kernels", gpu.kernel_rows),
     ("GPU <-> CPU", gpu.copy_rows),
     ("SSD", ssd_rows),
+    ("Groups of layers", group_rows),
     ("Inference engines", lambda facts, asked: facts.engines),
 )
 
@@ -68,4 +80,5 @@ def find(asked: Asked, *, recalibrate: bool = False) -> Facts:
 
 
 def examine(facts: Facts, asked: Asked) -> Report:
-    return Report(tuple(Section(title, tuple(check(facts, asked))) for title, check in CHECKS))
+    checks = [(title, check) for title, check in CHECKS if asked.config.model.groups or check is not group_rows]
+    return Report(tuple(Section(title, tuple(check(facts, asked))) for title, check in checks))
