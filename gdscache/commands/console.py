@@ -205,6 +205,7 @@ def _beside(
 
 
 def _block(row: Sequence[str], names: Sequence[str], color: str, width: int | None) -> list[str]:
+    """A row's lines, its cells below one another."""
     lines = [_painted(line, color) for line in _wrap(row[0], width)]
     for name, cell in zip(names[1:], row[1:], strict=True):
         text = _wrap(f"{name}: {cell}" if name else cell, None if width is None else width - len(_GAP))

@@ -232,6 +232,7 @@ def _tier_rows(report: Report, width: int) -> Section:
 
 
 def _flows(report: Report, width: int) -> Section:
+    """Rates by tier, and those of lookups and stores."""
     rates = report["rates"]
     if rates is None:
         return [] if report["late"] else [("no rates yet: they need two pages", _NOTE)]

@@ -98,6 +98,7 @@ class NamedEvents:
         return runs
 
     def _having(self, keys: Sequence[bytes]) -> list[list[str]]:
+        """The tiers that have each page now."""
         with self._manager_lock:
             return [[tier.name for tier in self._tiers if tier.index.has(key)] for key in keys]
 

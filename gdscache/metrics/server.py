@@ -38,6 +38,8 @@ class MetricsServer:
 
 
 class _Weakly:
+    """A weak reference to an engine."""
+
     def __init__(self, engine: Source) -> None:
         self._engine = weakref.ref(engine)
         self.pools = getattr(engine, "pools", ())

@@ -210,7 +210,7 @@ def drawn(family: str, seed: int, references: int = REFERENCES) -> list[Request]
             break
     clock = random.Random(f"times of {family} {seed}")
     times = sorted(clock.randrange(_HOUR_MS) for _ in prompts)
-    return [Request(at, BLOCK_TOKENS * len(p), p) for at, p in zip(times, prompts, strict=True)]
+    return [Request(at, BLOCK_TOKENS * len(p), 1, p) for at, p in zip(times, prompts, strict=True)]
 
 
 def blocks_of(prompt: Prompt, ids: Ids) -> tuple[int, ...]:
@@ -276,7 +276,7 @@ def _zipf(draw: random.Random, n: int) -> Callable[[], int]:
 def main(family: str, seed: str) -> None:
     """Print a trace in Mooncake's format."""
     for r in drawn(family, int(seed)):
-        fields = {"timestamp": r.timestamp, "input_length": r.input_tokens, "output_length": 1}
+        fields = {"timestamp": r.timestamp, "input_length": r.input_tokens, "output_length": r.output_tokens}
         print(json.dumps({**fields, "hash_ids": r.blocks}))
 
 

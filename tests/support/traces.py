@@ -25,7 +25,7 @@ def conversation() -> list[Request]:
 
 
 def request(blocks: Sequence[int], tokens: int | None = None, timestamp: float = 0) -> Request:
-    return Request(timestamp, 512 * len(blocks) if tokens is None else tokens, tuple(blocks))
+    return Request(timestamp, 512 * len(blocks) if tokens is None else tokens, 1, tuple(blocks))
 
 
 def workload(*prompts: Sequence[int], page_tokens: int = 512) -> Workload:

@@ -87,12 +87,14 @@ def test_after_ctrl_c_the_file_has_each_case_that_was_measured(tmp_path: Path) -
 def test_quick_prints_no_verdict(tmp_path: Path, profile: str, capsys: pytest.CaptureFixture[str]) -> None:
     bench = toy({"a": lambda: 1.0, "b": broken})
     with pytest.raises(typer.Exit) as ended:
-        bench.command(quick=profile == "quick", directory=tmp_path)
+        bench.command(quick=profile == "quick", directory=tmp_path, plot=tmp_path / "r.svg")
     assert ended.value.exit_code == 1
     out, err = capsys.readouterr()
     assert ("MISSED: at least 0.75" in out) == ("mean nothing" not in out) == (profile == "default")
     assert "the disk is full" in out
     assert [line.partition(", ")[2] for line in err.splitlines()] == ["0 of 2: a", "1 of 2: b"]
+    drawn = (tmp_path / "r.svg").read_text()
+    assert ("red: missed" in drawn) == ("figures mean nothing" not in drawn) == (profile == "default")
 
 
 def test_a_line_has_the_figures_of_its_row() -> None:
@@ -108,9 +110,9 @@ def test_panels_without_lines_are_not_drawn() -> None:
     import matplotlib.figure
 
     bars = [figures.Bar("a", [9.0, 8.0, 33.0], "0.6", 7.0), figures.Bar("b", [4.0, 7.5], "0.6")]
-    values, none = (figures.Values("v", some, "ms", "{:.1f}".format) for some in (bars, []))
+    values, ratios = figures.Values("v", bars, "ms", "{:.1f}".format), figures.Ratios("r", [("a toy", TOY)])
     assert values.table().rows == [("a", "9.0 (8.0 to 33.0)", ""), ("b", "5.8 (4.0 to 7.5)", "1.57")]
-    for panels, titles in ([], []), ([none, values, figures.Ratios("r", [("a toy", TOY)])], ["v"]):
+    for panels, titles in ([], []), ([values, figures.Ratios("none", []), ratios], ["v", "r"]):
         figure = matplotlib.figure.Figure()
         figures.draw(panels, figure)
         assert [axes.get_title() for axes in figure.axes] == titles
@@ -175,8 +177,8 @@ def output(*command: Any) -> str:
         (("io", "--dir", "{}/none"), "not a directory"),
         (("io", "--dir", "{}", "--report", "{}"), "--report"),
         (("io", "--dir", "{}", "--report", "{}/none/r.json"), "--report"),
-        (("ttft", "--dir", "{}", "--plot", "{}/r.doc"), "r.doc"),
-        (("ttft", "--dir", "{}", "--plot", "{}/none/r.png"), "--plot"),
+        (("io", "--dir", "{}", "--plot", "{}/r.doc"), "r.doc"),
+        (("io", "--dir", "{}", "--plot", "{}/none/r.png"), "--plot"),
         (("io", "--dir", "{}", "--transport", "gds"), "unknown transport 'gds'"),
         (("io", "--dir", "{}", "--total", "1MiB"), "use at least 16MiB"),
         (("io", "--dir", "{}", "--require-gds", "--transport", "posix"), "add --transport cufile"),

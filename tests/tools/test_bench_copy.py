@@ -544,7 +544,8 @@ def test_the_command_writes_what_was_measured(gdscache, monkeypatch: pytest.Monk
     monkeypatch.setattr(copy, "Gpu", Interrupted)
     small = {key: value for key, value in SMALL.describe().items() if key != "profile"}
     monkeypatch.setattr(copy.Settings, "defaults", lambda **options: small)
-    status, out, _ = gdscache("bench", "copy", "--total", "16MiB", "--pairs", "3", "--report", tmp_path / "r.json")
+    files = ("--report", tmp_path / "r.json", "--plot", tmp_path / "r.svg")
+    status, out, _ = gdscache("bench", "copy", "--total", "16MiB", "--pairs", "3", *files)
     assert status == 130
     written = json.loads((tmp_path / "r.json").read_text())
     head = ["complete", "interrupted", "left", "done", "cannot", "failed"]
@@ -553,8 +554,9 @@ def test_the_command_writes_what_was_measured(gdscache, monkeypatch: pytest.Monk
     assert written["settings"] == SMALL.describe() | {"everything": False, "total": 16 * MIB, "pairs": 3}
     assert written["mover"]["copy_engine"] == "batch_13"
     assert written["copies"]
-    assert all(f"{d}, gqa, 64 tokens, all (staged)" in out for d in ("load", "store", "both"))
-    assert "attention" in out
+    drawn = (tmp_path / "r.svg").read_text()
+    assert all(f"<!-- {d}, gqa, 64 tokens, all (staged) -->" in drawn for d in ("load", "store", "both"))
+    assert "attention" in drawn
     assert "Copies against cudaMemcpyAsync" in out
 
 
@@ -567,7 +569,7 @@ def test_the_quick_profile_on_a_gpu(tmp_path: Path) -> None:
     if not find_spec("cuda.core"):
         pytest.skip("cuda-core is not installed")
     command = [sys.executable, "-W", "error", "-m", "gdscache", "bench", "copy", "--quick", "--all"]
-    command += ["--report", str(tmp_path / "r.json")]
+    command += ["--report", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "r.json").read_text())

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     line = "-W", "error", "-m", "gdscache", "bench", "io", "--quick", "--all", "--dir", str(path)
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("CUDA_VISIBLE_DEVICES", "")
-        status, shown = on_terminal([*line, "--report", str(path / "r.json")])
+        status, shown = on_terminal([*line, "--report", str(path / "r.json"), "--plot", str(path / "r.svg")])
     assert status == 0, shown
     return path, shown
 
@@ -59,7 +60,7 @@ def report(quick: tuple[Path, str]) -> dict[str, Any]:
 
 
 def test_every_transport_is_measured_or_listed_with_its_cause(report: dict[str, Any]) -> None:
-    assert report["schema"] == "gdscache.bench.io/6"
+    assert report["schema"] == "gdscache.bench.io/5"
     assert (report["complete"], report["left"], report["failed"]) == (True, [], [])
     listed = {entry["what"]: entry["cause"] for entry in report["cannot"]}
     measured = {row["case"] for row in report["comparisons"]}
@@ -84,7 +85,7 @@ def test_comparisons_say_what_they_are_held_against(report: dict[str, Any]) -> N
 
 def test_people_get_whole_tables_and_the_directory_back(quick: tuple[Path, str], report: dict[str, Any]) -> None:
     path, shown = quick
-    assert {p.name for p in path.iterdir()} == {"r.json"}
+    assert {p.name for p in path.iterdir()} == {"r.json", "r.svg"}
     assert max(map(len, shown.splitlines())) <= 80
     assert "…" not in shown
     for words in ("This cache", "Cannot be measured here"):
@@ -92,6 +93,7 @@ def test_people_get_whole_tables_and_the_directory_back(quick: tuple[Path, str],
     assert not {"met:", "MISSED:", "Failed"} & set(shown.split())
     for row in report["comparisons"]:
         assert console.figure(row["ratio"]) in shown, row["what"]
+    assert (path / "r.svg").read_text().count("<!-- store, 4MiB pages -->") == 1
 
 
 def test_people_get_what_it_comes_to(quick: tuple[Path, str], report: dict[str, Any]) -> None:
@@ -128,6 +130,33 @@ def test_gds_that_no_counter_saw_is_no_figure(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(errors.IOFailedError, match="nvidia-fs counted no I/O"):
         io.stores_and_loads(place(tmp_path), MIB, "posix", require_gds=True)
     assert io.stores_and_loads(place(tmp_path), MIB, "posix", require_gds=True)
+
+
+# -- the page cache ----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_dropped_is_gone_and_what_is_not_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(bytes(4 * MIB))
+    if machine.in_memory(tmp_path):
+        pytest.skip("the temporary directory is a RAM disk: nothing can be dropped there")
+    assert machine.resident_bytes(path) == 4 * MIB
+    assert machine.cache_state(path, direct=False) == {"state": "kept", "resident_bytes": 4 * MIB}
+    machine.drop_cached([path])
+    assert machine.cache_state(path, direct=False) == {"state": "dropped", "resident_bytes": 0}
+    assert machine.cache_state(path, direct=True)["state"] == "bypassed"
+    with path.open("rb") as file:
+        file.read(4096)
+    assert machine.cache_state(path, direct=False)["state"] == "kept"
+
+
+@pytest.mark.skipif(not HAS_RAM, reason="no RAM disk at /dev/shm")
+def test_a_ram_disk_is_said_to_be_one() -> None:
+    with tempfile.NamedTemporaryFile(dir=RAM) as file:
+        file.write(bytes(MIB))
+        file.flush()
+        machine.drop_cached([Path(file.name)])
+        assert machine.cache_state(Path(file.name), direct=True) == {"state": "memory", "resident_bytes": MIB}
 
 
 # -- an engine's stores and loads --------------------------------------------------------------------------------------
@@ -176,13 +205,15 @@ def test_a_transport_that_hangs_ends_with_an_error(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.usefixtures("one_way")
 def test_reads_through_the_page_cache_are_cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where O_DIRECT is refused, the slab is dropped before each load."""
+    """Where O_DIRECT is refused, the slab is dropped before each load, and the report says so."""
     for module in (files, bare):
         monkeypatch.setattr(module, "probe_direct_io", lambda directory: "open answers Invalid argument")
     dropped: list[int] = []
     drop = machine.drop_cached
     monkeypatch.setattr(machine, "drop_cached", lambda paths: dropped.append(1) or drop(paths))
-    assert io.stores_and_loads(place(tmp_path), MIB)
+    found = io.stores_and_loads(place(tmp_path), MIB)
+    allowed = {"memory"} if machine.in_memory(tmp_path) else {"dropped", "kept"}  # the bare loop keeps what it read
+    assert {row["cache"]["state"] for row in found} <= allowed
     assert len(dropped) == 2  # before the load that counts, and before that of the check
 
 

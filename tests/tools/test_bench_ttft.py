@@ -397,7 +397,7 @@ def test_a_part_of_a_report_is_drawn(quick: tuple[Path, dict[str, Any], str]) ->
 
     _, report, _ = quick
     hit = next(row for row in report["cells"] if row["where"] == "cpu" and cell_of(row).usual)
-    for some, count in ([], 0), ([hit], 1), (report["cells"], 1):
+    for some, count in ([], 0), ([hit], 1), (report["cells"], 2):
         figure = matplotlib.figure.Figure()
         figures.draw(ttft.panels({**report, "cells": some}), figure)
         assert len(figure.axes) == count

@@ -14,8 +14,8 @@ from tests.support.terminal import on_terminal
 
 @pytest.mark.suite
 def test_two_ranks_are_measured(tmp_path: Path) -> None:
-    file = tmp_path / "links.json"
-    options = ["--quick", "--ranks", "2", "--report", str(file)]
+    file, plot = tmp_path / "links.json", tmp_path / "links.png"
+    options = ["--quick", "--ranks", "2", "--report", str(file), "--plot", str(plot)]
     status, shown = on_terminal(["-m", "gdscache", "bench", "links", *options])
     assert status == 0, shown
     report = json.loads(file.read_text())
@@ -29,6 +29,7 @@ def test_two_ranks_are_measured(tmp_path: Path) -> None:
         assert load["figure"]["median"] > whole["figure"]["median"]
         assert load["bytes_of_a_rank"] == load["pages"] * links.layout_of(links.models(2)[name]).page_bytes
         assert load["against_figure"] == whole["against_figure"]
+    assert plot.stat().st_size > 0
 
 
 def test_more_ranks_than_links_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,10 +25,12 @@ from gdscache.commands.replay.plan import (
     grid,
     lifetime,
     mean_of,
+    packing,
     plan,
 )
-from gdscache.commands.replay.setup import config_of
+from gdscache.commands.replay.setup import base_of, config_of
 from gdscache.commands.replay.workload import Workload, expand
+from gdscache.config.pools import PLAIN_PARTS
 from gdscache.errors import CapacityError, InvalidValueError
 from tests.support.replays import adds_up, make
 from tests.support.traces import line, request, write
@@ -278,7 +280,7 @@ def test_the_json_of_a_plan(gdscache, trace: Path, options: tuple[str, ...]) -> 
     assert (status, err) == (0, "")
     report = json.loads(out)
     assert report["schema"] == SCHEMA
-    assert report["model"] == {"page_tokens": 512, "page_bytes": PAGE, "token_bytes": 8.0}
+    assert report["model"] == {"page_tokens": 512, "page_bytes": PAGE, "token_bytes": 8.0, "packing": None}
     assert report["limits"] == {"cpu": 16384, "ssd": 1 << 20, "written": 10**9, "first_token": None}
     chosen = report["recommended"]
     assert chosen["cpu_bytes"] <= 16384
@@ -312,3 +314,14 @@ def test_the_command_refuses(
     assert (status, out) == (2, "")
     assert said in err
     assert "hint: " in err
+
+
+@pytest.mark.parametrize(("pack", "more"), [("off", 1.3), ("on", None)])
+def test_packed_pages_fit_into_less(pack: str, more: float | None) -> None:
+    base = base_of(None, "llama-3-8b")
+    plain, packed = (config_of(base, ["cpu.capacity=1GiB", f"model.pack={one}"]) for one in ("off", pack))
+    found = packing(packed)
+    assert found == (None if more is None else pytest.approx(more * (1 - 1 / PLAIN_PARTS), abs=0.03))
+    if more is None:
+        pages = [1 / reports.page_bytes(config.model) for config in (plain, packed)]
+        assert pages[1] / pages[0] == pytest.approx(1.31, abs=0.02)

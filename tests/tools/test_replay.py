@@ -29,7 +29,7 @@ def test_a_trace_is_read_as_it_is_written(tmp_path: Path) -> None:
         '{"timestamp": 27, "input_length": 513, "output_length": 4, "hash_ids": [8, 9], "other": 1}\n\n'
         '{"timestamp": 27.5, "input_length": 0, "output_length": 0, "hash_ids": []}'
     )
-    assert read_trace([path]) == [Request(27, 513, (8, 9)), Request(27.5, 0, ())]
+    assert read_trace([path]) == [Request(27, 513, 4, (8, 9)), Request(27.5, 0, 0, ())]
 
 
 @pytest.mark.parametrize("name", ["trace.gz", "trace.jsonl"])

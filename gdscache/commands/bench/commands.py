@@ -34,6 +34,7 @@ _server = functools.partial(_option, rich_help_panel=_SERVERS)
 _local = functools.partial(_option, rich_help_panel=_TRANSFORMERS)
 Dir = Annotated[Path, _option("Directory on the device to measure. The bench deletes its files.", "--dir")]
 Json = Annotated[Path | None, _option("Write the report to this file, as JSON.", "--report", metavar="FILE")]
+Plot = Annotated[Path | None, _option("Draw the figures into this file (.png, .svg, .pdf).")]
 Quick = Annotated[
     bool,
     _option("Small sizes: half a minute, servers some minutes. Shows that all runs; judges nothing.", "--quick"),
@@ -58,6 +59,7 @@ def copy(
     total: Annotated[int | None, size_option("--total", "Bytes that a run moves each way. Default: 1GiB.")] = None,
     pairs: Annotated[int | None, _option("Pairs of runs for each figure. Default: 30.", min=1)] = None,
     json_file: Json = None,
+    plot: Plot = None,
     everything: Everything = False,
     quick: Quick = False,
 ) -> None:
@@ -84,6 +86,7 @@ def io(
         bool, _option("Fail unless the driver's counters prove GPUDirect Storage.", "--require-gds")
     ] = False,
     json_file: Json = None,
+    plot: Plot = None,
     everything: Everything = False,
     quick: Quick = False,
 ) -> None:
@@ -113,7 +116,7 @@ def ttft(
     ] = None,
     repeat: Repeat = None,
     json_file: Json = None,
-    plot: Annotated[Path | None, _option("Draw the times into this file (.png, .svg, .pdf).")] = None,
+    plot: Plot = None,
     everything: Everything = False,
     quick: Quick = False,
     device: Annotated[str | None, _local("Device of the model: auto, cpu, cuda or cuda:N.")] = None,
@@ -164,6 +167,7 @@ def links(
     ] = None,
     repeat: Repeat = None,
     json_file: Json = None,
+    plot: Plot = None,
     quick: Quick = False,
 ) -> None:
     """Measure loads over the links of several GPUs at once against page-locked copies beside each other.

@@ -161,6 +161,7 @@ def bottom(report: kit.Report) -> list[str]:
 
 
 def _is_whole(row: Row) -> bool:
+    """Whether all layers of usual pages move at once."""
     return "all" in row["parts"] and row["page_tokens"] == USUAL_TOKENS
 
 

@@ -247,6 +247,7 @@ class Beside:
         self._count = LEAD + 2 + math.ceil(2 * self.repeat * once / self.alone_seconds)
 
     def _alone(self) -> float:
+        """Median seconds of a piece that runs alone."""
         self.gpu.idle()
         for _ in range(2):  # the first run includes one-time setup
             marks = self.gpu.busy(self.neighbour.queue, 8)

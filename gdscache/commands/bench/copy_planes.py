@@ -192,6 +192,7 @@ class Copies:
                     raise IOFailedError(f"a {direction} of layer {layer} gave other bytes", "please report it")
 
     def _check_packed(self) -> None:
+        """Pack a few pages, and unpack them into other blocks."""
         bench, every = self.bench, range(self.bench.layout.n_layers)
         slots, stored, loaded = bench.slots["store"][:SAMPLE], bench.blocks["store"], bench.blocks["load"]
         ends: dict[Direction, Int64Array] = {"store": stored[:SAMPLE], "load": loaded[:SAMPLE]}

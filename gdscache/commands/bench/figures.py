@@ -23,6 +23,7 @@ Row = Mapping[str, Any]
 Line = tuple[str, Row]
 """A row, and its words in tables and plots."""
 RATE = "GB/s"  # the unit of which more is better
+COLORS = {True: "tab:blue", False: "tab:red", None: "tab:gray"}
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
@@ -190,6 +191,22 @@ class Ratios(NamedTuple):
             table.add_row(what, shown[0], f"{row['against']}: {shown[1]}", ratio, *([said] if judged else []))
         return table
 
+    def draw(self, axes: Any) -> None:
+        """A bar each, with its spread and a mark at its target."""
+        for place, (_, row) in enumerate(self.lines):
+            ratio, (low, high), limit = row["ratio"], spread(row), row.get("target")
+            ends = [[max(ratio - low, 0.0)], [max(high - ratio, 0.0)]]
+            axes.barh(place, ratio, 0.7, xerr=ends, color=COLORS[row.get("met")], capsize=2, ecolor="black")
+            if limit is not None:
+                axes.plot([limit] * 2, [place - 0.45, place + 0.45], color="black", linewidth=2)
+        if max(spread(row)[1] for _, row in self.lines) > 5:
+            axes.set_xscale("log")
+            axes.xaxis.set_major_formatter("{x:g}")
+            axes.minorticks_off()
+        judged = any("target" in row for _, row in self.lines)
+        axes.set_xlabel("ratio with its spread" + ("; line: target; red: missed" if judged else ""))
+        axes.grid(axis="x", alpha=0.3)
+
 
 class Bar(NamedTuple):
     """Values of single rounds. `mark`: an ideal value. `faster`: the speed against the reference of the same turns, if
@@ -241,8 +258,8 @@ class Values(NamedTuple):
 
 
 def draw(panels: Sequence[Ratios | Values], drawn: Any) -> None:
-    """Panels of values, one below the other; in each the first bar is on top."""
-    some = [panel for panel in panels if isinstance(panel, Values) and panel.lines]
+    """Panels that have bars, one below the other; in each the first bar is on top."""
+    some = [panel for panel in panels if panel.lines]
     heights = [len(panel.lines) + 3 for panel in some]
     drawn.set_size_inches(11, 1 + 0.25 * sum(heights))
     places = drawn.subplots(len(some), 1, squeeze=False, height_ratios=heights)[:, 0] if some else ()

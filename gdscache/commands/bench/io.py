@@ -15,7 +15,7 @@ import torch
 
 from gdscache.commands.bench import kit, machine
 from gdscache.commands.bench.bare import BareLoop
-from gdscache.commands.bench.figures import Ratios, Series, compared, in_words, interleave
+from gdscache.commands.bench.figures import Line, Ratios, Series, compared, in_words, interleave
 from gdscache.commands.bench.io_engine import ColdEngine, Place
 from gdscache.config import SsdConfig
 from gdscache.errors import CapacityError, InvalidValueError, IOFailedError, TransportUnavailableError
@@ -136,6 +136,7 @@ def _row(engine: ColdEngine, place: Place, what: str, figures: tuple[Series, str
         file_system=machine.storage(place.directory)["file_system"],
         transport=transport["name"],
         threads=place.threads,
+        cache=machine.cache_state(engine.slab, direct=bool(transport["direct"])),
     )
 
 
@@ -144,7 +145,7 @@ def _row(engine: ColdEngine, place: Place, what: str, figures: tuple[Series, str
 
 def panels(report: kit.Report) -> list[Ratios]:
     """This cache's speed on the disk; also of a partial report."""
-    return [Ratios("This cache", [(row["what"], row) for row in report["comparisons"]])]
+    return [Ratios("This cache", [*map(_line, report["comparisons"])])]
 
 
 def bottom(report: kit.Report) -> list[str]:
@@ -162,4 +163,9 @@ def bottom(report: kit.Report) -> list[str]:
     return [" ".join(found)] if found else []
 
 
-BENCH = kit.Bench("io", "gdscache.bench.io/6", {"comparisons": []}, Settings, measure, panels, bottom)
+def _line(row: kit.Report) -> Line:
+    cold = "" if row["cache"]["state"] != "kept" else f", page cache KEPT {about(row['cache']['resident_bytes'])}"
+    return f"{row['what']}{cold}", row
+
+
+BENCH = kit.Bench("io", "gdscache.bench.io/5", {"comparisons": []}, Settings, measure, panels, bottom)

@@ -173,6 +173,7 @@ class ColdEngine:
 
 
 def _model(page_bytes: int) -> dict[str, Any]:
+    """A model section with pages of `page_bytes`."""
     shape = LLAMAS["8b"]
     return {
         "name": "bench",

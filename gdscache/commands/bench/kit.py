@@ -8,9 +8,9 @@
   has the name of its case.
 * **The report** grows with each case, and is written atomically after each. A failed case is listed with its cause, and
   the others continue; a case that cannot run here is listed too. After Ctrl-C the report has the cases so far.
-* **Tables and bars.** `panels(report)` are its figures, each panel a table, and those of times also bars. They,
-  `details(report)` (tables of `--all`) and `bottom(report)` (the results in sentences) show a report, also a partial
-  one. With `--quick` rows lose their targets: it only shows that everything runs.
+* **Tables and bars.** `panels(report)` are its figures, each panel a table and a plot. They, `details(report)` (tables
+  of `--all`) and `bottom(report)` (the results in sentences) show a report, also a partial one. With `--quick` rows
+  lose their targets: it only shows that everything runs.
 * **The exit status** is 0, 1 if a case failed, 130 after Ctrl-C, 2 if no case was measured.
 
 Keys of each report: `schema`, `machine`, `settings`, `complete`, `interrupted`, `left` (names of planned cases without
@@ -268,6 +268,7 @@ def require_matplotlib(path: Path) -> ModuleType:
 
 
 def _unjudged(part: Any) -> Any:
+    """Plain data without targets."""
     if isinstance(part, Mapping):
         return {key: _unjudged(value) for key, value in part.items() if key not in ("target", "met")}
     return [_unjudged(value) for value in part] if isinstance(part, list) else part

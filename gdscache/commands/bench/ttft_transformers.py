@@ -381,6 +381,7 @@ def _model(settings: Settings, device: torch.device) -> PreTrainedModel:
 
 
 def _waited(load: LayerwiseLoad, waits: list[float], layer: int) -> None:
+    """Wait for a layer, and record the host's seconds."""
     start = time.perf_counter()
     load.wait(layer)
     waits.append(time.perf_counter() - start)

@@ -187,6 +187,7 @@ class DiskModel:
                 writes[0].left = max(0.0, writes[0].left - seconds * write)
 
     def _schedule(self) -> None:
+        """Plan the next end from the queued moves."""
         self._plan += 1
         (reads, writes), (read, write) = self._queues, self._rates()
         if reads or writes:

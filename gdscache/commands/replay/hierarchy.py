@@ -67,6 +67,8 @@ class Ledger:
 
 @dataclasses.dataclass(slots=True)
 class _Handle:
+    """A load without a waiting engine."""
+
     parts: Sequence[LoadPart]
     layout: PageLayout
     deadline: float

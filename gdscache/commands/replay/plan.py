@@ -13,12 +13,14 @@ from gdscache.commands.replay import report
 from gdscache.commands.replay.clock import MachineModel
 from gdscache.commands.replay.setup import config_of
 from gdscache.commands.replay.workload import Workload
-from gdscache.errors import CapacityError, InvalidValueError
+from gdscache.config import Config
+from gdscache.config.pools import PLAIN_PARTS, pool_parts
+from gdscache.errors import CapacityError, GeometryError, InvalidValueError
 from gdscache.limits import LIMITS
 from gdscache.policies.admission import ADMISSIONS
 from gdscache.sizes import about
 
-SCHEMA = "gdscache.plan/5"
+SCHEMA = "gdscache.plan/4"
 POINTS = 6  # sizes of each tier in the grid, each twice its predecessor
 WITHIN = 0.05  # greatest excess of the mean TTFT over the best, as a share
 HOST_PRICE = 20.0  # price of a byte of host memory, in bytes of the SSD
@@ -88,6 +90,7 @@ def plan(
             "page_tokens": workload.page_tokens,
             "page_bytes": page,
             "token_bytes": page / workload.page_tokens,
+            "packing": packing(config),
         },
         "limits": dataclasses.asdict(limits),
         "recommended": chosen,
@@ -98,6 +101,26 @@ def plan(
         "warnings": _warnings(chosen),
         "candidates": search.rows,
     }
+
+
+def packing(config: Config) -> float | None:
+    """The tokens that fit with `model.pack` where one fits without it, a part of the sizes left for pages that cannot
+    be packed; None if pages are packed, or no page can be."""
+    model = config.model
+    if model.pack == "on":
+        return None
+    try:
+        packed = model.model_copy(update={"pack": "on"}).pool_layouts
+    except GeometryError:
+        return None
+    if not any(layout.packed for layout in packed):
+        return None
+    left = 0.0  # of the bytes of a token, over all pools
+    shares = [part.share for part in pool_parts(config)] or [1.0]
+    for share, layout, own in zip(shares, model.pool_layouts, packed, strict=True):
+        room = 1 - 1 / PLAIN_PARTS if own.packed else 1
+        left += share * own.extent_bytes / layout.extent_bytes / room
+    return 1 / left
 
 
 def grid(most: int, points: int, budget: int | None) -> list[int]:
@@ -143,6 +166,7 @@ class _Search:
         return self.known[cpu, ssd]
 
     def _row(self, cpu: int, ssd: int, sets: Sequence[str]) -> dict[str, Any]:
+        """The result of a pair of tiers."""
         sizes = f"cpu.capacity={cpu * self.page}", f"ssd.capacity={ssd * self.page}" if ssd else "ssd=null"
         config = config_of(self.base, [*self.sets, *sets, *sizes])
         found = report.replay(self.workload, self.times, config, self.machine)
@@ -205,6 +229,7 @@ class _Search:
 
 
 def _warnings(chosen: Row) -> list[str]:
+    """Risks of the recommendation."""
     a_day = chosen["ssd"] and chosen["ssd"]["drive_writes_per_day"]
     if a_day is None or a_day <= DRIVE_WRITES:
         return []

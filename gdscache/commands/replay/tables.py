@@ -60,6 +60,8 @@ def plan_table(report: Row) -> Table:
     if chosen["ssd_bytes"]:
         plan.add_row("store", f"write_policy {chosen['write_policy']}, admission {chosen['admission']}")
     _add_result(plan, report, chosen)
+    if more := report["model"]["packing"]:
+        plan.add_row("packing", f"with model.pack: on the same sizes hold {more:.2f} times the tokens")
     plan.add_row("target", f"a mean of {duration(report['target_seconds'])}" + ("" if report["met"] else ", not met"))
     plan.add_row("limited by", "; ".join(_BINDS[name] for name in report["binds"]))
     return plan

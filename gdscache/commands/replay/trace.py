@@ -30,10 +30,11 @@ class TraceError(GdsCacheError):
 
 
 class Request(NamedTuple):
-    """A request's time in ms, input tokens, and ids of the input's blocks."""
+    """A request's time in ms, input and output tokens, and ids of the input's blocks."""
 
     timestamp: float
     input_tokens: int
+    output_tokens: int
     blocks: tuple[int, ...]
 
 
@@ -115,7 +116,7 @@ def _request(where: str, line: bytes) -> Request:
             f"{where}: {len(blocks)} hash_ids for {tokens} tokens of input",
             f"one for each {BLOCK_TOKENS} tokens, and one for the rest",
         )
-    return Request(fields.timestamp, tokens, tuple(blocks))
+    return Request(fields.timestamp, tokens, fields.output_length, tuple(blocks))
 
 
 def _name(block: int | None) -> str:
