@@ -2,8 +2,8 @@
 
     python tools/readme_chart.py docs/results/h200/report.json docs/results/first-token.png
 
-The report is one of `gdscache bench ttft`, or has it in `benches`. The bars are medians, of the prompt of 32,768 tokens
-with 90 % cached.
+The report is one of `gdscache bench ttft` or `bench report`. The bars are medians, of the prompt of 32,768 tokens with
+90 % cached.
 """
 
 from __future__ import annotations

@@ -13,7 +13,9 @@ SERIES = figures.series((1.0, 2.0, 3.0))
 TOY = figures.compared("a toy", SERIES, "another", figures.series((4.0, 2.0, 6.0)), 0.75)
 
 
-def toy(actions: Mapping[str, Callable[[], Any]]) -> kit.Bench:
+def toy(
+    actions: Mapping[str, Callable[[], Any]], name: str = "toy", settings: type[kit.Settings] = kit.Settings
+) -> kit.Bench:
     """A bench of these cases, whose rows are those of `r`."""
 
     def measured(run: kit.Run, settings: kit.Settings, directory: Path) -> None:
@@ -25,9 +27,9 @@ def toy(actions: Mapping[str, Callable[[], Any]]) -> kit.Bench:
         return [figures.Ratios("Toys", [(f"load of {row['case']}", row) for row in report["r"]])]
 
     def bottom(report: kit.Report) -> list[str]:
-        return [f"toy <moves> {len(report['r'])} & more."]
+        return [f"{name} <moves> {len(report['r'])} & more."]
 
-    return kit.Bench("toy", "gdscache.bench.toy/1", {"r": []}, kit.Settings, measured, panels, bottom)
+    return kit.Bench(name, f"gdscache.bench.{name}/1", {"r": []}, settings, measured, panels, bottom)
 
 
 def interrupted() -> NoReturn:

@@ -9,6 +9,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -66,6 +67,22 @@ def test_a_run_that_does_not_begin_leaves_the_file_alone(tmp_path: Path) -> None
     with pytest.raises(CapacityError):
         dataclasses.replace(toy({}), measure=refused).command(directory=tmp_path, json_file=file)
     assert file.read_text() == "an old report"
+
+
+def test_a_case_that_would_end_late_does_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The case before says how long the next one takes."""
+    now = [0.0]
+    monkeypatch.setattr(kit.time, "monotonic", lambda: now[0])
+
+    def lasting(seconds: float) -> Callable[[], float]:
+        return lambda: now.__setitem__(0, now[0] + seconds) or 1.0
+
+    bench = toy({"a": lasting(6.0), "b": lasting(1.0), "c": lasting(1.0)})
+    for seconds, done in ((0.0, ""), (10.0, "a"), (13.0, "abc")):
+        found = bench.run(kit.Settings(), tmp_path, seconds=seconds)
+        assert (found["done"], found["left"]) == ([*done], [*"abc"[len(done) :]])
+        left = [f"Not measured, no time left: {'; '.join(found['left'])}."] * bool(found["left"])
+        assert [part for part in kit.below(found) if isinstance(part, str)] == left
 
 
 def test_after_ctrl_c_the_file_has_each_case_that_was_measured(tmp_path: Path) -> None:

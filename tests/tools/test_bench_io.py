@@ -64,6 +64,7 @@ def test_every_transport_is_measured_or_listed_with_its_cause(report: dict[str, 
     assert (report["complete"], report["left"], report["failed"]) == (True, [], [])
     listed = {entry["what"]: entry["cause"] for entry in report["cannot"]}
     measured = {row["case"] for row in report["comparisons"]}
+    assert listed["packed loads, 8MiB pages"] == "torch sees no CUDA device"
     for transport in io.TRANSPORTS:
         cases = [f"stores and loads, {transport}, {size}MiB pages" for size in (4, 1)]
         assert [case in measured for case in cases] == [case not in listed for case in cases]
@@ -88,7 +89,7 @@ def test_people_get_whole_tables_and_the_directory_back(quick: tuple[Path, str],
     assert {p.name for p in path.iterdir()} == {"r.json", "r.svg"}
     assert max(map(len, shown.splitlines())) <= 80
     assert "…" not in shown
-    for words in ("This cache", "Cannot be measured here"):
+    for words in ("This cache", "Cannot be measured here", "no CUDA device"):
         assert words in shown
     assert not {"met:", "MISSED:", "Failed"} & set(shown.split())
     for row in report["comparisons"]:
@@ -180,6 +181,7 @@ def place(directory: Path, nbytes: int = 4 * MIB) -> Place:
 
 def test_cold_loads_come_from_the_disk(cold: ColdEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cold.load() > 0
+    assert cold.copy() > 0
     cold.check()
     monkeypatch.setattr(cold, "load", lambda: 1.0)
     with pytest.raises(errors.IOFailedError, match="other bytes"):
@@ -251,11 +253,18 @@ def test_targets_are_those_of_a_disk(
 def test_threads_are_the_engine_s_and_more_on_a_ram_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     default = int(SsdConfig.model_fields["threads"].default)
     seen: list[int] = []
-    monkeypatch.setattr(io, "stores_and_loads", lambda place, *_, **__: seen.append(place.threads) or [])
+    monkeypatch.setattr(io, "stores_and_loads", lambda place, **_: seen.append(place.threads) or [])
     for given, memory in ((None, False), (None, True), (3, True)):
         monkeypatch.setattr(machine, "in_memory", lambda directory, memory=memory: memory)
         BENCH.run(dataclasses.replace(TINY, threads=given), tmp_path)
     assert seen == [default, default, max(default, 12), max(default, 12), 3, 3]
+
+
+def test_packed_loads_are_held_against_unpacked_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "in_memory", lambda directory: True)
+    rows = io.packed_loads(place(tmp_path), MIB)
+    assert [r["against"] for r in rows] == ["unpacked", "a page-locked copy"] * 3
+    assert [r.get("target") for r in rows] == [1.25, 1.18, 1.20, None, 1.20, None]
 
 
 def test_a_disk_without_room_is_refused(tmp_path: Path) -> None:
@@ -274,4 +283,5 @@ def test_every_transport_on_a_gpu(tmp_path: Path) -> None:
     found = BENCH.run(Settings.of(quick=True, everything=True), tmp_path)
     assert found["failed"] == []
     assert found["complete"]
+    assert {"a page-locked copy", "unpacked"} <= {r["against"] for r in found["comparisons"]}
     assert not list(tmp_path.iterdir())

@@ -4,5 +4,5 @@
 figures, their tables and plots are of `figures.py`. Benches: `copy.py` (`copy_cells.py`: what is copied,
 `copy_planes.py`: the copies, `copy_gpu.py`: CUDA), `io.py` (`io_engine.py`: ours, `bare.py`: the disk's ceiling),
 `links.py`, `ttft.py` (`ttft_cells.py`: what is asked, `ttft_transformers.py`: the model), `serving.py`
-(`serving_run.py`: inside an engine).
+(`serving_run.py`: inside an engine). `report.py` puts them on a page, `compare.py` compares two reports.
 """

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from gdscache.commands import EXIT_FAILED, EXIT_INTERRUPTED
 from gdscache.commands.console import App, size_option
 from gdscache.errors import InvalidValueError
 
@@ -24,6 +26,10 @@ _TRANSPORTS = (
     "--all, all of them."
 )
 _POLICY = "When HiCache stops to fetch a prompt's files. Default: wait_complete, best_effort from a disk."
+_MINUTES = (
+    "Time of all cases. None begins that would end later if it took as long as the one before. Default: 9 with a GPU, "
+    "13 without."
+)
 
 
 def _option(text: str, *names: str, **settings: Any) -> Any:
@@ -179,6 +185,57 @@ def links(
     from gdscache.commands.bench.links import BENCH
 
     BENCH.command(**ctx.params)
+
+
+@bench_app.command("report")
+def report(
+    out: Annotated[Path, _option("Folder for report.html and report.json.", "--out")],
+    directory: Dir = Path(),
+    minutes: Annotated[float | None, _option(_MINUTES, min=0.1)] = None,
+    quick: Quick = False,
+) -> None:
+    """Run every bench that this machine can, and write one page of it.
+
+    The page has the machine, a sentence, a plot and tables of each bench, and the causes of missing figures.
+    """
+    import torch
+
+    from gdscache.commands.bench import report as measured
+    from gdscache.commands.console import progress_bar
+
+    if not directory.is_dir():
+        raise InvalidValueError(f"--dir {directory} is not a directory", "name a directory that exists")
+    out.mkdir(parents=True, exist_ok=True)
+    seconds = 60.0 * (minutes or (9 if torch.cuda.is_available() else 13))
+    with progress_bar(lines=True) as progress:
+        found = measured.measure(directory, out, seconds, progress, quick=quick)
+    typer.echo(f"{out / measured.HTML_NAME}: {', '.join(found['benches'])} in {found['seconds']:.0f} s")
+    for name, cause in found["cannot"].items():
+        typer.echo(f"not measured: {name}: {cause}")
+    if found["interrupted"]:
+        raise typer.Exit(EXIT_INTERRUPTED)
+    if any(one["failed"] for one in found["benches"].values()):
+        raise typer.Exit(EXIT_FAILED)
+
+
+@bench_app.command("compare")
+def compare(
+    first: Annotated[Path, typer.Argument(metavar="A", help="A report of a bench, or the folder of bench report.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Another report, of the same bench.")],
+    everything: Annotated[bool, _option("Show the figures that are the same, too.", "--all")] = False,
+    as_json: Annotated[bool, _option("Print the changes as JSON.", "--json")] = False,
+) -> None:
+    """Show the changes from report A to report B beyond noise: figures whose spreads of four rounds or more do not
+    meet."""
+    from gdscache.commands.bench import compare as measured
+    from gdscache.commands.console import show
+
+    both, gone, new = measured.compare(first, second)
+    if as_json:
+        rows = [{"what": one.name, "ratio": one.ratio, "word": one.word} for one in both]
+        typer.echo(json.dumps({"changes": rows, "only_in_first": gone, "only_in_second": new}, indent=2))
+    else:
+        show(*measured.shown(both, gone, new, everything=everything))
 
 
 def _refuse(ctx: typer.Context, panel: str) -> None:

@@ -7,6 +7,7 @@ import functools
 import itertools
 import shutil
 import tempfile
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,15 @@ RAM_THREADS = max(ENGINE_THREADS, 12)  # the cores that copy its bytes limit a R
 TRANSPORTS = ("posix", "uring", *GDS)
 TARGETS = {4 * MIB: (0.85, 0.92), 1 * MIB: (0.78, 0.88)}  # of stores and cold loads with planes on the host
 GPU_TARGET = 0.93  # of cold loads into planes on a GPU
+PACKED_PAGE = 8 * MIB  # of 64 tokens, as they lie in the planes
+PACKED_LOADS = f"packed loads, {format_size(PACKED_PAGE)} pages"
+PACKED = {"memory": "CPU tier → GPU", "staying": "SSD → GPU via CPU", "passing": "SSD → GPU past the CPU tier"}
+PACKED_TARGETS = {  # of files on a RAM disk
+    ("memory", "unpacked"): 1.25,
+    ("memory", "a page-locked copy"): 1.18,
+    ("staying", "unpacked"): 1.20,
+    ("passing", "unpacked"): 1.20,
+}
 
 Row = dict[str, Any]
 
@@ -68,19 +78,25 @@ def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
     needed, free = 3 * settings.total + GIB, shutil.disk_usage(directory).free
     if free < needed:
         raise CapacityError(f"{directory} has {about(free)} free, {about(needed)} are needed", "lower --total")
-    some = [*itertools.product(("", *settings.transports), TARGETS)]
-    run.plan([_label("stores and loads", *one) for one in some])
+    some: dict[str, Callable[[Place], list[Row]]] = {}
+    for transport, size in itertools.product(("", *settings.transports), TARGETS):
+        given: dict[str, Any] = {"page_bytes": size, "transport": transport, "require_gds": settings.require_gds}
+        some[_label("stores and loads", transport, size)] = functools.partial(stores_and_loads, **given)
+    if settings.everything and device.type == "cuda":
+        some[PACKED_LOADS] = packed_loads
+    run.plan([*some])
+    if settings.everything and device.type == "cpu":
+        run.cannot(PACKED_LOADS, "torch sees no CUDA device")
     threads = settings.threads or (RAM_THREADS if machine.in_memory(directory) else ENGINE_THREADS)
     with tempfile.TemporaryDirectory(prefix="gdscache-bench-", dir=directory) as made:
         place = Place(Path(made), settings.total, settings.repeat, threads, device, run.progress)
-        for transport, size in some:
-            action = functools.partial(_comparisons, place, size, transport, require_gds=settings.require_gds)
-            run.case(_label("stores and loads", transport, size), action)
+        for name, action in some.items():
+            run.case(name, functools.partial(_comparisons, action, place, require_gds=settings.require_gds))
 
 
-def _comparisons(place: Place, page_bytes: int, transport: str, *, require_gds: bool) -> kit.Report:
+def _comparisons(action: Callable[[Place], list[Row]], place: Place, *, require_gds: bool) -> kit.Report:
     try:
-        return {"comparisons": stores_and_loads(place, page_bytes, transport, require_gds=require_gds)}
+        return {"comparisons": action(place)}
     except TransportUnavailableError as error:
         if require_gds:
             raise IOFailedError(f"--require-gds: {error.message}", error.hint) from error
@@ -122,6 +138,29 @@ def stores_and_loads(place: Place, page_bytes: int, transport: str = "", *, requ
 
 def _label(what: str, transport: str, page_bytes: int) -> str:
     return ", ".join([what, *([transport] if transport else []), f"{format_size(page_bytes)} pages"])
+
+
+def packed_loads(place: Place, page_bytes: int = PACKED_PAGE) -> list[Row]:
+    """Loads of packed pages against loads of unpacked ones, and against one page-locked copy. Bytes are logical."""
+    with closing(ColdEngine(place, page_bytes)) as plain, closing(ColdEngine(place, page_bytes, pack=True)) as packed:
+        ways: dict[str, Callable[[], float]] = {"copy": plain.copy}
+        for kind, engine in {"unpacked": plain, "packed": packed}.items():
+            ways |= {
+                f"staying {kind}": engine.load,
+                f"memory {kind}": engine.load_from_cpu,
+                f"passing {kind}": engine.load_passing,
+            }
+        for measure in ways.values():  # warms up
+            measure()
+        packed.check()
+        found = interleave(ways, place.repeat, place.progress, "packed pages")
+        rows = []
+        for kind, what in PACKED.items():
+            label, ours = f"{what}, packed {format_size(page_bytes)} pages", found[f"{kind} packed"]
+            for against, other in (("unpacked", f"{kind} unpacked"), ("a page-locked copy", "copy")):
+                least = None if place.on_disk else PACKED_TARGETS.get((kind, against))
+                rows.append(_row(packed, place, label, (ours, against, found[other]), least))
+    return rows
 
 
 def _row(engine: ColdEngine, place: Place, what: str, figures: tuple[Series, str, Series], limit: float | None) -> Row:

@@ -7,22 +7,27 @@ import dataclasses
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 
 from gdscache import CacheEngine
 from gdscache.commands.bench import machine
-from gdscache.commands.bench.figures import idle, rate
+from gdscache.commands.bench.figures import copy_rate, idle, rate
 from gdscache.commands.bench.shapes import LLAMAS, token_bytes
 from gdscache.commands.console import Progress, silent
 from gdscache.config import Config
 from gdscache.errors import IOFailedError
+from gdscache.pages.hit import Hit
 from gdscache.pages.planes import PagedPlanes
 from gdscache.sizes import MIB
+
+if TYPE_CHECKING:
+    from gdscache.extents.host import HostExtents
+
 
 PATIENCE_S, SLOWEST = 60.0, 10e6  # a transport that takes longer, and a second for each so many bytes, hangs
 
@@ -52,8 +57,10 @@ class ColdEngine:
     twice as much on the device.
     """
 
-    def __init__(self, place: Place, page_bytes: int, ssd: Mapping[str, Any] | None = None) -> None:
-        """`ssd`: changed keys of the section."""
+    def __init__(
+        self, place: Place, page_bytes: int, ssd: Mapping[str, Any] | None = None, *, pack: bool = False
+    ) -> None:
+        """`ssd`: changed keys of the section. `pack`: keep pages packed; their values are drawn then."""
         self.device = place.device
         self.pages = max(1, place.nbytes // page_bytes)
         self.nbytes = self.pages * page_bytes
@@ -62,13 +69,13 @@ class ColdEngine:
             directory = undo.enter_context(tempfile.TemporaryDirectory(dir=place.directory))
             config = Config.from_dict(
                 {
-                    "model": _model(page_bytes),
+                    "model": {**_model(page_bytes), "pack": "on" if pack else "off"},
                     "gpu": {
                         "device": str(place.device),
                         "capacity": page_bytes,
                         "staging": max(256 * MIB, 2 * page_bytes),
                     },
-                    "cpu": {"capacity": self.nbytes},
+                    "cpu": {"capacity": self.nbytes + (page_bytes if pack else 0)},  # and a page that cannot be packed
                     "ssd": {
                         "path": directory,
                         "capacity": (self.pages + self.pages // 4 + 64) * page_bytes,
@@ -82,11 +89,12 @@ class ColdEngine:
                 }
             )
             layout = config.model.layout()
+            self._lying = self.pages * layout.page_bytes
             self._planes = PagedPlanes.allocate(layout, self.pages, place.device).tensors
             undo.callback(self._forget_planes)
             for layer in self._planes:
                 for tensor in layer:
-                    tensor.fill_(1)
+                    tensor.normal_() if pack else tensor.fill_(1)
             self.engine = undo.enter_context(CacheEngine.from_config(config, self._planes))
             self._tokens = np.arange(self.pages * layout.page_tokens + 1, dtype=np.uint32)
             self._slots = torch.arange(self.pages)
@@ -98,6 +106,7 @@ class ColdEngine:
             assert manager.ssd is not None, "no SSD tier"
             self._cpu = manager.cpu
             self.slab = next(iter(manager.ssd.path.glob("slab-*.bin")))
+            self._flat: torch.Tensor | None = None
             self._undo = undo.pop_all()
 
     @property
@@ -127,13 +136,29 @@ class ColdEngine:
         if not self.transport["direct"]:  # reads through the page cache are to be cold
             machine.drop_cached([self.slab])
         hit = self.engine.lookup(self._tokens)
-        start = time.perf_counter()
-        report = self.engine.load(hit, self._slots).result()
-        elapsed = time.perf_counter() - start
-        if report.bytes_by_tier != {"ssd": self.nbytes}:
-            what = f"{self.nbytes} bytes were to come from the ssd tier: {report.bytes_by_tier}"
-            raise self._failed(what, (status.value for status in report.pages))
-        return rate(self.nbytes, elapsed)
+        return self._loaded(lambda: hit, "ssd")
+
+    def load_passing(self) -> float:
+        """`load` past the CPU tier: no page stays there, all go through the bounce reserve."""
+        loader = self.engine.loader
+        before, loader.keep = loader.keep, False
+        try:
+            return self.load()
+        finally:
+            loader.keep = before
+
+    def load_from_cpu(self) -> float:
+        """Look up and load every page from the CPU tier, into which another load has just brought it."""
+        self.load()
+        return self._loaded(lambda: self.engine.lookup(self._tokens), "cpu")
+
+    def copy(self) -> float:
+        """One copy of the same size from the CPU tier's memory (page-locked with CUDA) to the device."""
+        source = cast("HostExtents", self._cpu.extents).rows.view(-1)[: self.nbytes]
+        if self._flat is None:
+            self._flat = torch.empty_like(source, device=self.device)
+            self._flat.fill_(1)
+        return copy_rate(source, self._flat)
 
     def check(self) -> None:
         """Load once more, into overwritten planes, and compare the first and last layer with the stored bytes. Raises
@@ -149,6 +174,15 @@ class ColdEngine:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
+    def _loaded(self, hit: Callable[[], Hit], tier: str) -> float:
+        start = time.perf_counter()
+        report = self.engine.load(hit(), self._slots).result()
+        elapsed = time.perf_counter() - start
+        if report.bytes_by_tier != {tier: self._lying}:
+            what = f"{self._lying} bytes were to come from the {tier} tier: {report.bytes_by_tier}"
+            raise self._failed(what, (status.value for status in report.pages))
+        return rate(self.nbytes, elapsed)
+
     def _failed(self, what: str, causes: Iterable[str]) -> IOFailedError:
         counted = ", ".join(f"{cause} {pages}" for cause, pages in Counter(causes).items())
         hint = f"see the log; deadline: the transport hangs, or takes more than {self._patience:.0f} s"
@@ -163,7 +197,7 @@ class ColdEngine:
         return numbers.to(tensor.dtype).view(-1, *[1] * (tensor.dim() - 1)).expand(-1, *tensor.shape[1:])
 
     def _forget_planes(self) -> None:
-        self._planes = []
+        self._planes, self._flat = [], None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -2,7 +2,7 @@
 
 * **Cases.** `measure(run, settings, directory)` names its cases (`run.plan`) and measures them in order of importance.
   `run.case(name, action)` measures one case. Cases that take turns are measured in one `run.guarded(...)`; each is
-  given to `run.add`.
+  given to `run.add`. A run with a time ends before a case that would end late if it took as long as the one before.
 * **Rows.** An action returns rows of plain data by their key in the report. A row has the measured quantity, its figure
   and spread over the rounds, its reference, the ratio of both, and a target if there is one (`figures.py`). Each row
   has the name of its case.
@@ -23,6 +23,8 @@ import contextlib
 import copy
 import dataclasses
 import json
+import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -82,6 +84,10 @@ class Settings:
         """Raises `InvalidValueError` for settings without a measurement."""
 
 
+class NoTimeLeftError(Exception):
+    """The next case of a run would end late."""
+
+
 class Run:
     """The cases of a run. `found`: the growing report. `sections`: its own keys with their initial values."""
 
@@ -90,16 +96,18 @@ class Run:
         sections: Report,
         progress: Progress = silent,
         keep: Keep = lambda found: None,
+        seconds: float = math.inf,
         *,
         judged: bool = True,
     ) -> None:
-        """`judged`: rows keep their targets."""
+        """`seconds`: the time of all cases. `judged`: rows keep their targets."""
         self.found: dict[str, Any] = {"complete": False, "interrupted": False}
         self.found |= {"left": [], "done": [], "cannot": [], "failed": [], **copy.deepcopy(sections)}
         self.progress = progress
         self._keep = keep
         self._planned: list[str] = []
         self._judged = judged
+        self._until, self._took = time.monotonic() + seconds, 0.0  # seconds of the cases before
 
     def plan(self, names: Sequence[str]) -> None:
         """The names of all cases."""
@@ -115,7 +123,10 @@ class Run:
     @contextlib.contextmanager
     def guarded(self, *names: str) -> Iterator[None]:
         """Measure these cases: an error fails the cases that were not added yet, and is not raised. A transport that
-        this machine lacks is no failure."""
+        this machine lacks is no failure. Raises `NoTimeLeftError`."""
+        began = time.monotonic()
+        if began + self._took >= self._until:
+            raise NoTimeLeftError
         try:
             yield
         except ERRORS as error:
@@ -123,6 +134,7 @@ class Run:
             for name in names:
                 if name not in self._over():
                     note(name, cause_of(error))
+        self._took = time.monotonic() - began
         self.save()
 
     def add(self, name: str, rows: Report, *, wrong: str = "") -> None:
@@ -181,12 +193,15 @@ class Bench:
         directory: Path = Path(),
         progress: Progress = silent,
         keep: Keep = lambda found: None,
+        seconds: float = math.inf,
     ) -> dict[str, Any]:
         """Measure, as plain data. Raises errors that precede the first case."""
         settings.check()
-        run = Run(self.sections, progress, keep, judged=settings.profile != "quick")
+        run = Run(self.sections, progress, keep, seconds, judged=settings.profile != "quick")
         try:
             self.measure(run, settings, directory)
+        except NoTimeLeftError:
+            pass  # the report names the cases that are left
         except KeyboardInterrupt:
             run.found["interrupted"] = True
         run.save()
@@ -204,7 +219,7 @@ class Bench:
         if not directory.is_dir():
             raise InvalidValueError(f"--dir {directory} is not a directory", "name a directory that exists")
         check_writable(json_file, "--report")
-        head = {"schema": self.schema, "machine": machine.describe(directory), "settings": settings.describe()}
+        head = self.head(settings, directory)
 
         def keep(found: Report) -> None:
             if json_file is not None and (json_file.is_file() or not json_file.exists()):  # a pipe gets one report
@@ -214,14 +229,14 @@ class Bench:
             found = self.run(settings, directory, progress, keep)
         report = {**head, **found}
         tables = self.tables(report, everything=settings.everything)
-        show(*_above(report), *tables, *_below(report), *self.bottom(report))
+        show(*_above(report), *tables, *below(report), *self.bottom(report))
         if json_file is not None:
             write_json(json_file, report)
         if matplotlib is not None:
             figure = matplotlib.figure.Figure(layout="constrained")
             draw(self.panels(report), figure)
-            title = _gpus(report["machine"]) or report["machine"]["cpu"] or ""
-            figure.suptitle(f"{title} (--quick: figures mean nothing)" if _quick(report) else title)
+            title = gpus(report["machine"]) or report["machine"]["cpu"] or ""
+            figure.suptitle(f"{title} (--quick: figures mean nothing)" if quick(report) else title)
             figure.savefig(plot, dpi=150)
         if report["interrupted"]:
             raise typer.Exit(EXIT_INTERRUPTED)
@@ -230,6 +245,10 @@ class Bench:
 
     def tables(self, report: Report, *, everything: bool = False) -> list[Table]:
         return [*(panel.table() for panel in self.panels(report)), *(self.details(report) if everything else ())]
+
+    def head(self, settings: Settings, directory: Path) -> dict[str, Any]:
+        """A report's first keys."""
+        return {"schema": self.schema, "machine": machine.describe(directory), "settings": settings.describe()}
 
 
 def cause_of(error: BaseException) -> str:
@@ -274,25 +293,28 @@ def _unjudged(part: Any) -> Any:
     return [_unjudged(value) for value in part] if isinstance(part, list) else part
 
 
-def _quick(report: Report) -> bool:
+def quick(report: Report) -> bool:
     """Whether a report's figures only show that everything runs."""
     return bool(report["settings"]["profile"] == "quick")
 
 
-def _gpus(machine: Report) -> str:
+def gpus(machine: Report) -> str:
     """Each kind once, with its number if there are several."""
     return ", ".join(f"{n} {kind}" if n > 1 else kind for kind, n in Counter[str](machine["gpus"]).items())
 
 
-def _above(report: Report) -> list[str]:
-    said, storage = report["machine"], report["machine"]["storage"]
+def machine_line(said: Report) -> str:
+    storage = said["storage"]
     where = f"{storage['file_system']} on {storage['source']}"
-    memory, on = about(said["memory_bytes"]), _gpus(said) or "no GPU"
-    lines = [f"{said['cpu']}, {said['cores']} cores, {memory}, {on}; {where}"]
-    return [*lines, "--quick: these figures show that everything runs, and mean nothing."] if _quick(report) else lines
+    return f"{said['cpu']}, {said['cores']} cores, {about(said['memory_bytes'])}, {gpus(said) or 'no GPU'}; {where}"
 
 
-def _below(report: Report) -> list[Table | str]:
+def _above(report: Report) -> list[str]:
+    lines = [machine_line(report["machine"])]
+    return [*lines, "--quick: these figures show that everything runs, and mean nothing."] if quick(report) else lines
+
+
+def below(report: Report) -> list[Table | str]:
     """Cases without a figure, a row for each cause."""
     found: list[Table | str] = []
     for key, title in (("cannot", "Cannot be measured here"), ("failed", "Failed")):
@@ -304,5 +326,6 @@ def _below(report: Report) -> list[Table | str]:
             table.add_row(names[0] if len(names) == 1 else f"{names[0]}, and {len(names) - 1} more", cause)
         found.append(table)
     if left := report["left"]:
-        found.append(f"Not measured, interrupted: {'; '.join(left)}.")
+        why = "interrupted" if report["interrupted"] else "no time left"
+        found.append(f"Not measured, {why}: {'; '.join(left)}.")
     return found

@@ -1,0 +1,169 @@
+"""All of this machine's benches, in bounded time, in one page. Behind `gdscache bench report`."""
+
+from __future__ import annotations
+
+import functools
+import html
+import io
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from gdscache.commands.bench import copy, figures, kit, links, machine, ttft
+from gdscache.commands.bench import io as bench_io
+from gdscache.commands.bench.kit import cause_of
+from gdscache.commands.console import Progress, Table, duration
+from gdscache.errors import GdsCacheError
+from gdscache.runtime.files import write_whole
+
+SCHEMA = "gdscache.bench.report/1"
+JSON_NAME, HTML_NAME = "report.json", "report.html"
+PAGE_SHARE = 0.05  # of the time, for the plots
+PAIRS = 10  # of copies, for a figure
+_STYLE = """
+:root { color-scheme: light dark }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 0 auto; padding: 1rem }
+h1, h2 { line-height: 1.2 } h2 { border-top: 1px solid #8886; padding-top: 1.2rem; margin-top: 2rem }
+.bottom { font-size: 1.1rem; border-left: 4px solid #3a7bd5; padding-left: .8rem }
+pre { overflow-x: auto; font-size: .86rem } summary { cursor: pointer; margin: .6rem 0 }
+figure { margin: .8rem 0; background: #fff; border-radius: 4px; overflow-x: auto }
+figure svg { width: 100%; min-width: 34rem; height: auto }
+.note { color: #a60; font-weight: 600 } footer, .quiet { color: #777; font-size: .86rem }
+"""
+
+
+class Part(NamedTuple):
+    """A bench of the report. `share`: of the time. `options`: of its command. `lacks`: the cause if this machine cannot
+    run it."""
+
+    bench: kit.Bench
+    title: str
+    share: float
+    directory: Path
+    options: Mapping[str, Any]
+    lacks: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.bench.name
+
+
+def parts(directory: Path, *, quick: bool) -> list[Part]:
+    """The benches in reading order. They are measured in the other order: the short ones leave their time to the long
+    ones."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    no_gpu = "" if gpus else "torch sees no CUDA device"
+    one_link = no_gpu or ("" if gpus > 1 else "one GPU is here")
+    device, pairs = {"device": "cuda:0" if gpus else "cpu"}, {} if quick else {"pairs": PAIRS}
+    every = {"everything": True}
+    return [
+        Part(ttft.BENCH, "Time to first token", 0.4, ttft.place(None), device),
+        Part(bench_io.BENCH, "The SSD tier and the disk", 0.4, directory, every),
+        Part(copy.BENCH, "Copies between host memory and the GPU", 0.15, Path(), every | pairs, no_gpu),
+        Part(links.BENCH, "Links of several GPUs at once", 0.05, Path(), {}, one_link),
+    ]
+
+
+def measure(directory: Path, out: Path, seconds: float, progress: Progress, *, quick: bool) -> kit.Report:
+    """Run all parts within `seconds`: each has its share of the time that the parts before it have left. The JSON is
+    written after each case, the page at the end."""
+    matplotlib = kit.require_matplotlib(Path("plot.svg"))
+    found: dict[str, Any] = {
+        "schema": SCHEMA,
+        "machine": machine.describe(directory),
+        "profile": "quick" if quick else "default",
+        "began": time.time(),
+        "benches": {},
+        "cannot": {},
+        "interrupted": False,
+    }
+    some = parts(directory, quick=quick)
+    until, shares = time.monotonic() + (1 - PAGE_SHARE) * seconds, sum(part.share for part in some if not part.lacks)
+    for part in reversed(some):
+        if part.lacks:
+            found["cannot"][part.name] = part.lacks
+            continue
+        began = time.monotonic()
+        if found["interrupted"] or began >= until:
+            found["cannot"][part.name] = "interrupted" if found["interrupted"] else "no time left"
+            continue
+        share, shares = part.share / shares, shares - part.share
+        try:
+            settings = part.bench.settings.of(quick=quick, **part.options)
+            keep = functools.partial(_keep, out, found, part.name, part.bench.head(settings, part.directory))
+            named = _titled(progress, part.title)
+            rows = part.bench.run(settings, part.directory, named, keep, seconds=(until - began) * share)
+        except GdsCacheError as error:
+            found["cannot"][part.name] = cause_of(error)
+            continue
+        found["interrupted"] = rows["interrupted"]
+    found["seconds"] = time.time() - found["began"]
+    kit.write_json(out / JSON_NAME, found)
+    write_whole(out / HTML_NAME, page(found, some, matplotlib).encode(), 0o644)
+    return found
+
+
+def _titled(progress: Progress, title: str) -> Progress:
+    return lambda done, total, text: progress(done, total, f"{title}: {text}")
+
+
+def _keep(out: Path, found: dict[str, Any], name: str, head: kit.Report, rows: kit.Report) -> None:
+    found["benches"][name] = {**head, **rows}
+    kit.write_json(out / JSON_NAME, found)
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+
+def page(found: kit.Report, parts: Sequence[Part], matplotlib: Any) -> str:
+    """One self-contained HTML page: the machine, and each bench's sentences, plot and tables."""
+    about, commit = found["machine"], found["machine"]["commit"]
+    where = "" if commit is None else f", commit {commit['hash'][:10]}{' with changes' if commit['changed'] else ''}"
+    date = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(found["began"]))
+    body = [f"<h1>gdscache on {_text(kit.gpus(about) or about['cpu'] or 'this machine')}</h1>"]
+    body.append(f"<p>{_text(kit.machine_line(about))}</p>")
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    line = f"{date}, {duration(found['seconds'])}{where}; {versions}"
+    body.append(f'<p class="quiet">{_text(line)}</p>')
+    if found["profile"] == "quick":
+        body.append('<p class="note">--quick: these figures show that everything runs, and mean nothing.</p>')
+    if found["interrupted"]:
+        body.append('<p class="note">Interrupted: not all is measured.</p>')
+    for part in (part for part in parts if part.name in found["benches"]):
+        bench, report = part.bench, found["benches"][part.name]
+        body.append(f"<h2>{_text(part.title)}</h2>")
+        body += [f'<p class="bottom">{_text(line)}</p>' for line in bench.bottom(report)]
+        body.append(f"<figure>{_svg(bench.panels(report), matplotlib)}</figure>")
+        body += map(_part, bench.tables(report))
+        if details := "".join(map(_part, bench.details(report))):
+            body.append(f"<details><summary>For developers of gdscache</summary>{details}</details>")
+        body += map(_part, kit.below(report))
+    if found["cannot"]:
+        titles = {part.name: part.title for part in parts}
+        lines = [f"<li>{_text(titles[name])}: {_text(cause)}</li>" for name, cause in found["cannot"].items()]
+        body += ["<h2>Not measured here</h2>", "<ul>", *lines, "</ul>"]
+    body.append(f"<footer>gdscache bench report; the figures are in {JSON_NAME}.</footer>")
+    meta = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+    head = f"<head>{meta}<title>gdscache bench report</title><style>{_STYLE}</style></head>"
+    return "\n".join([f'<!doctype html>\n<html lang="en">{head}', "<body>", *body, "</body></html>", ""])
+
+
+def _text(text: str) -> str:
+    return html.escape(text, quote=False)
+
+
+def _part(part: Table | str) -> str:
+    """A table or a text as HTML; empty for a table without rows."""
+    if isinstance(part, str):
+        return f"<p>{_text(part)}</p>"
+    return f"<pre>{_text(chr(10).join(part.lines()))}</pre>" if part.rows else ""
+
+
+def _svg(panels: Sequence[figures.Ratios | figures.Values], matplotlib: Any) -> str:
+    drawn, file = matplotlib.figure.Figure(layout="constrained"), io.StringIO()
+    figures.draw(panels, drawn)
+    drawn.savefig(file, format="svg")
+    return file.getvalue()[file.getvalue().index("<svg") :]

@@ -1,0 +1,167 @@
+"""`gdscache bench report` and `bench compare`: the page, going on with it, and what counts as a change."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from gdscache.commands.bench import compare, figures, kit, report
+from gdscache.commands.bench.figures import series
+from gdscache.commands.cli import app
+from gdscache.commands.console import silent
+from gdscache.errors import InvalidValueError
+from tests.support.toy_bench import broken, interrupted, never, toy
+
+VOID = {"meta", "path", "use", "rect", "image", "circle", "line"}
+
+
+class Checked(HTMLParser):
+    """Notes tags that are closed in another order than they were opened, and all text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        assert not any(name in ("src", "href") and value and "://" in value for name, value in attrs), "from elsewhere"
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+@pytest.fixture
+def some(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """Have a report made of these toys, and of a bench that cannot run."""
+
+    def put(**benches: dict[str, Callable[[], float]]) -> None:
+        found = [report.Part(toy(of, name), f"The {name}", 0.5, tmp_path, {}) for name, of in benches.items()]
+        lacking = toy({"g": lambda: pytest.fail("it cannot run")}, "gpu")
+        found.append(report.Part(lacking, "The GPU", 0.5, tmp_path, {}, "torch sees no GPU"))
+        monkeypatch.setattr(report, "parts", lambda directory, *, quick: found)
+
+    return put
+
+
+def made(tmp_path: Path, *, seconds: float = 60.0) -> tuple[kit.Report, str]:
+    found = report.measure(tmp_path, tmp_path, seconds, silent, quick=False)
+    assert json.loads((tmp_path / report.JSON_NAME).read_text()) == found
+    page = Checked((tmp_path / report.HTML_NAME).read_text())
+    assert not page.open
+    return found, " ".join(page.text)
+
+
+def test_the_page_has_every_bench_and_says_what_is_missing(tmp_path: Path, some: Callable[..., None]) -> None:
+    some(disk={"cold": lambda: 1.0, "full": broken}, copies={"warm": lambda: 3.0})
+    found, text = made(tmp_path)
+    assert [*found["benches"]] == ["copies", "disk"]
+    assert found["cannot"] == {"gpu": "torch sees no GPU"}
+    for words in ("The disk", "disk <moves> 1 & more.", "load of cold", "the disk is full", "torch sees no GPU"):
+        assert words in text
+
+
+def test_after_ctrl_c_the_page_has_what_was_measured(tmp_path: Path, some: Callable[..., None]) -> None:
+    some(copies={"far": never}, disk={"cold": lambda: 1.0, "warm": interrupted})
+    found, text = made(tmp_path)
+    assert found["interrupted"]
+    assert [row["case"] for row in found["benches"]["disk"]["r"]] == ["cold"]
+    assert "copies" not in found["benches"]
+    assert found["cannot"]["copies"] == "interrupted"
+    assert "Interrupted: not all is measured." in text
+    assert "Not measured, interrupted: warm." in text
+
+
+def test_what_a_bench_leaves_of_its_time_goes_to_the_next(
+    tmp_path: Path, some: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last bench of the page is measured first; a case that no time is left for is named."""
+    now = [0.0]
+    monkeypatch.setattr(report.time, "monotonic", lambda: now[0])
+    said: list[str] = []
+
+    def lasting(name: str, seconds: float) -> Callable[[], float]:
+        return lambda: said.append(name) or now.__setitem__(0, now[0] + seconds) or 1.0
+
+    some(disk={n: lasting(n, 30.0) for n in ("d1", "d2", "d3")}, copies={"c1": lasting("c1", 5.0)})
+    found, text = made(tmp_path, seconds=0.0)
+    assert found["cannot"] == dict.fromkeys(("copies", "disk"), "no time left") | {"gpu": "torch sees no GPU"}
+    assert "no time left" in text
+    found, text = made(tmp_path, seconds=100.0)
+    assert said == ["c1", "d1", "d2"]
+    assert found["benches"]["disk"]["left"] == ["d3"]
+    assert "Not measured, no time left: d3." in text
+    assert text.index("The disk") < text.index("The copies")
+
+
+def test_this_machine_has_parts() -> None:
+    found = report.parts(Path(), quick=True)
+    assert [part.name for part in found] == ["ttft", "io", "copy", "links"]
+    assert sum(part.share for part in found) == pytest.approx(1)
+    assert not any(part.lacks for part in found[:2])
+
+
+# -- what changed ------------------------------------------------------------------------------------------------------
+
+
+def written(path: Path, name: str = "io", **values: tuple[float, ...]) -> Path:
+    found = [
+        {"case": case, **figures.compared(case, series(v), "x", series((1.0,) * len(v)))} for case, v in values.items()
+    ]
+    path.write_text(json.dumps({"schema": f"gdscache.bench.{name}/3", "comparisons": found}))
+    return path
+
+
+def test_changes_are_those_whose_spreads_do_not_meet(tmp_path: Path) -> None:
+    steady, spread = (1.0, 1.01, 1.02, 1.03), (0.5, 1.0, 1.5, 2.0)
+    a = written(tmp_path / "a", up=steady, down=steady, noisy=steady, few=(1.0, 1.0, 1.0), gone=steady)
+    b = written(tmp_path / "b", up=(1.2,) * 4, down=(0.8,) * 4, noisy=spread, few=(2.0, 2.0, 2.0), new=steady)
+    both, gone, new = compare.compare(a, b)
+    words = {one.name.split(",")[0]: one.word for one in both}
+    assert words == {"io: up": "better", "io: down": "worse", "io: noisy": "same", "io: few": "unsure"}
+    assert ["gone" in name for name in gone] == ["new" in name for name in new] == [True]
+    assert [one.word in compare.QUIET for one in both] == [False, False, True, True]
+
+
+def test_less_time_is_better(tmp_path: Path) -> None:
+    def timed(path: Path, seconds: float) -> Path:
+        cell = {"case": "8k tokens", "ttft_seconds": series((seconds,) * 4)}
+        path.write_text(json.dumps({"schema": "gdscache.bench.ttft/4", "cells": [cell]}))
+        return path
+
+    ((one,), _, _) = compare.compare(timed(tmp_path / "a", 2.0), timed(tmp_path / "b", 1.0))
+    assert (one.word, one.ratio) == ("better", 0.5)
+
+
+def test_a_whole_report_is_compared_with_one_bench(tmp_path: Path) -> None:
+    one = written(tmp_path / "one", up=(1.0,) * 4)
+    whole = {"schema": report.SCHEMA, "benches": {"io": json.loads(written(tmp_path / "b", up=(2.0,) * 4).read_text())}}
+    (tmp_path / report.JSON_NAME).write_text(json.dumps(whole))
+    answer = CliRunner().invoke(app, ["bench", "compare", str(one), str(tmp_path), "--json"])
+    assert answer.exit_code == 0
+    (change,) = json.loads(answer.stdout)["changes"]
+    assert (change["ratio"], change["word"]) == (2.0, "better")
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"schema": "gdscache.inspect/5"}', '{"schema": "gdscache.bench.io/3"}'])
+def test_what_is_no_report_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "a").write_text(content)
+    with pytest.raises(InvalidValueError):
+        compare.compare(tmp_path / "a", written(tmp_path / "b", up=(1.0,) * 4))
+
+
+def test_a_missing_report_is_named_in_words(tmp_path: Path) -> None:
+    with pytest.raises(InvalidValueError, match=r"a cannot be read: No such file or directory\n"):
+        compare.compare(tmp_path / "a", tmp_path)
