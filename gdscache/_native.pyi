@@ -330,7 +330,7 @@ class Gpu:
         """Wait for what is queued; no executor has it any more. Again is fine."""
 
 class Executor:
-    """Moves between spaces (moves/executor.h). See `moves.native.NativeMoves`."""
+    """Moves between spaces (moves/executor.h). See `moves.library.NativeMoves`."""
 
     def __init__(
         self,

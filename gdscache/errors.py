@@ -156,15 +156,11 @@ class KernelUnavailableError(GdsCacheError):
     """A CUDA kernel could not be built; the torch reference serves instead."""
 
 
-class NativeLibraryError(GdsCacheError):
-    """The native library cannot be used; its subclasses name the cause."""
-
-
-class NativeMissingError(NativeLibraryError):
+class NativeMissingError(GdsCacheError):
     """The native library is missing, or the system cannot load it."""
 
 
-class NativeCallError(NativeLibraryError):
+class NativeCallError(GdsCacheError):
     """The native library refused the arguments of a call, or had no memory for it. `errno` says which."""
 
     def __init__(self, message: str, hint: str = "", errno: int | None = None) -> None:

@@ -118,10 +118,6 @@ def doctor(
 @app.command("inspect")
 def inspect_directory(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The ssd.path of a configuration.")],
-    pair: Annotated[
-        tuple[str, str] | None,
-        typer.Option("--compare", metavar="A B", help="Two namespaces, by their first digits: show their differences."),
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show the contents of an SSD tier's directory. Changes nothing, and works while an engine uses the directory.
@@ -129,17 +125,13 @@ def inspect_directory(
     The groups of a hybrid model may have directories of their own below it (groups-0, ...): then each is shown.
 
     Pages of one namespace are interchangeable. Its lines name the model, the weights and the settings. If no page hits
-    after an upgrade, --compare shows the changed lines.
+    after an upgrade, the lines in which the last two namespaces differ say why.
     """
-    from gdscache.commands.inspect import compare, directories_of, inspect, tables
+    from gdscache.commands.inspect import directories_of, inspect, tables
 
     with progress_bar() as progress:
         reports = [inspect(one, progress) for one in directories_of(directory)]
-    if pair is not None:
-        every = [namespace for report in reports for namespace in report["namespaces"] or []]
-        _show([compare({"path": str(directory), "namespaces": every}, *pair)], tables.compare_tables, as_json=as_json)
-    else:
-        _show(reports, tables.inspect_tables, as_json=as_json)
+    _show(reports, tables.inspect_tables, as_json=as_json)
 
 
 @app.command("explain")
@@ -204,7 +196,6 @@ app.command("plan")(plan_tiers)
 def describe(config: Config) -> dict[str, Any]:
     """A configuration's meaning as plain data: sizes in bytes, whole pages a tier, the namespace in hex."""
     layout = max(config.model.pool_layouts, key=lambda one: one.page_tokens)  # a page of states is one row
-    extent = layout.extent_bytes
     return {
         "model": config.model.name,
         "kind": config.model.kind,
@@ -213,10 +204,7 @@ def describe(config: Config) -> dict[str, Any]:
             f"{plane.name} {list(plane.shape)} {plane.dtype}"
             for plane in dict.fromkeys(itertools.chain(*config.model.layout().layers))
         ],
-        "page_tokens": layout.page_tokens,
-        "token_bytes": layout.token_bytes,
-        "page_bytes": layout.page_bytes,
-        "extent_bytes": extent,
+        **{name: getattr(layout, name) for name in ("page_tokens", "token_bytes", "page_bytes", "extent_bytes")},
         "tiers": {
             name: None if size is None else {"bytes": size, "pages": size // one}
             for name, (size, one) in _sizes(config, layout).items()

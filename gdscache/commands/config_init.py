@@ -1,6 +1,6 @@
-"""`gdscache config init NAME` and `config print NAME`: a configuration to start with.
+"""`gdscache config init ENGINE` and `config print NAME`: a configuration to start with.
 
-NAME is a file of configs/, which the wheel contains too, or an inference engine, which describes its model itself.
+An inference engine describes its model itself. NAME is a file of configs/, which the wheel contains too.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _FIRST_REPLICA = {"GDSCACHE_DP_RANK": "0"}
 ENGINES = ("vllm", "sglang", "sglang-hicache")  # the cache linker, and the storage below HiCache
 SHIPPED = ("default", "cpu_only", "three_tier_gds", "ssd_direct", "llama3_8b", "deepseek_v3_mla")
 
-STARTS, PRINTED = (*ENGINES, *SHIPPED), (*SHIPPED, "alerts", "grafana")
+PRINTED = (*SHIPPED, "alerts", "grafana")
 
 
-def _name(names: tuple[str, ...], text: str) -> Any:
+def _name(metavar: str, names: tuple[str, ...], text: str) -> Any:
     """An argument that is one of `names`. In the help they stand in the text, whose lines break between them."""
 
     def known(name: str) -> str:
@@ -45,7 +45,7 @@ def _name(names: tuple[str, ...], text: str) -> Any:
         return name
 
     help_text = f"{text}: {', '.join(names)}."
-    return typer.Argument(metavar="NAME", help=help_text, callback=known, autocompletion=lambda: list(names))
+    return typer.Argument(metavar=metavar, help=help_text, callback=known, autocompletion=lambda: list(names))
 
 
 def shipped_text(name: str) -> str:
@@ -57,7 +57,7 @@ def shipped_text(name: str) -> str:
 
 
 def print_shipped(
-    name: Annotated[str, _name(PRINTED, "One of the files that gdscache ships")] = "default",
+    name: Annotated[str, _name("NAME", PRINTED, "One of the files that gdscache ships")] = "default",
 ) -> None:
     """Print a file that gdscache ships. `default` is a configuration that has every key with its default value, and
     `alerts` has rules for Prometheus, `grafana` a dashboard."""
@@ -65,52 +65,33 @@ def print_shipped(
 
 
 def init(
-    name: Annotated[str, _name(STARTS, "An inference engine, or one of the files that gdscache ships")] = "default",
+    engine: Annotated[str, _name("ENGINE", ENGINES, "The inference engine")],
     file: Annotated[Path, typer.Argument(help="The file to write.")] = Path("gdscache.yaml"),
-    cpu: Annotated[
-        str | None, typer.Option("--cpu", metavar="SIZE", help="cpu.capacity for an inference engine, e.g. 32GiB.")
-    ] = None,
-    ssd: Annotated[
-        str | None, typer.Option("--ssd", metavar="SIZE", help="ssd.capacity for an inference engine, e.g. 500GiB.")
-    ] = None,
-    directory: Annotated[
-        str | None, typer.Option("--dir", help="ssd.path for an inference engine: a directory on a fast local disk.")
-    ] = None,
+    cpu: Annotated[str | None, typer.Option("--cpu", metavar="SIZE", help="cpu.capacity, e.g. 32GiB.")] = None,
+    ssd: Annotated[str | None, typer.Option("--ssd", metavar="SIZE", help="ssd.capacity, e.g. 500GiB.")] = None,
+    directory: Annotated[str | None, typer.Option("--dir", help="ssd.path: a directory on a fast local disk.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Write a configuration file. For an inference engine, also print the command that uses the file.
+    """Write a configuration file for an inference engine, and print the command that uses the file.
 
     An inference engine describes its model itself, so its file has no model section. Sizes that you leave out are
     chosen for this machine: a quarter of the available memory, and half of the free disk space. The file is checked
-    before it is written. An existing file is replaced only with --force.
+    before it is written. An existing file is replaced only with --force. `gdscache config print` has other files to
+    begin with.
     """
-    if name in SHIPPED:
-        if given := [option for option, value in (("--cpu", cpu), ("--ssd", ssd), ("--dir", directory)) if value]:
-            raise InvalidValueError(
-                f"{' and '.join(given)}: {name} has sizes and a path of its own",
-                "leave the option out and edit the file, or name an inference engine",
-            )
-        absolute = _write(file, shipped_text(name), force=force, model=None)
-        if as_json:
-            typer.echo(json.dumps({"name": name, "file": absolute}, indent=2))
-        else:
-            typer.echo(
-                f"{absolute}: written. Its first lines name its requirements. To check it: gdscache config check {file}"
-            )
-        return
     if directory is None:
-        directory = _DIRECTORY.format(engine=name)
+        directory = _DIRECTORY.format(engine=engine)
     if not directory.startswith(("/", "~", "$")):
         directory = str(Path.cwd() / directory)  # the engine's working directory may differ
-    written_for = WRITTEN_FOR[name]
+    written_for = WRITTEN_FOR[engine]
     if cpu is not None and not written_for.cpu:
         raise InvalidValueError("--cpu is given, but HiCache keeps pages in host memory itself", "leave --cpu out")
     sizes = choose(cpu, ssd, directory)
-    absolute = _write(file, written_for.text(sizes, directory), force=force, model=_SAMPLE)
+    absolute = _write(file, written_for.text(sizes, directory), force=force)
     command = written_for.command(absolute)
     if as_json:
-        said: dict[str, Any] = {"engine": name, "file": absolute, "ssd_bytes": sizes.ssd}
+        said: dict[str, Any] = {"engine": engine, "file": absolute, "ssd_bytes": sizes.ssd}
         said |= {"cpu_bytes": sizes.cpu} if written_for.cpu else {}
         said |= {written_for.option: json.loads(command[-1]), "command": command}
         typer.echo(json.dumps(said, indent=2))
@@ -161,15 +142,14 @@ def _whole(nbytes: int, most: int) -> int:
     return max(_LEAST, min(most, nbytes // step * step))
 
 
-def _write(file: Path, text: str, *, force: bool, model: dict[str, Any] | None) -> str:
-    """Check a configuration and write it to a file atomically. `model`: the model section that the file leaves out.
-    Returns the file's absolute path."""
+def _write(file: Path, text: str, *, force: bool) -> str:
+    """Check a configuration and write it to a file atomically. Returns the file's absolute path."""
     file = file.expanduser()
     beside = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         try:
             beside.write_text(text, encoding="utf-8")
-            load_config(beside, model=model, variables=_FIRST_REPLICA)
+            load_config(beside, model=_SAMPLE, variables=_FIRST_REPLICA)
             if force:
                 beside.replace(file)
             else:
@@ -215,11 +195,13 @@ class WrittenFor:
 
     def text(self, sizes: Sizes, directory: str) -> str:
         """The file: the keys that a user may change, each with its purpose."""
-        own = [_GPU, _CPU, _SSD, _BUFFER, _STORE] if self.cpu else [_SSD, _HICACHE_BUFFER, _HICACHE_STORE]
-        return "\n".join([_HEAD, *own, _LOAD]).format(
+        return "\n".join([_HEAD, *([_GPU, _CPU] if self.cpu else []), _SSD, _BUFFER, _STORE, _LOAD]).format(
             name=self.name,
             room=self.room,
             optional=_OPTIONAL if self.cpu else "",
+            passing="find no room in the CPU tier" if self.cpu else "pass through between HiCache's and the SSD",
+            queued="the CPU tier, and as many to the SSD" if self.cpu else "the SSD",
+            policy=_POLICY if self.cpu else "",
             gate=_GATE if self.gate else "",
             cpu=f"capacity: {format_size(sizes.cpu)}",
             cpu_reason=sizes.cpu_reason,
@@ -305,26 +287,17 @@ ssd:{optional}
   endurance: null             # bytes that may be written in any 24 hours, e.g. 2TiB; null is no limit
 """
 
-_BUFFER = """\
-host_buffer: 256MiB           # host memory for pages that find no room in the CPU tier
-"""
-
-_HICACHE_BUFFER = """\
-host_buffer: 256MiB          # host memory that pages pass through between HiCache's and the SSD
-"""
+_BUFFER = "host_buffer: 256MiB           # host memory for pages that {passing}\n"
 
 _STORE = """\
 store:
-  queue: 2GiB                 # bytes on their way to the CPU tier, and as many to the SSD; further pages are not stored
-  write_policy: write_through # when a page goes on to the SSD: write_through (when it is stored) |
-                              # write_through_selective (after two hits) | write_back (before the CPU tier gives it up)
-  admission: all              # pages that are written there: all | second_offer (seen twice) | tinylfu
+  queue: 2GiB                 # bytes on their way to {queued}; further pages are not stored
+{policy}  admission: all              # pages that are written to the SSD: all | second_offer (seen twice) | tinylfu
 """
 
-_HICACHE_STORE = """\
-store:
-  queue: 2GiB                 # bytes on their way to the SSD; further pages are not stored
-  admission: all              # pages that are written: all | second_offer (seen twice) | tinylfu
+_POLICY = """\
+  write_policy: write_through # when a page goes on to the SSD: write_through (when it is stored) |
+                              # write_through_selective (after two hits) | write_back (before the CPU tier gives it up)
 """
 
 _GATE = (

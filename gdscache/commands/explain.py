@@ -24,7 +24,7 @@ import numpy as np
 from gdscache.commands.console import Progress, Table, reason_of, silent
 from gdscache.commands.inspect.names import facts_of, kept_by, made_of
 from gdscache.commands.inspect.owner import find_owner
-from gdscache.commands.inspect.reading import Contents, at_rest, existing, has_log, read
+from gdscache.commands.inspect.reading import Contents, existing, read
 from gdscache.config import Config
 from gdscache.disk import history_file
 from gdscache.disk.history_file import History
@@ -92,8 +92,8 @@ def explain(directory: Path, asked: Asked, config: Config | None = None, progres
     of tokens in a hybrid model with planes by group. Raises as `inspect` does.
     """
     directory = existing(directory)
-    owner = find_owner(directory, catalog_open=has_log(directory))
-    contents = at_rest(directory, lambda last: read(directory, progress, last=last))
+    owner = find_owner(directory)
+    contents = read(directory, progress)
     history = history_file.read(directory)
     named = {digest: _keys(digest, each.fields, asked, config) for digest, each in contents.names.items()}
     rows = _Rows(contents, history, [way for one in named.values() if one is not None for way in one.ways])

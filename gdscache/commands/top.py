@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.text import Text
@@ -40,6 +40,7 @@ _CAUSES, _LOADS, _RANKS = 6, 5, 4  # rows shown at most
 _TITLE, _WARNING, _NOTE = "bold", "bold red", "dim"  # styles of rich
 
 Report = Mapping[str, Any]
+Number = TypeVar("Number", int, float)
 Section = list[tuple[str, str]]  # lines, each with its style
 
 
@@ -55,8 +56,6 @@ class Watched:
 
     def look(self) -> dict[str, Any]:
         """Read the page. The report is plain data; `rates` is None without a second page, and if the last is late."""
-        from gdscache.commands.inspect.survey import describe_status
-
         found, pages = status_page.read(self.path), self.pages
         if not isinstance(found, Status):
             pages.clear()
@@ -70,7 +69,7 @@ class Watched:
             pages.popleft()
         late, first = found.age > FRESH_S, pages[0]
         rates = None if late or found.written <= first.written else _rates(first, found)
-        return {"path": str(self.path), **describe_status(found), "late": late, "rates": rates}
+        return {"path": str(self.path), **_described(found), "late": late, "rates": rates}
 
 
 def watched(directories: Sequence[Path], known: Iterable[Watched] = ()) -> list[Watched]:
@@ -81,6 +80,41 @@ def watched(directories: Sequence[Path], known: Iterable[Watched] = ()) -> list[
         paths += below if below and not (directory / STATUS_NAME).exists() else [directory, *below]
     by_path = {one.path: one for one in known}
     return [by_path.get(path) or Watched(path) for path in dict.fromkeys(paths)]
+
+
+def _described(status: Status) -> dict[str, Any]:
+    """A status page as plain data. Counts are totals since the engine was opened."""
+    figures = status.figures
+    counts: dict[str, Any] = {}
+    for (group, name), n in figures.counts.items():
+        if name:
+            counts.setdefault(group, {})[name] = n
+        else:
+            counts[group] = n
+    return {
+        **{name: getattr(status, name) for name in ("pid", "host", "command", "opened", "written", "number")},
+        **{name: getattr(figures, name) for name in ("state", "evictions", "late_requests")},
+        "age_seconds": status.age,
+        "stopped": figures.stopped or None,
+        "counts": counts,
+        "causes": _by_group(status.causes),
+        "latencies": {
+            what: {"samples": found.samples, "median_seconds": found.median, "p99_seconds": found.slow}
+            for what, found in figures.latencies.items()
+        },
+        "groups": figures.groups or None,
+        "queues": figures.queues._asdict(),
+        "tiers": [tier._asdict() | {"extent_bytes": figures.extent_of(tier.name)} for tier in figures.tiers],
+        "slowest_loads": [load._asdict() for load in figures.slowest],
+        "ranks": [{"rank": number, "pid": rank.pid, "state": rank.state} for number, rank in enumerate(figures.ranks)],
+    }
+
+
+def _by_group(by_cause: Mapping[tuple[str, str], Number]) -> dict[str, dict[str, Number]]:
+    groups: dict[str, dict[str, Number]] = {group: {} for group in CAUSED}
+    for (group, cause), number in by_cause.items():
+        groups.setdefault(group, {})[cause] = number
+    return groups
 
 
 def _rates(first: Status, last: Status) -> dict[str, Any]:
@@ -105,9 +139,6 @@ def _rates(first: Status, last: Status) -> dict[str, Any]:
         }
         for tier in last.figures.tiers
     }
-    causes: dict[str, dict[str, float]] = {group: {} for group in CAUSED}
-    for (group, cause), pages in last.causes.items():
-        causes.setdefault(group, {})[cause] = max(0, pages - first.causes.get((group, cause), 0)) / seconds
     return {
         "over_seconds": seconds,
         "lookups": rate("lookups", "requests"),
@@ -115,7 +146,7 @@ def _rates(first: Status, last: Status) -> dict[str, Any]:
         "stores": rate("stores", "requests"),
         "hit_rate": sum(one["hit_rate"] or 0.0 for one in tiers.values()) if asked else None,
         "tiers": tiers,
-        "causes": causes,
+        "causes": _by_group({c: max(0, n - first.causes.get(c, 0)) / seconds for c, n in last.causes.items()}),
     }
 
 

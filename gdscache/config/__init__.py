@@ -356,7 +356,7 @@ class Config(ConfigSection):
     @field_validator("gpu", "cpu", "ssd", "tiers", "host_buffer", "store", mode="wrap")
     @classmethod
     def _holds_pages(cls, value: Any, handler: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
-        """Every size holds a page of the model, or as many as `_PAGES` says, also in a section with other mistakes."""
+        """Every size holds a page of the model, or as many as `SIZES` says, also in a section with other mistakes."""
         try:
             checked, error = handler(value), None
         except ValidationError as caught:
@@ -367,10 +367,9 @@ class Config(ConfigSection):
         if model is not None and (has_tier or name not in ("host_buffer", "store")):
             extent = sum(layout.extent_bytes for layout in model.pool_layouts)  # each pool holds a page
             for loc, size in _sizes(name, checked):
-                key = dotted((name, *loc))
-                pages, what = _PAGES.get(key, (1, "one page"))
+                pages, what = SIZES.get((name, *loc), (1, "one page"))
                 if size < pages * extent:
-                    message = f"{key} is {_figures(size)}, and {what} needs {_figures(pages * extent)}"
+                    message = f"{dotted((name, *loc))} is {_figures(size)}, and {what} needs {_figures(pages * extent)}"
                     small[loc] = message, f"raise it to {format_size(pages * extent)}, or lower model.page_tokens"
         if error is not None or small:
             raise rejected(CapacityError, small, error)
@@ -379,30 +378,34 @@ class Config(ConfigSection):
 
 _DRIVES = "name each directory once, on a device of its own"
 
-# How many pages a size holds at least, where it is not one.
-_PAGES = {
-    "gpu.staging": (2, "a page in each half"),
-    "host_buffer": (2, "a page in each half"),
-    "ssd.endurance": (8, "one page in an eighth of it"),
+# Sizes by their keys, beside those of `tiers`: the pages that each holds at least, in a number and in words.
+SIZES: dict[tuple[int | str, ...], tuple[int, str]] = {
+    ("gpu", "capacity"): (1, "one page"),
+    ("gpu", "staging"): (2, "a page in each half"),
+    ("cpu", "capacity"): (1, "one page"),
+    ("ssd", "capacity"): (1, "one page"),
+    ("ssd", "endurance"): (8, "one page in an eighth of it"),
+    ("host_buffer",): (2, "a page in each half"),
+    ("store", "queue"): (1, "one page"),
 }
-_SIZES = {"store": ("queue",), "gpu": ("capacity", "staging"), "ssd": ("capacity", "endurance")}
 
 
 def _sizes(name: str, value: Any) -> Iterator[tuple[tuple[int | str, ...], int]]:
     """The sizes of a field, each with its place below the field. `value`: a checked value, or plain data."""
-    if name == "host_buffer":
-        given: dict[tuple[int | str, ...], Any] = {(): value}
-    elif name == "tiers":
-        given = {(number, "capacity"): _get(tier, "capacity") for number, tier in enumerate(value or ())}
+    given: list[tuple[tuple[int | str, ...], Any]]
+    if name == "tiers":
+        given = [((number, "capacity"), _get(tier, "capacity")) for number, tier in enumerate(value or ())]
     else:
-        given = {(key,): _get(value, key) for key in _SIZES.get(name, ("capacity",))}
-    for loc, size in given.items():
+        given = [(key[1:], _get(value, *key[1:])) for key in SIZES if key[0] == name]
+    for loc, size in given:
         with contextlib.suppress(ValueError):  # reported already, or absent
             yield loc, parse_size(size)
 
 
-def _get(section: Any, key: str) -> Any:
-    return section.get(key) if isinstance(section, Mapping) else getattr(section, key, None)
+def _get(section: Any, key: int | str = "") -> Any:
+    if not key:
+        return section
+    return section.get(key) if isinstance(section, Mapping) else getattr(section, str(key), None)
 
 
 def _figures(size: int) -> str:

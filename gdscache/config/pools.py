@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from gdscache.config import Config
+from gdscache.config import SIZES, Config
 from gdscache.errors import CapacityError, InvalidValueError
 from gdscache.groups.base import Group
 from gdscache.groups.pools import Pool, interval, plane_pages, pools_of, rows_of, shares
@@ -24,14 +24,7 @@ PLAIN_PARTS = 256  # such pages have one part of each size of `_PLAIN`, of small
 _PLAIN = (("cpu", "capacity"), ("ssd", "capacity"), ("ssd", "endurance"), ("host_buffer",))
 
 # Sizes that pools share, and the number of pages that a pool's share must hold.
-_SHARED = {
-    ("gpu", "staging"): 2,
-    ("cpu", "capacity"): 1,
-    ("ssd", "capacity"): 1,
-    ("ssd", "endurance"): 8,
-    ("host_buffer",): 2,
-    ("store", "queue"): 1,
-}
+_SHARED = {tuple(map(str, key)): pages for key, (pages, _) in SIZES.items() if key != ("gpu", "capacity")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,10 +114,8 @@ def plain_parts(config: Config, shards: int = 1, replicas: int = 1) -> tuple[Con
                 f"packed: {format_size(size - share)} are left, and {format_size(least)} are needed",
                 f"raise {'.'.join(path)}, or set model.pack to off",
             )
-        for data, part in ((packed, size - share), (plain, share)):
-            for key in path[:-1]:
-                data = data[key]
-            data[path[-1]] = part
+        _set(packed, path, size - share)
+        _set(plain, path, share)
     plain |= {"model": {**plain["model"], "pack": "off"}, "tiers": [], "metrics": None, "events": None, "status": None}
     if config.ssd is not None:
         plain["ssd"]["path"] = str(config.ssd.path / PLAIN_DIRECTORY)
@@ -149,6 +140,12 @@ def shared_sizes(config: Config) -> Iterator[tuple[tuple[str, ...], int]]:
             value = None if value is None else value[key]
         if isinstance(value, int):
             yield path, value
+
+
+def _set(data: dict[str, Any], path: Sequence[str], value: int) -> None:
+    for key in path[:-1]:
+        data = data[key]
+    data[path[-1]] = value
 
 
 def _check(config: Config, own: Sequence[Sequence[Group]], each: Sequence[float], extents: Sequence[int]) -> None:
@@ -177,10 +174,7 @@ def _part(config: Config, pool: Pool, model: dict[str, Any], share: float, plane
     data = {**config.dump(), "model": model, "metrics": None}
     data["gpu"]["capacity"] = planes
     for path, size in shared_sizes(config):
-        section = data
-        for key in path[:-1]:
-            section = section[key]
-        section[path[-1]] = int(size * share)
+        _set(data, path, int(size * share))
     below = POOL_PREFIX + "-".join(map(str, pool.groups))
     if config.status is not None:
         data["status"]["path"] = str(config.status.path / below)

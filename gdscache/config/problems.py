@@ -118,7 +118,7 @@ def _problem(details: ErrorDetails, model: type[BaseModel]) -> _Problem:
     owner, field = _lookup(model, loc)
     hint = f"`{key}`: {field.description}" if field and field.description else ""
     if key == "model" and kind == "missing":
-        hint = "add it (gdscache config init cpu_only has one); only files for an inference engine go without"
+        hint = "add it (gdscache config print cpu_only has one); only files for an inference engine go without"
     if kind == "missing":
         return _Problem(getattr(owner, "missing_key", InvalidValueError), f"`{key}` is missing", hint)
     if kind == "model_type" and field and (section := section_of(field)):

@@ -1,7 +1,7 @@
 """The status page of a cache directory in use: 4 KiB that its owner rewrites every second.
 
-A thread writes it that takes no lock of the engine, so that a hanging engine can be inspected; `gdscache inspect` and
-`gdscache top` read it. docs/format.md has it byte by byte.
+A thread writes it that takes no lock of the engine, so that a hanging engine can be watched; `gdscache top` reads it.
+docs/format.md has it byte by byte.
 """
 
 from __future__ import annotations
@@ -259,9 +259,9 @@ def read(directory: Path) -> Status | OtherFormat | None:
 class StatusWriter:
     """Rewrites the status page of an owned directory until `close`, which then calls `released`.
 
-    `figures` must take no lock. `save` is called every minute and at the end, to write files for after a kill; `beside`
-    with every page, to write files for readers of a directory in use. Raises `NotARegularFileError` (the page is a
-    link, also a hard one, or a directory), `DirectoryNotWritableError`, `ThreadStartError`.
+    `figures` must take no lock. `save` is called every minute and at the end, to write files for after a kill. Raises
+    `NotARegularFileError` (the page is a link, also a hard one, or a directory), `DirectoryNotWritableError`,
+    `ThreadStartError`.
     """
 
     def __init__(
@@ -269,14 +269,12 @@ class StatusWriter:
         directory: Path,
         figures: Callable[[], Figures],
         save: Callable[[], object] = lambda: None,
-        beside: Callable[[], object] = lambda: None,
         released: Callable[[], object] = lambda: None,
     ) -> None:
         self._path = path = directory / STATUS_NAME
         self._files = (directory / CATALOG_NAME, directory / f"{CATALOG_NAME}{LOG_SUFFIX}")
         self._figures = figures
         self._save = save
-        self._beside = beside
         self._released = released
         self._about = (os.getpid(), socket.gethostname(), shlex.join(sys.orig_argv))
         self._opened = time.time()
@@ -334,7 +332,6 @@ class StatusWriter:
             if not self._failed:
                 _log.warning("%s cannot be written: %s", self._path, error.strerror)
             self._failed = True
-        self._beside()
 
 
 def _size(path: Path) -> int:

@@ -27,7 +27,6 @@ from gdscache.disk.catalog_file import FORMAT_VERSION, last_written
 from gdscache.disk.costs_file import CostsFile
 from gdscache.disk.directory import CacheDirectory
 from gdscache.disk.history_file import HistoryFile
-from gdscache.disk.kept_file import NamespacesFile
 from gdscache.disk.slab import SlabIO
 from gdscache.disk.status_page import LATENCIES, RANKS, SLOWEST, Figures, Queues, RankState, StatusWriter, TierState
 from gdscache.errors import (
@@ -390,9 +389,7 @@ def _open_status(
 ) -> StatusWriter:
     costs = CostsFile(ssd.path, manager.costs, _about(config, top.layout, top.planes.device))
     costs.restore()
-    names = NamespacesFile(ssd.path, config.model.namespace_fields(shards=top.layout.shards))
-    save, beside = functools.partial(_save, costs, history, ssd), functools.partial(_describe, names, ssd)
-    return StatusWriter(ssd.path, figures, save, beside)
+    return StatusWriter(ssd.path, figures, functools.partial(_save, costs, history, ssd))
 
 
 def _open_page(path: Path, figures: Callable[[], Figures]) -> StatusWriter:
@@ -468,11 +465,6 @@ def _save(costs: CostsFile, history: HistoryFile, ssd: SsdTier) -> None:
     if not ssd.lock_lost():  # else the directory may be another engine's
         costs.save()
         history.save()
-
-
-def _describe(names: NamespacesFile, ssd: SsdTier) -> None:
-    if not ssd.lock_lost():
-        names.save(ssd.described)
 
 
 def _figures(

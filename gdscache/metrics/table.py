@@ -223,20 +223,21 @@ _gauge = functools.partial(_family, "gauge")
 _histogram = functools.partial(_family, "histogram", bounds=SECONDS)
 _TIER, _CAUSE = ("tier",), ("cause",)
 
+
+def _ages(name: str, text: str, of: str) -> Family:
+    return _histogram(name, text, _of_tiers(of), _TIER, bounds=AGES)
+
+
 FAMILIES = (
     # Lookups
     _counter("lookups", "Lookups.", _one("lookups", "requests")),
     _counter("lookup_tokens", "Tokens of full pages that lookups asked for.", _asked, hybrid=True),
-    _counter(
-        "hit_tokens", "Tokens of them that were found, by the fastest tier of their page.", _hit, _TIER, hybrid=True
-    ),
+    _counter("hit_tokens", "Tokens of them found, by the fastest tier of their page.", _hit, _TIER, hybrid=True),
     _counter("lookup_pages", "Pages looked up.", _one("lookups", "pages")),
     _counter("hit_pages", "Pages found, by their fastest tier.", _by_tier("hits"), _TIER),
     _counter("miss_pages", "Pages not found or not loaded, by cause.", _by_cause("misses", MISSES), _CAUSE),
     _counter("gate_hits", "Hits below the GPU, by load.gate's decision.", _gate("hits"), ("decision",), hybrid=True),
-    _counter(
-        "gate_tokens", "Tokens of these hits, by load.gate's decision.", _gate("tokens"), ("decision",), hybrid=True
-    ),
+    _counter("gate_tokens", "Their tokens, by load.gate's decision.", _gate("tokens"), ("decision",), hybrid=True),
     # Loads
     _counter("loaded_pages", "Pages loaded, by source.", _by_tier("loaded"), _TIER),
     _counter("loaded_bytes", "Bytes of pages loaded, by source.", _by_tier("bytes_loaded"), _TIER),
@@ -261,11 +262,7 @@ FAMILIES = (
     # Stores
     _counter("stores", "Stores.", _one("stores", "requests")),
     _counter("present_pages", "Pages of stores that were there already.", _one("stores", "present")),
-    _counter(
-        "unfit_pages",
-        "Pages of stores that do not fit into packed extents, and are kept as they are.",
-        _one("stores", "unfit"),
-    ),
+    _counter("unfit_pages", "Pages of stores that do not fit into packed extents.", _one("stores", "unfit")),
     _counter("stored_pages", "Pages committed, by tier.", _by_tier("stored"), _TIER),
     _counter("dropped_pages", "Pages of stores dropped, by cause.", _drops, _CAUSE),
     _histogram(
@@ -282,47 +279,28 @@ FAMILIES = (
         _one("store_queue", "limit_bytes"),
     ),
     _counter("admitted_pages", "Pages that the SSD's admission let in.", _admission("admitted")),
-    _counter(
-        "refused_pages", "Pages that the SSD's admission refused, by cause.", _by_cause("refused", REFUSALS), _CAUSE
-    ),
-    _gauge(
-        "endurance_bytes", "Bytes that ssd.endurance lets be written a day.", _admission("bytes_per_day", "endurance")
-    ),
-    _gauge(
-        "endurance_left_bytes", "Bytes that ssd.endurance lets be written now.", _admission("left_bytes", "endurance")
-    ),
+    _counter("refused_pages", "Pages the SSD's admission refused, by cause.", _by_cause("refused", REFUSALS), _CAUSE),
+    _gauge("endurance_bytes", "Bytes ssd.endurance lets be written a day.", _admission("bytes_per_day", "endurance")),
+    _gauge("endurance_left_bytes", "Bytes ssd.endurance lets be written now.", _admission("left_bytes", "endurance")),
     # Tiers
     _gauge("tier_capacity_bytes", "Bytes reserved.", _of_tiers("capacity_bytes"), _TIER),
     _gauge("tier_slots", "Pages that fit.", _of_tiers("slots"), _TIER),
     _gauge("tier_pages", "Pages there, those on their way included.", _of_tiers("pages"), _TIER),
-    _gauge(
-        "tier_dirty_pages",
-        "Pages that no lower tier has and that may not go before one does (write_back).",
-        _of_tiers("dirty_pages"),
-        _TIER,
-    ),
+    _gauge("tier_dirty_pages", "Pages that no lower tier has yet (write_back).", _of_tiers("dirty_pages"), _TIER),
     _gauge("tier_free_slots", "Slots free without evicting.", _of_tiers("free_slots"), _TIER),
     _counter("evicted_pages", "Pages evicted, by tier.", _of_tiers("evictions"), _TIER),
-    _histogram(
+    _ages(
         "evicted_page_age_seconds",
         "Time since they came, of a sample of pages that are evicted.",
-        _of_tiers("evicted_age_seconds"),
-        _TIER,
-        bounds=AGES,
+        "evicted_age_seconds",
     ),
-    _histogram(
+    _ages(
         "evicted_page_idle_seconds",
         "Time since they were used, or came, of a sample of pages that are evicted.",
-        _of_tiers("evicted_idle_seconds"),
-        _TIER,
-        bounds=AGES,
+        "evicted_idle_seconds",
     ),
-    _histogram(
-        "page_reuse_gap_seconds",
-        "Time from one use of a page to the next, of a sample of pages.",
-        _of_tiers("reuse_gap_seconds"),
-        _TIER,
-        bounds=AGES,
+    _ages(
+        "page_reuse_gap_seconds", "Time from one use of a page to the next, of a sample of pages.", "reuse_gap_seconds"
     ),
     _counter("expired_pages", "Pages dropped as their ttl was over.", _by_tier("expired"), _TIER),
     _counter("lost_pages", "Pages that the SSD tier gave up when it was opened, by cause.", _lost, _CAUSE),
@@ -345,15 +323,8 @@ FAMILIES = (
     _gauge("failing_pages", "Pages whose last read failed.", _given_up("failing_pages")),
     _counter("given_up_pages", "Pages dropped as their reads kept failing.", _given_up("given_up")),
     _gauge("rank_running", "1 while a rank answers.", _ranks(lambda rank: int(rank["state"] == "running")), ("rank",)),
-    _gauge(
-        "rank_overdue_orders",
-        "Orders that a rank has not answered in time.",
-        _ranks(lambda rank: rank["overdue"]),
-        ("rank",),
-    ),
-    _gauge(
-        "concerns", "Warnings about the configuration when it was opened.", lambda stats: {(): len(stats["concerns"])}
-    ),
+    _gauge("rank_overdue_orders", "Orders not answered in time.", _ranks(lambda rank: rank["overdue"]), ("rank",)),
+    _gauge("concerns", "Warnings of the configuration when it was opened.", lambda stats: {(): len(stats["concerns"])}),
     _gauge(
         "copies",
         "1 for the page copier in use: cuda, copy_engine or native.",
@@ -373,22 +344,10 @@ FAMILIES = (
     ),
     _counter("prefetch_bytes", "Bytes prefetched, of good pages.", _one("prefetch", "bytes")),
     _counter("prefetch_used_pages", "Prefetched pages that a load then used.", _one("prefetch", "used_pages")),
-    _counter(
-        "prefetch_lost_pages",
-        "Prefetched pages that left the CPU tier before any load used them.",
-        _one("prefetch", "lost_pages"),
-    ),
+    _counter("prefetch_lost_pages", "Prefetched pages that left the CPU tier unused.", _one("prefetch", "lost_pages")),
     _gauge("prefetches_under_way", "Prefetches that have not ended.", _one("prefetch", "under_way")),
-    _gauge(
-        "prefetch_unused_pages",
-        "Prefetched pages in the CPU tier that no load has used yet.",
-        _one("prefetch", "unused_pages"),
-    ),
-    _gauge(
-        "prefetch_held_pages",
-        "Pages that count against the quota of prefetches: unused ones, and those under way.",
-        _one("prefetch", "held_pages"),
-    ),
+    _gauge("prefetch_unused_pages", "Prefetched pages that no load has used yet.", _one("prefetch", "unused_pages")),
+    _gauge("prefetch_held_pages", "Unused pages of prefetches, and pages under way.", _one("prefetch", "held_pages")),
     _gauge("prefetch_quota_pages", "The most of them.", _one("prefetch", "quota_pages")),
     # The gate's figures
     _gauge(

@@ -53,27 +53,14 @@ class _Recorded(Span):
 
 
 class TraceTimeline(Timeline):
-    """Keeps up to `limit` events, and the number of further ones. `write` may be called at any time.
+    """Keeps up to `limit` events, and the number of further ones. `write` may be called at any time."""
 
-    With `path`, the file is checked now: raises `InvalidValueError` if it cannot be written.
-    """
+    __slots__ = ("_begun", "_clock", "_events", "_left_out", "_limit", "_local", "_lock", "_next", "_open", "_zero")
 
-    __slots__ = ("_begun", "_clock", "_events", "_left_out", "_limit", "_local", "_lock", "_next", "_open", "_path",
-                 "_zero")  # fmt: skip
-
-    def __init__(
-        self,
-        path: str | os.PathLike[str] | None = None,
-        *,
-        limit: int = LIMIT,
-        clock: Callable[[], int] = time.perf_counter_ns,
-    ) -> None:
+    def __init__(self, *, limit: int = LIMIT, clock: Callable[[], int] = time.perf_counter_ns) -> None:
         """`clock`: nanoseconds; of CLOCK_MONOTONIC, so that spans of native threads fit."""
         if limit < 1:
             raise InvalidValueError(f"a timeline of {limit} events", "keep at least one")
-        self._path = None if path is None else Path(path)
-        if self._path is not None:
-            check_path(self._path)
         self._limit = limit
         self._clock = clock
         self._zero = clock()
@@ -169,31 +156,18 @@ class TraceTimeline(Timeline):
             return row | {"ph": "i", "s": "t", "args": arguments}
         return row | {"ph": "X", "dur": (end - start) / 1000, "args": arguments}
 
-    def write(self, path: str | os.PathLike[str] | None = None) -> Path:
-        """Write the trace so far to `path`, by default the constructor's; replaces an existing file.
+    def write(self, path: str | os.PathLike[str]) -> Path:
+        """Write the trace so far to `path`; replaces an existing file. Spans that have not ended reach until now.
 
-        Spans that have not ended reach until now. Raises `InvalidValueError`.
+        Raises `InvalidValueError`; the trace is kept.
         """
-        file = self._path if path is None else Path(path)
-        if file is None:
-            raise InvalidValueError("there is no file to write the timeline to", "pass a path")
-        check_path(file)
-        text = json.dumps(self.describe(), default=str, separators=(",", ":"))
+        file, text = Path(path), json.dumps(self.describe(), default=str, separators=(",", ":"))
         try:
             write_whole(file, text.encode(), 0o644)
         except OSError as error:
-            raise InvalidValueError(f"the timeline cannot be written to {file}: {error}", "use another path") from None
+            message = f"the timeline cannot be written to {file}: {error.strerror}"
+            raise InvalidValueError(message, "name a file in a directory that exists and that you may write") from None
         return file
-
-
-def check_path(path: Path) -> None:
-    folder = path.parent
-    if path.is_dir():
-        raise InvalidValueError(f"{path} is a directory", "name a file for the timeline, such as trace.json")
-    if not folder.is_dir():
-        raise InvalidValueError(f"{folder} is no directory, so no timeline can be written to {path}", "create it first")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise InvalidValueError(f"{folder} cannot be written to", "name a file elsewhere for the timeline")
 
 
 def lanes(events: Events) -> tuple[Placed, dict[str, int]]:

@@ -17,7 +17,7 @@ from tests.support.fuzz import HAS_ATHERIS, Fuzzer
 from tests.support.helpers import SEED
 
 TARGETS = (
-    *("costs", "costs_figures", "namespaces", "history", "stripe", "lock", "status", "trailer"),
+    *("costs", "costs_figures", "history", "stripe", "lock", "status", "trailer"),
     *("catalogue", "catalogue_log", "catalogue_rows", "catalogue_old", "directory"),
 )
 GUIDE = "atheris" if HAS_ATHERIS else "own_loop"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 from gdscache.commands.doctor import Facts
-from gdscache.commands.doctor.facts import Gpu, Kept, NvidiaDriver
+from gdscache.commands.doctor.gpu import calibration_row, device_row, driver_row
 from gdscache.commands.doctor.report import Found
 from gdscache.commands.doctor.trial import Moved
+from gdscache.cuda.numa import Placement
 from gdscache.kernels.choice import Calibration
 from gdscache.sizes import MIB
 from tests.support.rates import DOWN, UP
@@ -19,11 +21,13 @@ MEASURED = Calibration(UP, DOWN, KEY, 0.5)
 
 HINT = "install it"
 
+H200 = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, total_memory=140 << 30, multi_processor_count=132)
+
 WHOLE = Facts(
     torch="2.11.0",
     torch_cuda="13.0",
-    driver=Found(NvidiaDriver(13000, "580.82.07")),
-    devices=Found((Gpu("NVIDIA H200", (9, 0), 140 << 30, 132),)),
+    driver=Found(driver_row(13000, "580.82.07")),
+    devices=Found((device_row(0, H200, Placement()),)),
     device=Found("cuda:0"),
     compiler=Found("cuda-core 1.2.2"),
     nvrtc=Found("13.0"),
@@ -31,7 +35,7 @@ WHOLE = Facts(
     mover=Found(("cuda", "")),
     pinned=Found(0.01),
     api=Found("batch_13"),
-    calibration=Found(Kept(MEASURED, "/c/calibration.json", True, True)),
+    calibration=Found(calibration_row(MEASURED, "/c/calibration.json", cached=True, kept=True)),
 )
 
 

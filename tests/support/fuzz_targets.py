@@ -36,7 +36,7 @@ from gdscache.gate.costs import Costs, Prices
 from gdscache.index.index import PageIndex
 from gdscache.mooncake.io import TRAILER_BYTES, is_stored, trailer
 from gdscache.pages.checksum import bound, layer_checksums
-from gdscache.pages.keys import Page, namespace_digest
+from gdscache.pages.keys import Page
 from gdscache.policies import new_policy
 from gdscache.policies.sketch import RecentCounter
 from gdscache.runtime.latencies import SlowLoad, Summary
@@ -159,24 +159,6 @@ def _figures_seeds(folder: Path) -> Seeds:
     return [bytes([5, *(n * step % 17 for n in range(60))]) for step in (1, 3, 5, 7)]
 
 
-def _names(data: bytes, folder: Path) -> None:
-    path = folder / kept_file.NAMES_NAME
-    path.write_bytes(data)
-    for digest, fields in kept_file.read_namespaces(folder).items():
-        require(namespace_digest(fields) == digest, "a namespace under another's digest")
-    kept_file.NamespacesFile(folder, FIELDS).save({})
-    require(namespace_digest(FIELDS) in kept_file.read_namespaces(folder), "the engine's own namespace is not there")
-
-
-def _names_seeds(folder: Path) -> Seeds:
-    more: dict[bytes, dict[str, object]] = {
-        namespace_digest(fields): fields for fields in ({**FIELDS, "request_salt": str(n)} for n in range(3))
-    }
-    kept_file.NamespacesFile(folder, FIELDS).save(more)
-    whole = (folder / kept_file.NAMES_NAME).read_bytes()
-    return [whole, *_hostile(whole, b'"tiny"')]
-
-
 def _history(data: bytes, folder: Path) -> None:
     path = folder / history_file.HISTORY_NAME
     path.write_bytes(data)
@@ -247,7 +229,7 @@ def _lock(data: bytes, folder: Path) -> None:
             with contextlib.suppress(GdsCacheError):
                 CacheDirectory.open(folder, engine=engine).close()
                 raise BreachError("a directory in use was given away")
-        find_owner(folder, catalog_open=True)
+        find_owner(folder)
 
 
 def _lock_seeds(folder: Path) -> Seeds:
@@ -621,7 +603,6 @@ def _engine(data: bytes, folder: Path) -> None:
     (folder / catalog_file.CATALOG_NAME).write_bytes(source.edits(image, places))
     for name in (
         COSTS_NAME,
-        kept_file.NAMES_NAME,
         history_file.HISTORY_NAME,
         status_page.STATUS_NAME,
         directory.LOCK_NAME,
@@ -644,7 +625,6 @@ def _engine_seeds(folder: Path) -> Seeds:
 TARGETS = {
     "costs": Target(_costs, _costs_seeds, words=JSON),
     "costs_figures": Target(_figures, _figures_seeds, 512),
-    "namespaces": Target(_names, _names_seeds, words=JSON),
     "history": Target(_history, _history_seeds, words=JSON),
     "stripe": Target(_stripe, _stripe_seeds, words=JSON),
     "lock": Target(_lock, _lock_seeds, words=JSON),

@@ -19,7 +19,7 @@ from tests.support.helpers import MHA, SMALL, WAIT, layout_of, new_planes, read_
 from tests.support.kill_record import DOCUMENTS, PAGE_TOKENS, Name, all_pages, content, name
 
 LAYOUT = layout_of(MHA)
-FILES = {"catalog.sqlite", "catalog.sqlite-wal", "status", "costs.json", "namespaces.json", "history"}
+FILES = {"catalog.sqlite", "catalog.sqlite-wal", "status", "costs.json", "history"}
 _PLANES = new_planes(LAYOUT, 8, PAGE_TOKENS)
 
 

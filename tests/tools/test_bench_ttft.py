@@ -73,14 +73,12 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 def test_every_cell_has_a_figure_or_a_cause(quick: tuple[Path, dict[str, Any], str]) -> None:
     path, report, printed = quick
     assert list(report) == KEYS
-    assert (report["schema"], report["complete"], report["left"]) == ("gdscache.bench.ttft/8", True, [])
+    assert (report["schema"], report["complete"], report["left"]) == ("gdscache.bench.ttft/9", True, [])
     wanted = [cell.label for cell in cells(Settings.of(quick=True, device="cpu"))]
     listed = [row["what"] for name in ("cannot", "failed") for row in report[name]]
     assert sorted([*(cell_of(row).label for row in report["cells"]), *listed]) == sorted(wanted)
     assert report["failed"] == []
-    assert all("ssd direct" in row["what"] for row in report["cannot"])
-    assert all("the planes are on cpu" in row["cause"] for row in report["cannot"])
-    assert "the planes are" in printed
+    assert report["cannot"] == []
     assert max(map(len, printed.splitlines())) <= 80
     for row in report["cells"]:
         assert duration(row["ttft_seconds"]["median"]) in printed
@@ -105,7 +103,7 @@ def test_the_figures_are_what_they_say(quick: tuple[Path, dict[str, Any], str]) 
         page_bytes = 16 * 2 * 4 * 4 * 64 * 4  # tokens, planes, layers, heads, head_dim, bytes
         assert sum(row["bytes"].values()) == (0 if row["where"] == "gpu" else cached // 16 * page_bytes)
         rates = {name: series["median"] for name, series in row["gb_per_second"].items()}
-        assert row["transfer_seconds"] == transfer_seconds(row["where"], row["bytes"], rates)
+        assert row["transfer_seconds"] == transfer_seconds(row["bytes"], rates)
         assert row["ideal_seconds"] == max(row["resident_seconds"]["median"], row["transfer_seconds"])
         assert row["ideal_ratio"] == row["ideal_seconds"] / row["ttft_seconds"]["median"]
         if not row["gate"]:
@@ -153,14 +151,14 @@ def a_cell(where: str = "cpu", cached: int = 50, *, overlap: bool = True, gate: 
     return Cell(96, cached, where, overlap, gate)
 
 
-def test_other_tokens_and_errors_are_failures_and_measured_again(
+def test_other_tokens_and_errors_are_failures(
     tmp_path: Path, some: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After Ctrl-C in the last cell."""
     wrong, elsewhere, far = a_cell("cpu"), a_cell("cpu", overlap=False), a_cell("ssd_via_cpu", 90)
     good, broken = a_cell("ssd_via_cpu"), a_cell("ssd_via_cpu", overlap=False)
     some(wrong, elsewhere, good, broken, far)
-    plain, measured = TransformersClient.hit, set[Cell]()
+    plain = TransformersClient.hit
     bad: dict[Cell, Callable[[Answer], Answer]] = {
         wrong: lambda answer: dataclasses.replace(answer, tokens=tuple(token + 1 for token in answer.tokens)),
         elsewhere: lambda answer: dataclasses.replace(answer, sources={"ssd": 48}),
@@ -169,7 +167,6 @@ def test_other_tokens_and_errors_are_failures_and_measured_again(
     }
 
     def hit(self: TransformersClient, cell: Cell) -> Answer:
-        measured.add(cell)
         return bad.get(cell, lambda answer: answer)(plain(self, cell))
 
     monkeypatch.setattr(TransformersClient, "hit", hit)
@@ -182,13 +179,6 @@ def test_other_tokens_and_errors_are_failures_and_measured_again(
     assert (found["interrupted"], found["complete"], found["left"]) == (True, False, [far.label])
     assert {cell_of(row) for row in found["cells"]} == {wrong, good, elsewhere}
     assert not any(tmp_path.iterdir())
-    again = set(bad)
-    bad.clear()
-    measured.clear()
-    mended = BENCH.run(SMALL, tmp_path, done=json.loads(json.dumps(found)))
-    assert measured == again
-    assert (mended["failed"], mended["left"], mended["complete"]) == ([], [], True)
-    assert [row["tokens"] for row in mended["cells"]] == ["same"] * 5
 
 
 @pytest.mark.parametrize("step", ["prime", "plain"])
@@ -210,7 +200,6 @@ def test_a_failing_baseline_fails_its_cells(
 def client(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TransformersClient]:
     made = TransformersClient(request.param, 96, tmp_path)
     try:
-        made.open_cache("via_cpu")
         assert made.prime(96) > 0
         yield made
     finally:
@@ -336,7 +325,7 @@ def test_what_is_measured_unasked() -> None:
     assert Settings.of(device="cuda:0").preset == "8b"
     assert Settings.of(device="cuda:0").prompts == (32768, 8192, 131072)
     whole = cells(Settings.of(device="cuda:0"))
-    assert len(whole) == len(set(whole)) == 3 * (1 + 3 * (1 + 3 * 2 * 2))
+    assert len(whole) == len(set(whole)) == 3 * (1 + 3 * (1 + 2 * 2 * 2))
     assert [cell_of(cell._asdict()) for cell in whole] == whole
     groups = [cell.group for cell in whole]
     assert len(set(groups)) == sum(a != b for a, b in zip([None, *groups], groups, strict=False))  # each in one piece
@@ -344,16 +333,14 @@ def test_what_is_measured_unasked() -> None:
 
 
 def test_the_ceiling_of_a_transfer() -> None:
-    rates = {"copy": 50.0, "read": 9.0, "onward": 5.0}
+    rates = {"copy": 50.0, "onward": 5.0}
     ssd = {"ssd": 10 * 10**9}
-    assert transfer_seconds("ssd_via_cpu", ssd, rates) == 2.0  # the disk, and the copies behind it
-    assert transfer_seconds("ssd_via_cpu", ssd, rates | {"copy": 2.5}) == 4.0  # the bus, by which all of it goes
-    assert transfer_seconds("ssd_via_cpu", {"ssd": 9 * 10**9, "ssd_plain": 10**9}, rates) == 2.0
-    assert transfer_seconds("ssd_direct", {"ssd": 9 * 10**9}, rates | {"copy": 0.1}) == 1.0
-    assert transfer_seconds("ssd_direct", {"ssd": 8 * 10**9, "ssd_plain": 10**9}, rates) == 1.0
-    assert transfer_seconds("cpu", {"cpu": 10**10}, {"copy": 50.0}) == 0.2
-    assert transfer_seconds("gpu", {}, rates) == 0.0
-    assert transfer_seconds("ssd_via_cpu", ssd, {"copy": 50.0}) is None
+    assert transfer_seconds(ssd, rates) == 2.0  # the disk, and the copies behind it
+    assert transfer_seconds(ssd, rates | {"copy": 2.5}) == 4.0  # the bus, by which all of it goes
+    assert transfer_seconds({"ssd": 9 * 10**9, "ssd_plain": 10**9}, rates) == 2.0
+    assert transfer_seconds({"cpu": 10**10}, {"copy": 50.0}) == 0.2
+    assert transfer_seconds({}, rates) == 0.0
+    assert transfer_seconds(ssd, {"copy": 50.0}) is None
 
 
 def made_up(cell: Cell, ttft_seconds: float, c: float = 1.0, t: float = 0.5, plain: float = 2.0) -> dict[str, Any]:
@@ -383,7 +370,7 @@ def test_the_verdict_on_hits_and_misses() -> None:
     assert judged(row("ssd_via_cpu", 1 / 0.84), ram=False) is None
     assert judged(row("cpu", 2.0, prompt=8192)) is None
     assert judged(row("cpu", 2.0, prompt=131072, cached=99)) is False
-    for other in (row("ssd_direct", 2.0), row("cpu", 2.0, gate=True), row("cpu", 2.0, overlap=False)):
+    for other in (row("gpu", 2.0), row("cpu", 2.0, gate=True), row("cpu", 2.0, overlap=False)):
         assert judged(other) is None
     assert (judged(row(NOWHERE, 2.03, cached=0)), judged(row(NOWHERE, 2.06, cached=0))) == (True, False)
 
@@ -434,5 +421,5 @@ def test_a_quick_run_on_a_gpu(tmp_path: Path) -> None:
     settings = dataclasses.replace(Settings.of(quick=True, device="cuda:0"), repeat=1)
     found = BENCH.run(settings, tmp_path)
     assert (found["failed"], found["left"]) == ([], [])
-    assert all("ssd direct" in row["what"] for row in found["cannot"])
+    assert found["cannot"] == []
     assert {row["tokens"] for row in found["cells"]} <= {"same", "near tie"}

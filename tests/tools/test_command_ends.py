@@ -56,7 +56,7 @@ def requests(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "command",
     [
-        ("--version",), ("--help",), ("config", "schema"), ("config", "check", "--json", str(CONFIG)),
+        ("--version",), ("--help",), ("config", "print"), ("config", "check", "--json", str(CONFIG)),
         ("replay", "TRACE"),
     ],
     ids=" ".join,
@@ -85,7 +85,7 @@ def test_a_reader_that_has_gone_is_told_nothing() -> None:
     os.close(reading)
     with os.fdopen(writing, "w") as pipe:
         done = subprocess.run(
-            [sys.executable, "-m", "gdscache", "config", "schema"],
+            [sys.executable, "-m", "gdscache", "config", "print"],
             stdout=pipe,
             stderr=subprocess.PIPE,
             text=True,

@@ -16,14 +16,14 @@ import torch
 
 from gdscache.commands import doctor
 from gdscache.commands.doctor import Asked, Facts, Report, Row, defaults, gpu, storage
-from gdscache.commands.doctor.facts import Kept, NvidiaDriver
+from gdscache.commands.doctor.gpu import calibration_row, device_row, driver_row
 from gdscache.commands.doctor.report import Found, attempt
 from gdscache.config import Config
 from gdscache.cuda.numa import Placement
 from gdscache.errors import DeviceError, PinnedMemoryError
 from gdscache.kernels import calibration as calibrate
 from gdscache.kernels import choice as paths
-from tests.support.doctor_facts import HINT, KEY, MEASURED, PLAIN, WHOLE, answered, changed, lacking
+from tests.support.doctor_facts import H200, HINT, KEY, MEASURED, PLAIN, WHOLE, answered, changed, lacking
 from tests.support.places import ROOT
 from tests.support.rates import UP
 
@@ -84,8 +84,7 @@ def test_a_whole_machine() -> None:
     ],
 )
 def test_where_what_serves_a_gpu_lies(place: Placement, verdict: str, said: str) -> None:
-    (gpu,) = WHOLE.devices.value or ()
-    facts = dataclasses.replace(WHOLE, devices=Found((dataclasses.replace(gpu, numa=place),)))
+    facts = dataclasses.replace(WHOLE, devices=Found((device_row(0, H200, place),)))
     row = rows(doctor.examine(facts, asks()))["GPU 0"]
     assert row.verdict == verdict
     assert said in row.value
@@ -106,9 +105,9 @@ def test_a_machine_without_a_gpu_lacks_nothing_that_the_defaults_ask_for() -> No
 
 
 def test_a_gpu_that_torch_does_not_see_is_a_warning() -> None:
-    driven = changed(PLAIN, driver=Found(NvidiaDriver(13000)))
+    driven = changed(PLAIN, driver=Found(driver_row(13000)))
     assert verdicts(driven, defaults(), "warn") == {"torch"}
-    hidden = changed(PLAIN, torch_cuda="13.0", driver=Found(NvidiaDriver(13000, "", "cuInit answers 100")))
+    hidden = changed(PLAIN, torch_cuda="13.0", driver=Found(driver_row(13000, "", "cuInit answers 100")))
     assert verdicts(hidden, defaults(), "warn") == {"driver", "GPU"}
     assert rows(doctor.examine(hidden, defaults()))["driver"].value == "CUDA 13.0, cuInit answers 100"
     assert not doctor.examine(hidden, defaults()).failed
@@ -138,7 +137,11 @@ def test_what_would_not_be_as_asked_for_fails(facts: Facts, asked: Asked, fails:
         (NO_COMPILER, asks(), {"compiler", "kernels", "gpu.kernels"}),
         (NOT_PINNED, asks(), {"page-locking"}),
         (changed(WHOLE, api=Found("single")), asks(), {"copy engine"}),
-        (changed(WHOLE, calibration=Found(Kept(MEASURED, "no home", False, False))), asks(), {"calibration"}),
+        (
+            changed(WHOLE, calibration=Found(calibration_row(MEASURED, "no home", cached=False, kept=False))),
+            asks(),
+            {"calibration"},
+        ),
         (changed(WHOLE, calibration=lacking("cuMemAlloc")), asks(), {"calibration"}),
         (changed(WHOLE, nvrtc=lacking("no libnvrtc.so.13", "")), asks(), {"NVRTC"}),
     ],
@@ -168,7 +171,7 @@ def test_the_calibration_says_where_it_is_kept_and_when_it_was_made() -> None:
     said = rows(doctor.examine(WHOLE, defaults()))["calibration"]
     assert said.value == "cached, once measured in 0.50 s: /c/calibration.json"
     assert (said.data["seconds"], said.data["load"]["zero_copy"]) == (0.5, UP.zero_copy)
-    facts = changed(WHOLE, calibration=Found(Kept(MEASURED, "/c", False, True)))
+    facts = changed(WHOLE, calibration=Found(calibration_row(MEASURED, "/c", cached=False, kept=True)))
     assert rows(doctor.examine(facts, defaults()))["calibration"].value == "measured now in 0.50 s: /c"
 
 
@@ -228,14 +231,14 @@ def test_the_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         gpu.find_driver()
     monkeypatch.setattr(gpu, "DRIVER_VERSION", tmp_path / "version")
     monkeypatch.setattr(ctypes, "CDLL", lambda name: FakeCuda(100))
-    assert gpu.find_driver() == NvidiaDriver(12080, "", "cuInit answers 100 (CUDA_ERROR_NO_DEVICE)")
+    assert gpu.find_driver() == driver_row(12080, "", "cuInit answers 100 (CUDA_ERROR_NO_DEVICE)")
     monkeypatch.setattr(ctypes, "CDLL", lambda name: FakeCuda(0))
     for line in (
         "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.10  Fri Jan 10 20:14:31 UTC 2025",
         "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.10  Release Build  (root@x)",
     ):
         (tmp_path / "version").write_text(f"{line}\nGCC version:  gcc version 12.3.0\n")
-        assert gpu.find_driver() == NvidiaDriver(12080, "570.86.10")
+        assert gpu.find_driver() == driver_row(12080, "570.86.10")
 
 
 def raises_for(error: Exception) -> Callable[[str], None]:
@@ -256,14 +259,14 @@ def test_a_calibration_is_measured_once_and_kept(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("GDSCACHE_CACHE_DIR", str(tmp_path))
     device, file = torch.device("cuda", 0), str(paths.cache_file(KEY))
 
-    def found(*, recalibrate: bool = False) -> Kept:
+    def found(*, recalibrate: bool = False) -> Row:
         return gpu.find_calibration(device, recalibrate=recalibrate)
 
-    assert found() == Kept(MEASURED, file, cached=False, kept=True)
-    assert found() == Kept(MEASURED, file, cached=True, kept=True)
-    assert found(recalibrate=True) == Kept(MEASURED, file, cached=False, kept=True)
+    assert found() == calibration_row(MEASURED, file, cached=False, kept=True)
+    assert found() == calibration_row(MEASURED, file, cached=True, kept=True)
+    assert found(recalibrate=True) == calibration_row(MEASURED, file, cached=False, kept=True)
     monkeypatch.setenv("GDSCACHE_CACHE_DIR", "/proc")
-    assert found() == Kept(MEASURED, str(paths.cache_file(KEY)), cached=False, kept=False)
+    assert found() == calibration_row(MEASURED, str(paths.cache_file(KEY)), cached=False, kept=False)
 
 
 # --- the command -------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from gdscache.commands.doctor import storage, trial
-from gdscache.commands.doctor.facts import Asked, Directory, Facts, FreeSpace, Place, Ssd, defaults
+from gdscache.commands.doctor.facts import Asked, Facts, FreeSpace, Place, Ssd, defaults
 from gdscache.commands.doctor.report import Found, Row
 from gdscache.commands.doctor.ssd import ssd_rows
 from gdscache.commands.doctor.trial import Moved
@@ -233,7 +233,8 @@ def test_the_route_is_what_an_engine_would_take(
 def test_a_directory_that_does_not_exist_is_not_made(no_children: list[trial.Trial], tmp_path: Path) -> None:
     whole = look(defaults(), tmp_path / "a/b")
     found = whole.places[0]
-    assert (found.directory.exists, found.directory.place, found.directory.problem) == (False, str(tmp_path), "")
+    where = found.directory.data
+    assert (where["exists"], where["place"], where["problem"]) == (False, str(tmp_path), "")
     assert list(tmp_path.iterdir()) == []
     assert [tried.transport for tried in no_children] == ["posix", "uring"]
     assert all(Path(tried.directory).is_relative_to(tmp_path) for tried in no_children)
@@ -247,7 +248,7 @@ def test_a_file_in_the_way(no_children: list[trial.Trial], tmp_path: Path) -> No
     (tmp_path / "file").touch()
     for path in (tmp_path / "file", tmp_path / "file/below"):
         found = look(defaults(), path)
-        assert "is not a directory" in found.places[0].directory.problem
+        assert "is not a directory" in found.places[0].directory.data["problem"]
         row = named(dataclasses.replace(PLAIN, ssd=found))["directory"]
         assert (row.verdict, bool(row.next_step)) == ("fail", True)
     assert no_children == []
@@ -257,7 +258,7 @@ def test_a_file_in_the_way(no_children: list[trial.Trial], tmp_path: Path) -> No
 def test_a_directory_that_may_not_be_written(no_children: list[trial.Trial], tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     found = look(defaults(), tmp_path)
-    assert "Permission denied" in found.places[0].directory.problem
+    assert "Permission denied" in found.places[0].directory.data["problem"]
     assert no_children == []
 
 
@@ -270,7 +271,7 @@ def test_read_only_and_full(
 
     monkeypatch.setattr(storage.tempfile, "mkdtemp", refuses)
     found = look(defaults(), tmp_path)
-    assert os.strerror(code) in found.places[0].directory.problem
+    assert os.strerror(code) in found.places[0].directory.data["problem"]
     assert found.trials == {}
     with pytest.raises(DirectoryNotWritableError, match=os.strerror(code)), storage.scratch(tmp_path):
         pass
@@ -281,8 +282,8 @@ def test_an_engine_in_the_directory_is_named(tmp_path: Path) -> None:
         pytest.skip("the kernel shows no locks")
     with CacheDirectory.open(tmp_path):
         found = storage.find_directory(tmp_path, tmp_path)
-    assert f"process {os.getpid()}" in found.holder
-    assert storage.find_directory(tmp_path, tmp_path).holder == ""
+    assert f"process {os.getpid()}" in found.data["holder"]
+    assert storage.find_directory(tmp_path, tmp_path).data["holder"] == ""
 
 
 @pytest.mark.parametrize(("version", "said"), [("5", "format 5, which the next engine makes 6"), ("6", "format 6")])
@@ -291,13 +292,13 @@ def test_the_format_of_a_cache_is_told(version: str, said: str, tmp_path: Path) 
         tar.extractall(tmp_path, filter="data")
     before = {file.name: file.read_bytes() for file in (tmp_path / "a").iterdir()}
     found = storage.find_directory(tmp_path / "a", tmp_path / "a")
-    assert found.format == int(version)
+    assert found.data["format"] == int(version)
     assert said in judged(directory=found)["directory"].value
     assert {file.name: file.read_bytes() for file in (tmp_path / "a").iterdir()} == before
     (tmp_path / "a" / "catalog.sqlite-wal").touch()
-    assert storage.find_directory(tmp_path / "a", tmp_path / "a").format is None
+    assert storage.find_directory(tmp_path / "a", tmp_path / "a").data["format"] is None
     (tmp_path / "catalog.sqlite").write_bytes(b"no database")
-    assert storage.find_directory(tmp_path, tmp_path).format is None
+    assert storage.find_directory(tmp_path, tmp_path).data["format"] is None
 
 
 def test_free_space_counts_the_slab_that_is_there(tmp_path: Path) -> None:
@@ -484,8 +485,14 @@ def test_an_error_in_the_child_keeps_its_cause_and_its_hint(
 
 # --- rows --------------------------------------------------------------------------------------------------------
 
+
+def a_directory(**about: Any) -> Row:
+    facts = {"path": "/mnt/nvme", "exists": True, "place": "/mnt/nvme", "holder": "", "problem": "", "hint": ""}
+    return storage.directory_row({**facts, "format": None, **about})
+
+
 PLACE = Place(
-    directory=Directory("/mnt/nvme", True, "/mnt/nvme"),
+    directory=a_directory(),
     space=Found(FreeSpace(100 * GIB, 0)),
     mount=Mount("xfs", "/dev/nvme0n1", "259:0", "rw"),
     direct_io=Found(""),
@@ -533,7 +540,7 @@ def test_the_best_machine_gets_all_that_can_be_asked_for() -> None:
 
 NOTHING = {"ssd.transport", "ssd.gds"}
 COMPAT = answered("kvikio", memory="cuda", word="compat")
-HELD = dataclasses.replace(PLACE.directory, holder="process 7")
+HELD = a_directory(holder="process 7")
 
 
 @pytest.mark.parametrize(
@@ -548,8 +555,8 @@ HELD = dataclasses.replace(PLACE.directory, holder="process 7")
         ({"space": Found(FreeSpace(GIB, 0))}, {"capacity": "2GiB"}, "fail", {"free space"}),
         ({"space": Found(FreeSpace(GIB, GIB))}, {"capacity": "2GiB"}, "fail", set()),
         ({"directory": HELD}, {}, "warn", {"directory"}),
-        ({"directory": dataclasses.replace(PLACE.directory, format=4)}, {}, "fail", {"directory"}),
-        ({"directory": dataclasses.replace(PLACE.directory, format=5)}, {}, "fail", set()),
+        ({"directory": a_directory(format=4)}, {}, "fail", {"directory"}),
+        ({"directory": a_directory(format=5)}, {}, "fail", set()),
         ({"direct_io": Found("open answers EINVAL")}, {}, "warn", {"O_DIRECT"}),
         ({"mount": Mount("tmpfs", "tmpfs", "0:4", "rw")}, {}, "warn", {"file system"}),
         ({"mount": Mount("nfs4", "host:/x", "0:4", "rw")}, {}, "warn", {"file system"}),

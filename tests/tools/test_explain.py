@@ -266,7 +266,6 @@ def test_a_copy_is_left_out_where_the_log_began_anew(tmp_path: Path, monkeypatch
     host.engine.close()
     path = tmp_path / "copy"
     monkeypatch.setattr(reading.catalog_image, "open_copy", torn)
-    assert reading.read(path, lambda done, total, text: None, last=False) is None
     monkeypatch.setattr("gdscache.commands.inspect.reading.PAUSE", 0)
     with pytest.raises(IOFailedError):
         explain(path, asked(prompt(1, 2)))

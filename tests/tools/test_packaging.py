@@ -104,11 +104,14 @@ assert not hasattr(gdscache._native, "hooks"), "which are for tests"
 assert gdscache._native.__file__.startswith(sys.argv[1]), gdscache._native.__file__
 assert gdscache.config.__file__.startswith(sys.argv[1]), gdscache.config.__file__
 assert gdscache.csrc.__file__.startswith(sys.argv[1] + "/gdscache/csrc/"), gdscache.csrc.__file__
-sys.argv[1:] = ["config", "init", "llama3_8b", "here.yaml"]
+sys.argv[1:] = ["config", "print", "llama3_8b"]
+out, sys.stdout = sys.stdout, open("here.yaml", "w")
 try:
     gdscache.commands.main.main()
 except SystemExit as ended:
     assert ended.code in (0, None)
+sys.stdout.close()
+sys.stdout = out
 print(gdscache.config.load_config("here.yaml").model.layout().extent_bytes)
 """
     command = [sys.executable, "-c", script, str(tmp_path / "site")]

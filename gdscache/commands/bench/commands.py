@@ -45,8 +45,6 @@ Quick = Annotated[
     bool,
     _option("Small sizes: half a minute, servers some minutes. Shows that all runs; judges nothing.", "--quick"),
 ]
-_RESUME = "Report to continue. It is written again, to --report if that is given."
-Resume = Annotated[Path | None, _option(_RESUME, "--resume")]
 Everything = Annotated[bool, _option("Also measure and show figures for gdscache's developers.", "--all")]
 Repeat = Annotated[int | None, _option("Rounds for each figure.", min=1)]
 
@@ -55,8 +53,8 @@ Repeat = Annotated[int | None, _option("Rounds for each figure.", min=1)]
 def bench() -> None:
     """Measure this machine against its own ceilings.
 
-    Ctrl-C ends a bench with a report of the cases measured so far, and --resume continues it. The exit status is 1 if a
-    case failed, and 130 after Ctrl-C.
+    Ctrl-C ends a bench with a report of the cases measured so far. The exit status is 1 if a case failed, and 130 after
+    Ctrl-C.
     """
     logging.getLogger("gdscache.config").setLevel(logging.ERROR)  # the benches' configurations are unusual on purpose
 
@@ -66,7 +64,6 @@ def copy(
     ctx: typer.Context,
     total: Annotated[int | None, size_option("--total", "Bytes that a run moves each way. Default: 1GiB.")] = None,
     pairs: Annotated[int | None, _option("Pairs of runs for each figure. Default: 30.", min=1)] = None,
-    resume: Resume = None,
     json_file: Json = None,
     plot: Plot = None,
     everything: Everything = False,
@@ -94,7 +91,6 @@ def io(
     require_gds: Annotated[
         bool, _option("Fail unless the driver's counters prove GPUDirect Storage.", "--require-gds")
     ] = False,
-    resume: Resume = None,
     json_file: Json = None,
     plot: Plot = None,
     everything: Everything = False,
@@ -105,9 +101,8 @@ def io(
     They are compared with a bare O_DIRECT loop on the same file: by the transport that an engine chooses without
     GPUDirect Storage, and by the transports that are asked for.
 
-    The bench needs three times --total and 1 GiB of disk, and three times --total and 1 GiB of host memory; with --all
-    and a GPU twice as much. For other sizes, depths, mixes and latencies of a disk use fio. For GPUDirect Storage use
-    NVIDIA's gdsio.
+    The bench needs three times --total and 1 GiB of disk, and three times --total and 1 GiB of host memory. For other
+    sizes, depths, mixes and latencies of a disk use fio. For GPUDirect Storage use NVIDIA's gdsio.
     """
     from gdscache.commands.bench.io import BENCH
 
@@ -132,7 +127,6 @@ def ttft(
     quick: Quick = False,
     device: Annotated[str | None, _local("Device of the model: auto, cpu, cuda or cuda:N.")] = None,
     pack: Annotated[bool | None, _local("Keep pages packed (model.pack).", "--pack")] = None,
-    resume: Annotated[Path | None, _local(_RESUME)] = None,
     python: Annotated[str | None, _server("Python with the server and gdscache. Default: the one of gdscache.")] = None,
     disk: Annotated[str | None, _server("Second directory, on a disk: restarts from there, too.")] = None,
     ways: Annotated[list[str] | None, _server(_WAYS, "--way")] = None,
@@ -148,14 +142,13 @@ def ttft(
     """Measure the time to first token of hits against computing: in transformers, or inside vLLM or SGLang.
 
     In transformers (the extra hf) hits from the GPU, the CPU tier and the SSD are measured, and the cost of a miss;
-    with --all also other places, longer prompts, loads without overlap, and the gate. In vLLM and SGLang, first tokens
-    and requests a second are measured with no cache, the server's own caches and gdscache. Models have random weights:
-    nothing is downloaded.
+    with --all also longer prompts, loads without overlap, and the gate. In vLLM and SGLang, first tokens and requests a
+    second are measured with no cache, the server's own caches and gdscache. Models have random weights: nothing is
+    downloaded.
 
-    Transformers take about eight minutes, and --resume measures the cases that are left. The 8b shape needs 35 GiB of
-    GPU memory, 12 GiB of host memory and 12 GiB of disk; with --all 75, 40 and 45 GiB. A server takes about ten
-    minutes, 25 GiB of GPU memory for each engine that is open, and 40 GiB of host memory. A RAM disk takes host memory
-    too.
+    Transformers take about eight minutes. The 8b shape needs 35 GiB of GPU memory, 12 GiB of host memory and 12 GiB of
+    disk; with --all 75, 40 and 45 GiB. A server takes about ten minutes, 25 GiB of GPU memory for each engine that is
+    open, and 40 GiB of host memory. A RAM disk takes host memory too.
     """
     from gdscache.commands.bench import serving, ttft
     from gdscache.cuda.streams import resolve_device
@@ -179,7 +172,6 @@ def links(
         int | None, size_option("--total", "Bytes that a load brings to each rank. Default: 1GiB.")
     ] = None,
     repeat: Repeat = None,
-    resume: Resume = None,
     json_file: Json = None,
     plot: Plot = None,
     quick: Quick = False,

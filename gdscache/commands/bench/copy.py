@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,13 +59,11 @@ def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
     run.plan([*map(label, every)])
     with frozen_heap():
         for (geometry, page_tokens), of_layout in itertools.groupby(every, lambda c: (c.geometry, c.page_tokens)):
-            wanted = [cell for cell in of_layout if run.wants(label(cell))]
-            if wanted:
-                with contextlib.closing(BenchPlanes(gpu, geometry.layout(page_tokens), settings.total)) as pool:
-                    _with_pool(run, settings, gpu, pool, wanted)
+            with contextlib.closing(BenchPlanes(gpu, geometry.layout(page_tokens), settings.total)) as pool:
+                _with_pool(run, settings, gpu, pool, of_layout)
 
 
-def _with_pool(run: kit.Run, settings: Settings, gpu: Gpu, pool: BenchPlanes, some: Sequence[Cell]) -> None:
+def _with_pool(run: kit.Run, settings: Settings, gpu: Gpu, pool: BenchPlanes, some: Iterable[Cell]) -> None:
     with contextlib.closing(gpu.open_copies(pool.planes)) as by:  # its kernels hold the planes until this returns
         run.found["mover"] = run.found["mover"] or gpu.describe(by)
         if pool.layout.packed:

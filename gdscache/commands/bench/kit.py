@@ -1,15 +1,13 @@
 """The benches' shared kit. A bench is a `Bench`: its measurement and its display.
 
 * **Cases.** `measure(run, settings, directory)` names its cases (`run.plan`) and measures them in order of importance.
-  `run.case(name, action)` measures one case, unless the resumed report has it or no time is left: no case begins that
-  would end late if it took as long as the case before. Cases that take turns are measured in one `run.guarded(...)`;
-  each is given to `run.add`.
+  `run.case(name, action)` measures one case. Cases that take turns are measured in one `run.guarded(...)`; each is
+  given to `run.add`. A run with a time ends before a case that would end late if it took as long as the one before.
 * **Rows.** An action returns rows of plain data by their key in the report. A row has the measured quantity, its figure
   and spread over the rounds, its reference, the ratio of both, and a target if there is one (`figures.py`). Each row
   has the name of its case.
 * **The report** grows with each case, and is written atomically after each. A failed case is listed with its cause, and
-  the others continue; a case that cannot run here is listed too. After Ctrl-C the report has the cases so far, and
-  `--resume` continues it: finished cases are kept, failed ones are measured again.
+  the others continue; a case that cannot run here is listed too. After Ctrl-C the report has the cases so far.
 * **Tables and bars.** `panels(report)` are its figures, each panel a table and a plot. They, `details(report)` (tables
   of `--all`) and `bottom(report)` (the results in sentences) show a report, also a partial one. With `--quick` rows
   lose their targets: it only shows that everything runs.
@@ -22,10 +20,10 @@ a result), `done` (names of cases), `cannot` and `failed` (`what`, `cause`), and
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import json
 import math
-import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,9 +36,8 @@ import typer
 from gdscache.commands import EXIT_FAILED, EXIT_INTERRUPTED
 from gdscache.commands.bench import machine
 from gdscache.commands.bench.figures import Ratios, Row, Values, draw
-from gdscache.commands.console import Progress, Table, progress_bar, reason_of, show, silent
+from gdscache.commands.console import Progress, Table, progress_bar, show, silent
 from gdscache.errors import (
-    CapacityError,
     GdsCacheError,
     InvalidValueError,
     MissingPackageError,
@@ -55,8 +52,6 @@ Keep = Callable[[dict[str, Any]], None]
 
 ERRORS = (GdsCacheError, RuntimeError, OSError, MemoryError)
 _PLOT_FORMATS = (".png", ".svg", ".pdf")
-# Settings that may differ between a report and the run that continues it.
-_MAY_DIFFER = ("profile", "everything", "transports", "require_gds")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,13 +84,16 @@ class Settings:
         """Raises `InvalidValueError` for settings without a measurement."""
 
 
+class NoTimeLeftError(Exception):
+    """The next case of a run would end late."""
+
+
 class Run:
     """The cases of a run. `found`: the growing report. `sections`: its own keys with their initial values."""
 
     def __init__(
         self,
         sections: Report,
-        done: Report | None = None,
         progress: Progress = silent,
         keep: Keep = lambda found: None,
         seconds: float = math.inf,
@@ -103,48 +101,32 @@ class Run:
         judged: bool = True,
     ) -> None:
         """`seconds`: the time of all cases. `judged`: rows keep their targets."""
-        before = done or {}
-        known = set(before.get("done", ()))
-        self.found: dict[str, Any] = {
-            "complete": False,
-            "interrupted": False,
-            "left": [],
-            "done": list(before.get("done", ())),
-            "cannot": [],
-            "failed": [],
-        }
-        for name, start in sections.items():
-            value = before.get(name, start)
-            self.found[name] = [r for r in value if r.get("case") in known] if isinstance(value, list) else value
+        self.found: dict[str, Any] = {"complete": False, "interrupted": False}
+        self.found |= {"left": [], "done": [], "cannot": [], "failed": [], **copy.deepcopy(sections)}
         self.progress = progress
         self._keep = keep
         self._planned: list[str] = []
-        self._began = time.monotonic()  # of the present case
-        self._took = 0.0  # seconds of the case before
-        self._until = self._began + seconds
         self._judged = judged
+        self._until, self._took = time.monotonic() + seconds, 0.0  # seconds of the cases before
 
     def plan(self, names: Sequence[str]) -> None:
         """The names of all cases."""
         self._planned = list(names)
         self._count()
 
-    def wants(self, name: str) -> bool:
-        """Whether a case is planned, not measured yet, and has time left."""
-        left = self._until - time.monotonic()
-        return name in self._planned and name not in self._over() and self._took < left
-
     def case(self, name: str, action: Callable[[], Report]) -> None:
         """Measure a case. `action` returns rows, or a single value, by the key of the report."""
-        if self.wants(name):
-            self.say(name)
-            with self.guarded(name):
-                self.add(name, action())
+        self.say(name)
+        with self.guarded(name):
+            self.add(name, action())
 
     @contextlib.contextmanager
     def guarded(self, *names: str) -> Iterator[None]:
         """Measure these cases: an error fails the cases that were not added yet, and is not raised. A transport that
-        this machine lacks is no failure."""
+        this machine lacks is no failure. Raises `NoTimeLeftError`."""
+        began = time.monotonic()
+        if began + self._took >= self._until:
+            raise NoTimeLeftError
         try:
             yield
         except ERRORS as error:
@@ -152,6 +134,7 @@ class Run:
             for name in names:
                 if name not in self._over():
                     note(name, cause_of(error))
+        self._took = time.monotonic() - began
         self.save()
 
     def add(self, name: str, rows: Report, *, wrong: str = "") -> None:
@@ -181,10 +164,7 @@ class Run:
         self.progress(len(self._planned) - len(self.found["left"]), len(self._planned), text)
 
     def save(self) -> None:
-        before, now = len(self.found["left"]), time.monotonic()
         self._count()
-        if len(self.found["left"]) < before:
-            self._began, self._took = now, now - self._began
         self._keep(self.found)
 
     def _count(self) -> None:
@@ -213,14 +193,15 @@ class Bench:
         directory: Path = Path(),
         progress: Progress = silent,
         keep: Keep = lambda found: None,
-        done: Report | None = None,
         seconds: float = math.inf,
     ) -> dict[str, Any]:
-        """Measure, as plain data. `done`: a report with finished cases. Raises errors that precede the first case."""
+        """Measure, as plain data. Raises errors that precede the first case."""
         settings.check()
-        run = Run(self.sections, done, progress, keep, seconds, judged=settings.profile != "quick")
+        run = Run(self.sections, progress, keep, seconds, judged=settings.profile != "quick")
         try:
             self.measure(run, settings, directory)
+        except NoTimeLeftError:
+            pass  # the report names the cases that are left
         except KeyboardInterrupt:
             run.found["interrupted"] = True
         run.save()
@@ -229,8 +210,8 @@ class Bench:
     def command(self, **options: Any) -> None:
         """The command, by its options: a progress bar, tables, the JSON file, the plot, the exit status."""
         settings = self.settings.of(**options)
-        names = ("directory", "json_file", "plot", "resume")
-        given, json_file, plot, resume = (Path(options[n]) if options.get(n) is not None else None for n in names)
+        names = ("directory", "json_file", "plot")
+        given, json_file, plot = (Path(options[n]) if options.get(n) is not None else None for n in names)
         directory = given or Path()
         settings.check()
         matplotlib = None if plot is None else require_matplotlib(plot)
@@ -238,21 +219,19 @@ class Bench:
         if not directory.is_dir():
             raise InvalidValueError(f"--dir {directory} is not a directory", "name a directory that exists")
         check_writable(json_file, "--report")
-        done = None if resume is None else self.resumed(resume, settings, directory)
-        written = json_file or resume
         head = self.head(settings, directory)
 
         def keep(found: Report) -> None:
-            if written is not None and (written.is_file() or not written.exists()):  # a pipe gets one report
-                write_json(written, {**head, **found})
+            if json_file is not None and (json_file.is_file() or not json_file.exists()):  # a pipe gets one report
+                write_json(json_file, {**head, **found})
 
         with progress_bar(lines=True) as progress:
-            found = self.run(settings, directory, progress, keep, done)
+            found = self.run(settings, directory, progress, keep)
         report = {**head, **found}
         tables = self.tables(report, everything=settings.everything)
         show(*_above(report), *tables, *below(report), *self.bottom(report))
-        if written is not None:
-            write_json(written, report)
+        if json_file is not None:
+            write_json(json_file, report)
         if matplotlib is not None:
             figure = matplotlib.figure.Figure(layout="constrained")
             draw(self.panels(report), figure)
@@ -271,37 +250,11 @@ class Bench:
         """A report's first keys."""
         return {"schema": self.schema, "machine": machine.describe(directory), "settings": settings.describe()}
 
-    def resumed(self, path: Path, settings: Settings, directory: Path) -> dict[str, Any]:
-        """The report that a run continues. Raises `InvalidValueError` for another file, and for a report of another
-        bench, of other settings, or of another machine or disk."""
-        try:
-            found = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            hint = f"name a report of bench {self.name}"
-            raise InvalidValueError(f"--resume {path} cannot be read: {reason_of(error)}", hint) from None
-        if not isinstance(found, dict) or found.get("schema") != self.schema:
-            raise InvalidValueError(f"--resume {path} is no report of bench {self.name}", f"its schema: {self.schema}")
-        here = {"settings": settings.describe(), "machine": machine.describe(directory)}
-        keys = [("settings", key) for key in here["settings"] if key not in _MAY_DIFFER]
-        for part, key in [*keys, *(("machine", key) for key in ("cpu", "cores", "gpus", "storage"))]:
-            if found[part].get(key) != here[part][key]:
-                raise InvalidValueError(
-                    f"--resume {path} was measured with {key} {found[part].get(key)}, now it is {here[part][key]}",
-                    "give the options of the first run, on the same machine; or begin a new report",
-                )
-        return found
-
 
 def cause_of(error: BaseException) -> str:
     """An error in one line."""
     message = error.message if isinstance(error, GdsCacheError) else str(error)
     return " ".join(message.split()) or type(error).__name__
-
-
-def require_room(directory: Path, needed: int, hint: str) -> None:
-    """Raises `CapacityError` if a directory's disk has fewer free bytes."""
-    if (free := shutil.disk_usage(directory).free) < needed:
-        raise CapacityError(f"{directory} has {about(free)} free, {about(needed)} are needed", hint)
 
 
 def check_writable(path: Path | None, option: str) -> None:

@@ -69,46 +69,30 @@ def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
 
     cells = chosen(settings)
     run.plan([cell.label for cell in cells])
-    todo = [cell for cell in cells if run.wants(cell.label)]
-    if not todo:
-        return
-    longest = max(cell.prompt_tokens for cell in todo)
+    longest = max(cell.prompt_tokens for cell in cells)
     with (
         frozen_heap(),
         tempfile.TemporaryDirectory(prefix="gdscache-bench-", dir=directory) as made,
         contextlib.closing(TransformersClient(settings, longest, Path(made))) as client,
     ):
-        kit.require_room(directory, client.ssd_bytes, "name another --dir")
         run.found["model"] = client.describe()
-        for route, some in itertools.groupby(todo, lambda cell: cell.route):
-            _route(run, client, route, list(some))
+        for length, of_length in itertools.groupby(cells, lambda cell: cell.prompt_tokens):
+            some = list(of_length)
+            with run.guarded(*(cell.label for cell in some)):
+                _length(run, client, length, some)
 
 
-def _route(run: kit.Run, client: TransformersClient, route: str, cells: Sequence[Cell]) -> None:
-    """The cells of one cache, one prompt length after another."""
-    try:
-        client.open_cache(route)
-    except kit.ERRORS as error:
-        for cell in cells:
-            run.cannot(cell.label, cause_of(error))
-        return
-    for length, of_length in itertools.groupby(cells, lambda cell: cell.prompt_tokens):
-        some = list(of_length)
-        if not any(run.wants(cell.label) for cell in some):
-            return
-        with run.guarded(*(cell.label for cell in some)):
-            run.say(f"{length:,} tokens: the document is computed and stored")
-            stored = client.prime(length)
-            nbytes = min(stored, client.settings.ceiling_bytes)
-            with _ceilings(client.device, client.slab, nbytes) as ceilings:
-                if any(cell.gate for cell in some):
-                    run.say(f"{length:,} tokens: the gate learns")
-                    client.learn(length)
-                for _, of_group in itertools.groupby(some, lambda cell: cell.group):
-                    group = list(of_group)
-                    if any(run.wants(cell.label) for cell in group):
-                        with run.guarded(*(cell.label for cell in group)):
-                            (_miss if group[0].where == NOWHERE else _hits)(run, client, group, ceilings)
+def _length(run: kit.Run, client: TransformersClient, length: int, cells: Sequence[Cell]) -> None:
+    run.say(f"{length:,} tokens: the document is computed and stored")
+    nbytes = min(client.prime(length), client.settings.ceiling_bytes)
+    with _ceilings(client.device, client.slab, nbytes) as ceilings:
+        if any(cell.gate for cell in cells):
+            run.say(f"{length:,} tokens: the gate learns")
+            client.learn(length)
+        for _, of_group in itertools.groupby(cells, lambda cell: cell.group):
+            group = list(of_group)
+            with run.guarded(*(cell.label for cell in group)):
+                (_miss if group[0].where == NOWHERE else _hits)(run, client, group, ceilings)
 
 
 class Ceilings(NamedTuple):
@@ -123,8 +107,7 @@ def _ceilings(device: torch.device, slab: Path, nbytes: int) -> Iterator[Ceiling
     """The ceilings of a hit of `nbytes`.
 
     `copy`: one copy of page-locked host memory to the device; on a CPU-only machine from one part of memory to another.
-    `read`: the best bare loop on the slab's first `nbytes`, which hold pages. `onward`: the best bare loop that copies
-    its reads on to the device.
+    `onward`: the best bare loop on the slab's first `nbytes`, which hold pages, that copies its reads on to the device.
     """
     nbytes = max(nbytes // max(IO_BYTES), 1) * max(IO_BYTES) if nbytes >= max(IO_BYTES) else nbytes
     with contextlib.ExitStack() as undo:
@@ -134,10 +117,9 @@ def _ceilings(device: torch.device, slab: Path, nbytes: int) -> Iterator[Ceiling
         found = Ceilings({"copy": functools.partial(copy_rate, source, target)}, {})
         if nbytes >= min(IO_BYTES):
             loop = undo.enter_context(contextlib.closing(BareLoop(slab, nbytes, target)))
-            for name, onward in (("read", False), ("onward", True)):
-                best = loop.scout(Op.READ, onward=onward)[0]
-                found.loops[name] = f"{best.label}, {'O_DIRECT' if loop.direct else 'through the page cache'}"
-                found.ways[name] = functools.partial(loop.run, Op.READ, best, onward=onward)
+            best = loop.scout(Op.READ, onward=True)[0]
+            found.loops["onward"] = f"{best.label}, {'O_DIRECT' if loop.direct else 'through the page cache'}"
+            found.ways["onward"] = functools.partial(loop.run, Op.READ, best, onward=True)
         undo.callback(idle, device)
         yield found
 
@@ -209,7 +191,7 @@ def _row(
     mine, plain, resident = (series(a.ttft for a in answers[key][1:]) for key in (cell, "plain", "resident"))
     _, cached = client.of(cell)
     placed = answers[cell][-1].placed
-    transfer = transfer_seconds(cell.where, placed, {name: found["median"] for name, found in rates.items()})
+    transfer = transfer_seconds(placed, {name: found["median"] for name, found in rates.items()})
     ideal = None if transfer is None else max(resident["median"], transfer)
     tie, waits = client.settings.near_tie, [wait for answer in answers[cell][1:] for wait in answer.waits]
     return {
@@ -330,4 +312,4 @@ def _usual(report: kit.Report) -> list[kit.Report]:
 
 
 SECTIONS: dict[str, Any] = {"model": None, "cells": []}
-BENCH = kit.Bench("ttft", "gdscache.bench.ttft/8", SECTIONS, Settings, measure, panels, bottom, details)
+BENCH = kit.Bench("ttft", "gdscache.bench.ttft/9", SECTIONS, Settings, measure, panels, bottom, details)

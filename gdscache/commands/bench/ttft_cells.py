@@ -14,9 +14,9 @@ from gdscache.errors import InvalidValueError
 from gdscache.pages.layout import PLAIN
 
 CACHED = (90, 99, 0, 50)  # percent of a prompt, down to a page; in the order of measuring
-PLACES = ("gpu", "cpu", "ssd_via_cpu", "ssd_direct")
+PLACES = ("gpu", "cpu", "ssd_via_cpu")
 NOWHERE = "none"
-SWITCHED = ("cpu", "ssd_via_cpu", "ssd_direct")  # places with a load
+SWITCHED = ("cpu", "ssd_via_cpu")  # places with a load
 NEAR_TIE = 0.05  # in 16 bits, closer logits may swap places between batches
 _OTHER_PRODUCTS = 4  # factor on near ties for equal sums computed in another order
 _BY_WORTH = ("same", "near tie", "other")
@@ -27,8 +27,8 @@ class Settings(kit.Settings):
     """The bench's extent. `prompts`: tokens, in the order of measuring; `preset`: the model's shape. `pack`: with
     packed pages.
 
-    Without `everything` the longest of three prompts is left out, and so are unusual hits (`Cell.usual`) and those
-    straight from the SSD. A cell has `repeat` rounds. `new_tokens` are compared with those of a run without a cache.
+    Without `everything` the longest of three prompts is left out, and so are unusual hits (`Cell.usual`). A cell has
+    `repeat` rounds. `new_tokens` are compared with those of a run without a cache.
     `ceiling_bytes`: the most bytes of a ceiling's figure.
     """
 
@@ -81,14 +81,9 @@ class Cell(NamedTuple):
         return self.overlap and not self.gate
 
     @property
-    def route(self) -> str:
-        """`ssd.route` of the cache that can serve it."""
-        return "direct" if self.where == "ssd_direct" else "via_cpu"
-
-    @property
-    def group(self) -> tuple[str, int, int]:
+    def group(self) -> tuple[int, int]:
         """Cells of a group are measured in turns, with the same baselines."""
-        return self.route, self.prompt_tokens, self.cached_percent
+        return self.prompt_tokens, self.cached_percent
 
     @property
     def label(self) -> str:
@@ -104,23 +99,19 @@ def cell_of(row: Any) -> Cell:
 
 
 def cells(settings: Settings) -> list[Cell]:
-    """The whole matrix, group by group; groups of one route are consecutive."""
+    """The whole matrix, group by group."""
     found = []
-    for route, prompt, cached in itertools.product(("via_cpu", "direct"), settings.prompts, CACHED):
-        if cached == 0:
-            found += [Cell(prompt, 0, NOWHERE, overlap=True, gate=False)] if route == "via_cpu" else []
-            continue
-        for where, overlap, gate in itertools.product(PLACES, (True, False), (False, True)):
-            cell = Cell(prompt, cached, where, overlap, gate)
-            if cell.route == route and (where in SWITCHED or (overlap and not gate)):
-                found.append(cell)
+    for prompt, cached in itertools.product(settings.prompts, CACHED):
+        for where, overlap, gate in itertools.product(PLACES if cached else (NOWHERE,), (True, False), (False, True)):
+            if where in SWITCHED or (overlap and not gate):
+                found.append(Cell(prompt, cached, where, overlap, gate))
     return found
 
 
 def chosen(settings: Settings) -> list[Cell]:
     """The matrix's measured cells."""
     longest = max(settings.prompts) if len(settings.prompts) > 2 else None
-    usual = [cell for cell in cells(settings) if cell.usual and cell.where != "ssd_direct"]
+    usual = [cell for cell in cells(settings) if cell.usual]
     return cells(settings) if settings.everything else [cell for cell in usual if cell.prompt_tokens != longest]
 
 
@@ -129,15 +120,11 @@ def cached_tokens(prompt: int, percent: int, page_tokens: int) -> int:
     return min(prompt * percent // 100, prompt - 1) // page_tokens * page_tokens
 
 
-def transfer_seconds(where: str, bytes_by_tier: Mapping[str, int], rates: Mapping[str, float]) -> float | None:
+def transfer_seconds(bytes_by_tier: Mapping[str, int], rates: Mapping[str, float]) -> float | None:
     """A load's least time: its bytes over the bare ceilings (GB/s by name), all at work at once. None without a
-    ceiling.
-
-    SSD bytes are compared with a loop that reads them and copies them on; on the direct route, with a loop that reads
-    them.
-    """
+    ceiling. SSD bytes are compared with a loop that reads them and copies them on."""
     ssd = sum(bytes_by_tier.get(tier, 0) for tier in ("ssd", "ssd" + PLAIN))
-    parts = [(ssd, "read")] if where == "ssd_direct" else [(sum(bytes_by_tier.values()), "copy"), (ssd, "onward")]
+    parts = [(sum(bytes_by_tier.values()), "copy"), (ssd, "onward")]
     if any(nbytes and not rates.get(name) for nbytes, name in parts):
         return None
     return max((nbytes / rates[name] / 1e9 for nbytes, name in parts if nbytes), default=0.0)

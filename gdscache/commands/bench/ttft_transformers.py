@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -52,65 +51,47 @@ _CHUNKS = 4  # of a miss: three of them are stored during the next one
 
 
 class TransformersClient:
-    """The model and its planes while open, with one cache at a time (`open_cache`).
+    """The model, its planes and a cache, while open.
 
     Many methods: each kind of measured request is one, and each step of its forward pass.
     """
 
     def __init__(self, settings: Settings, longest: int, directory: Path) -> None:
-        """`longest`: tokens of the longest prompt."""
+        """`longest`: tokens of the longest prompt; each tier has room for two. Raises as `CacheEngine.from_config`."""
         self.settings, self.device = settings, torch.device(settings.device)
-        self._directory = directory
-        self._cache: CacheEngine | None = None
-        self._gates: dict[tuple[bool, bool], Gate] = {}
+        self._ssd = directory / "ssd"
+        self.in_memory = machine.in_memory(directory)  # the SSD tier lies on a RAM disk
         self._misses = itertools.count()
-        self._route = ""
         self.model = _model(settings, self.device)
         name, dtype = settings.preset, settings.dtype
         weights, size = f"random, seed {settings.seed}", settings.page_tokens
-        self._section = model_section(self.model.config, dtype=dtype, name=name, weights=weights, page_tokens=size)
-        self._section["pack"] = "on" if settings.pack else "off"
+        section = model_section(self.model.config, dtype=dtype, name=name, weights=weights, page_tokens=size)
+        section["pack"] = "on" if settings.pack else "off"
         self._vocab = self.model.config.vocab_size
-        self.layout = Config.from_dict({"model": self._section}).model.layout()
-        whole, pages = longest // settings.page_tokens, -(-longest // settings.page_tokens)
-        self._room = (2 * whole + whole // 8 + 16) * self.layout.extent_bytes
+        self.layout = Config.from_dict({"model": section}).model.layout()
+        whole, pages = longest // size, -(-longest // size)
         self._request, self._document = list(range(pages)), list(range(pages, 2 * pages))
         self.planes = PagedPlanes.allocate(self.layout, 2 * pages, self.device).tensors
+        config = self._config(section, (2 * whole + whole // 8 + 16) * self.layout.extent_bytes)
+        self.cache = CacheEngine.from_config(config, planes=self.planes)
+        costs = {overlap: Costs() for overlap in (True, False)}
+        self._gates = {
+            (overlap, gate): Gate("enforcing" if gate else "off", costs[overlap], size, self.layout.bytes_in)
+            for overlap in costs
+            for gate in (True, False)
+        }
 
-    @property
-    def cache(self) -> CacheEngine:
-        assert self._cache is not None, "no cache is open"
-        return self._cache
-
-    @property
-    def in_memory(self) -> bool:
-        """Whether the SSD tier lies on a RAM disk."""
-        return machine.in_memory(self._directory)
-
-    @property
-    def ssd_bytes(self) -> int:
-        """The SSD tier's capacity: room for two of the longest prompts, and a quarter more."""
-        return self._room + self._room // 4
-
-    def describe(self) -> dict[str, Any]:
-        """The model, as plain data."""
-        return {"engine": "transformers", "name": self.settings.preset, **LLAMAS[self.settings.preset]}
-
-    # -- caches ----------------------------------------------------------------------------------------------------
-
-    def config(self, route: str) -> Config:
-        """A cache with room for two of the longest prompts on each tier; without a CPU tier on the direct route."""
-        room, ring = self._room, max(256 * MIB, 8 * self.layout.extent_bytes)
-        ssd = {"path": str(self._directory / route), "capacity": self.ssd_bytes, "route": route}
+    def _config(self, section: dict[str, Any], room: int) -> Config:
+        """A cache with `room` bytes on each tier, and a quarter more on the SSD. Loads go through the CPU tier."""
+        ring = max(256 * MIB, 8 * self.layout.extent_bytes)
+        ssd: dict[str, Any] = {"path": str(self._ssd), "capacity": room + room // 4, "route": "via_cpu", "gds": "off"}
         if self.in_memory:
             ssd["threads"] = RAM_THREADS
-        if route == "via_cpu":
-            ssd["gds"] = "off"
         return Config.from_dict(
             {
-                "model": self._section,
+                "model": section,
                 "gpu": {"device": str(self.device), "staging": ring, "capacity": room},
-                "cpu": {"capacity": room} if route == "via_cpu" else None,
+                "cpu": {"capacity": room},
                 "ssd": ssd,
                 "host_buffer": ring,
                 "store": {"queue": room},
@@ -120,29 +101,12 @@ class TransformersClient:
             source="the configuration made for this run",
         )
 
-    def open_cache(self, route: str) -> None:
-        """Replace the open cache by an empty one. Raises as `CacheEngine.from_config`: some routes need hardware."""
-        self.close_cache()
-        self._route = route
-        self._cache = CacheEngine.from_config(self.config(route), planes=self.planes)
-        size, nbytes = self.layout.page_tokens, self.layout.bytes_in
-        costs = {overlap: Costs() for overlap in (True, False)}
-        self._gates = {
-            (overlap, gate): Gate("enforcing" if gate else "off", costs[overlap], size, nbytes)
-            for overlap in costs
-            for gate in (True, False)
-        }
-
-    def close_cache(self) -> None:
-        """Close the cache, and delete its files."""
-        if self._cache is not None:
-            self._cache.close(drain=False)
-            self._cache = None
-        if self._route:
-            shutil.rmtree(self._directory / self._route, ignore_errors=True)
+    def describe(self) -> dict[str, Any]:
+        """The model, as plain data."""
+        return {"engine": "transformers", "name": self.settings.preset, **LLAMAS[self.settings.preset]}
 
     def close(self) -> None:
-        self.close_cache()
+        self.cache.close(drain=False)
         del self.model, self.planes
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -238,14 +202,13 @@ class TransformersClient:
         """Train the gates on times of prefills and loads: misses and hits of several lengths, with overlap and
         without."""
         size = self.settings.page_tokens
-        places = ("ssd_direct",) if self._route == "direct" else SWITCHED[:2]
         most = cached_tokens(length, max(CACHED), size)
         for overlap, part in itertools.product((True, False), _LEARNT_PARTS):
             self.install(overlap=overlap, gate=False)
             salt = f"miss {next(self._misses)}"
             self._load_and_compute(self.prompt(max(2, length // part), 0), overlap=overlap, salt=salt)
             cached = most // part // size * size
-            for where in places if cached else ():
+            for where in SWITCHED if cached else ():
                 tokens = self.prompt(length, cached, other=part)[: cached + max(2, length // 8)]
                 self.place(tokens, cached, where)
                 self._load_and_compute(tokens, overlap=overlap)
@@ -276,7 +239,7 @@ class TransformersClient:
 
     @property
     def slab(self) -> Path:
-        return self._directory / self._route / slab_name(0)
+        return self._ssd / slab_name(0)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 

@@ -8,8 +8,6 @@ from pathlib import Path
 from gdscache.commands.doctor.report import Found, Row
 from gdscache.commands.doctor.trial import Moved
 from gdscache.config import Config
-from gdscache.cuda.numa import Placement
-from gdscache.kernels.choice import Calibration
 from gdscache.storage.files import Mount
 
 
@@ -37,52 +35,6 @@ def defaults() -> Asked:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class NvidiaDriver:
-    """`cuda`: the newest CUDA version that the driver runs (13000 is 13.0). `version`: the driver's own, if known.
-    `cause`: the reason why it finds no GPU."""
-
-    cuda: int
-    version: str = ""
-    cause: str = ""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Gpu:
-    """A GPU as torch reports it."""
-
-    name: str
-    capability: tuple[int, int]
-    memory_bytes: int
-    processors: int
-    numa: Placement = dataclasses.field(default_factory=Placement)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Kept:
-    """A calibration. `cached`: read from disk; `kept`: on disk for the next start."""
-
-    calibration: Calibration
-    file: str
-    cached: bool
-    kept: bool
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Directory:
-    """A directory of an SSD tier. `place`: the directory, or its nearest existing parent. `holder`: the engine that
-    uses the directory now. `problem`: the cause that makes it unusable. `format`: the cache's format version, if known
-    without its log."""
-
-    path: str
-    exists: bool
-    place: str
-    holder: str = ""
-    problem: str = ""
-    hint: str = ""
-    format: int | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class FreeSpace:
     """Bytes that this user may still write, and bytes of the existing slab."""
 
@@ -95,7 +47,7 @@ class Place:
     """A directory, its mount and disks. `direct_io`: the cause why O_DIRECT fails; empty if it works. `chosen`: the
     result of `ssd.transport` there. None: not tried."""
 
-    directory: Directory
+    directory: Row
     space: Found[FreeSpace]
     mount: Mount
     disks: tuple[Row, ...] = ()
@@ -126,8 +78,8 @@ class Facts:
 
     torch: str
     torch_cuda: str | None
-    driver: Found[NvidiaDriver]
-    devices: Found[tuple[Gpu, ...]]
+    driver: Found[Row]
+    devices: Found[tuple[Row, ...]]
     device: Found[str]
     compiler: Found[str]
     nvrtc: Found[str] | None
@@ -135,7 +87,7 @@ class Facts:
     mover: Found[tuple[str, str]] | None
     pinned: Found[float]
     api: Found[str] | None
-    calibration: Found[Kept] | None
+    calibration: Found[Row] | None
     ssd: Ssd | None = None
     engines: tuple[Row, ...] = ()
 

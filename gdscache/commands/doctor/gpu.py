@@ -9,18 +9,20 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from gdscache.commands.doctor.facts import Asked, Facts, Gpu, Kept, NvidiaDriver
+from gdscache.commands.doctor.facts import Asked, Facts
 from gdscache.commands.doctor.report import Found, Row, Verdict, answer, attempt, comes_to
 from gdscache.cuda.driver import Driver
 from gdscache.cuda.host_memory import HostBuffer
-from gdscache.cuda.numa import gpu_address, placement
+from gdscache.cuda.numa import Placement, gpu_address, placement
 from gdscache.errors import DeviceError
 from gdscache.kernels import calibration as calibrate
 from gdscache.kernels import choice as paths
 from gdscache.kernels import jit
+from gdscache.kernels.choice import Calibration
 from gdscache.kernels.copies import open_copies
 from gdscache.kernels.copy_engine import CopyEngine
 from gdscache.kernels.cuda import FORMS, SOURCE
@@ -32,7 +34,7 @@ DRIVER_VERSION = Path("/proc/driver/nvidia/version")
 PINNED_BYTES = 64 << 20
 
 
-def find_driver() -> NvidiaDriver:
+def find_driver() -> Row:
     """Raises `DeviceError` without a driver."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
@@ -46,10 +48,18 @@ def find_driver() -> NvidiaDriver:
         library.cuGetErrorName(code, ctypes.byref(text))
     cause = f"cuInit answers {code} ({(text.value or b'unknown').decode()})" if code else ""
     found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", text_of(DRIVER_VERSION))
-    return NvidiaDriver(number.value, found[0] if found else "", cause)
+    return driver_row(number.value, found[0] if found else "", cause)
 
 
-def find_devices() -> tuple[Gpu, ...]:
+def driver_row(cuda: int, version: str = "", cause: str = "") -> Row:
+    """`cuda`: the newest CUDA version that the driver runs (13000 is 13.0). `version`: the driver's own, if known.
+    `cause`: the reason why it finds no GPU."""
+    value = ", ".join(filter(None, [version, f"CUDA {cuda // 1000}.{cuda % 1000 // 10}", cause]))
+    hint = "see that nvidia-smi works, and that CUDA_VISIBLE_DEVICES names a GPU" if cause else ""
+    return Row("driver", value, "warn" if cause else "ok", hint, {"cuda": cuda, "version": version, "cause": cause})
+
+
+def find_devices() -> tuple[Row, ...]:
     """The GPUs that torch sees, at least one. Raises `DeviceError` with the cause."""
     if torch.version.cuda is None:
         raise DeviceError(f"torch {torch.__version__} was built without CUDA", "install a build of torch with CUDA")
@@ -58,15 +68,24 @@ def find_devices() -> tuple[Gpu, ...]:
     except RuntimeError as error:
         cause = str(error).partition("\n")[0]
         raise DeviceError(f"torch sees none: {cause}", "see the driver, and CUDA_VISIBLE_DEVICES") from error
-    found = []
-    for index in range(torch.cuda.device_count()):
-        p = torch.cuda.get_device_properties(index)
-        place = placement(gpu_address(torch.device("cuda", index)))
-        found.append(Gpu(p.name, (p.major, p.minor), p.total_memory, p.multi_processor_count, place))
-    return tuple(found)
+    return tuple(
+        device_row(n, torch.cuda.get_device_properties(n), placement(gpu_address(torch.device("cuda", n))))
+        for n in range(torch.cuda.device_count())
+    )
 
 
-def gpu_to_look_at(devices: Found[tuple[Gpu, ...]], device: Found[str]) -> torch.device | None:
+def device_row(index: int, gpu: Any, place: Placement) -> Row:
+    """`gpu`: torch's properties of it. `place`: its NUMA node."""
+    memory, capability = gpu.total_memory, f"{gpu.major}.{gpu.minor}"
+    value = f"{gpu.name}, compute capability {capability}, {about(memory)}, {gpu.multi_processor_count} SMs"
+    value += f", NUMA node {place.node}: its pools and threads lie there" if place.cpus else ""
+    hint = f"{place.lacks}: its pools and threads lie anywhere, and copies may be slower" if place.lacks else ""
+    data = {"name": gpu.name, "capability": (gpu.major, gpu.minor), "memory_bytes": memory}
+    data |= {"processors": gpu.multi_processor_count, "numa": {"node": place.node, "cpus": sorted(place.cpus)}}
+    return Row(f"GPU {index}", value, "info" if hint else "ok", hint, data)
+
+
+def gpu_to_look_at(devices: Found[tuple[Row, ...]], device: Found[str]) -> torch.device | None:
     """The GPU that an engine would use, else the first one; None without a GPU."""
     if not devices.value:
         return None
@@ -83,21 +102,8 @@ def gpu_rows(facts: Facts, asked: Asked) -> Iterator[Row]:
     else:
         hint = "install a build of torch with CUDA" if driver else ""
         yield Row("torch", f"{facts.torch}, without CUDA", lack, hint, data)
-    if driver is None:
-        yield Row("driver", facts.driver.cause, "info", facts.driver.hint)
-    else:
-        parts = [driver.version, f"CUDA {driver.cuda // 1000}.{driver.cuda % 1000 // 10}", driver.cause]
-        hint = "see that nvidia-smi works, and that CUDA_VISIBLE_DEVICES names a GPU" if driver.cause else ""
-        verdict: Verdict = "warn" if driver.cause else "ok"
-        yield Row("driver", ", ".join(filter(None, parts)), verdict, hint, dataclasses.asdict(driver))
-    for index, found in enumerate(facts.devices.value or ()):
-        capability = ".".join(map(str, found.capability))
-        value = f"{found.name}, compute capability {capability}, {about(found.memory_bytes)}, {found.processors} SMs"
-        place = found.numa
-        value += f", NUMA node {place.node}: its pools and threads lie there" if place.cpus else ""
-        hint = f"{place.lacks}: its pools and threads lie anywhere, and copies may be slower" if place.lacks else ""
-        data = dataclasses.asdict(found) | {"numa": {"node": place.node, "cpus": sorted(place.cpus)}}
-        yield Row(f"GPU {index}", value, "info" if hint else "ok", hint, data)
+    yield driver or Row("driver", facts.driver.cause, "info", facts.driver.hint)
+    yield from facts.devices.value or ()
     if facts.torch_cuda and not facts.has_gpu:
         yield Row("GPU", facts.devices.cause, lack, facts.devices.hint if driver else "")
     wanted, device = asked.config.gpu.device, facts.device.value
@@ -164,7 +170,7 @@ def pin_seconds() -> float:
         return time.perf_counter() - began
 
 
-def find_calibration(gpu: torch.device, *, recalibrate: bool) -> Kept:
+def find_calibration(gpu: torch.device, *, recalibrate: bool) -> Row:
     """A GPU's calibration. Raises `KernelUnavailableError` and others if a new one fails."""
     driver = Driver(gpu)
     engine = CopyEngine(driver)
@@ -174,7 +180,17 @@ def find_calibration(gpu: torch.device, *, recalibrate: bool) -> Kept:
     if found is None:
         found = calibrate.calibrated(driver, engine, fresh=True)
     place = attempt(lambda: str(paths.cache_file(key)))
-    return Kept(found, place.value or place.cause, cached, paths.read(key) == found)
+    return calibration_row(found, place.value or place.cause, cached=cached, kept=paths.read(key) == found)
+
+
+def calibration_row(rates: Calibration, file: str, *, cached: bool, kept: bool) -> Row:
+    """`cached`: read from disk. `kept`: on disk for the next start."""
+    data = {"cached": cached, "kept": kept, "file": file, **dataclasses.asdict(rates)}
+    took = f"{'cached, once measured' if cached else 'measured now'} in {rates.seconds:.2f} s"
+    if kept:
+        return Row("calibration", f"{took}: {file}", "ok", data=data)
+    value = f"{took}, and again by every engine: it cannot be kept ({file})"
+    return Row("calibration", value, "warn", "set GDSCACHE_CACHE_DIR to a directory that can be written", data)
 
 
 def copy_rows(facts: Facts, asked: Asked) -> Iterator[Row]:
@@ -185,16 +201,6 @@ def copy_rows(facts: Facts, asked: Asked) -> Iterator[Row]:
         hint = "a driver for CUDA 12.8 or newer takes batches: one call a piece is slow for small pieces"
         yield row if row.data != "single" else dataclasses.replace(row, verdict="warn", next_step=hint)
     if facts.calibration is not None and facts.calibration.value is not None:
-        yield _calibration_row(facts.calibration.value)
+        yield facts.calibration.value
     else:
         yield from answer("calibration", facts.calibration, lack)
-
-
-def _calibration_row(kept: Kept) -> Row:
-    rates = kept.calibration
-    data = {"cached": kept.cached, "kept": kept.kept, "file": kept.file, **dataclasses.asdict(rates)}
-    took = f"{'cached, once measured' if kept.cached else 'measured now'} in {rates.seconds:.2f} s"
-    if kept.kept:
-        return Row("calibration", f"{took}: {kept.file}", "ok", data=data)
-    value = f"{took}, and again by every engine: it cannot be kept ({kept.file})"
-    return Row("calibration", value, "warn", "set GDSCACHE_CACHE_DIR to a directory that can be written", data)

@@ -9,7 +9,6 @@ from gdscache.commands.doctor.facts import Asked, Facts, Place
 from gdscache.commands.doctor.report import Found, Row, Verdict, answer, comes_to
 from gdscache.commands.doctor.trial import Moved
 from gdscache.config import SsdConfig
-from gdscache.disk.catalog_file import FORMAT_VERSION, OLD_VERSION
 from gdscache.sizes import about, format_size
 from gdscache.storage.files import Mount
 
@@ -51,8 +50,7 @@ def _of_stripe(row: Row, number: int) -> Row:
 
 
 def _place_rows(found: Place, places: Sequence[Place], ssd: SsdConfig | None) -> Iterator[Row]:
-    """Rows for the directory, its mount, disks, free space and O_DIRECT."""
-    yield _directory_row(found)
+    yield found.directory
     yield _mount_row(found.mount)
     yield from found.disks
     yield from _space_row(found, places, ssd)
@@ -62,25 +60,6 @@ def _place_rows(found: Place, places: Sequence[Place], ssd: SsdConfig | None) ->
     else:
         for row in answer("O_DIRECT", found.direct_io, "warn", "see the system log for the device"):
             yield dataclasses.replace(row, value=row.value or "works", data={"works": row.verdict == "ok"})
-
-
-def _directory_row(found: Place) -> Row:
-    facts = found.directory
-    data = dataclasses.asdict(facts)
-    if facts.problem:
-        return Row("directory", f"{facts.path}: {facts.problem}", "fail", facts.hint, data)
-    if facts.holder:
-        hint = "an engine cannot open it meanwhile, and the measurements below share the disk with that process"
-        return Row("directory", f"{facts.path}: in use by {facts.holder}", "warn", hint, data)
-    state = "exists" if facts.exists else f"can be made in {facts.place}, which is looked at"
-    hint = ""
-    if facts.format is not None:
-        state += f", a cache of format {facts.format}"
-        if facts.format == OLD_VERSION:
-            state += f", which the next engine makes {FORMAT_VERSION}, with its pages"
-        elif facts.format != FORMAT_VERSION:
-            hint = "an engine refuses it: use the gdscache that wrote it, or set another ssd.path"
-    return Row("directory", f"{facts.path}: {state}", "fail" if hint else "ok", hint, data)
 
 
 def _mount_row(mount: Mount) -> Row:

@@ -12,15 +12,16 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from gdscache.commands.doctor.facts import Asked, Directory, FreeSpace, Place, Ssd
+from gdscache.commands.doctor.facts import Asked, FreeSpace, Place, Ssd
 from gdscache.commands.doctor.report import Found, Row, Verdict, attempt
 from gdscache.commands.doctor.trial import Moved, Trial, try_transport
 from gdscache.commands.inspect.owner import find_owner
 from gdscache.config.pools import PLAIN_DIRECTORY
-from gdscache.disk.catalog_file import format_version
+from gdscache.disk.catalog_file import FORMAT_VERSION, OLD_VERSION, format_version
 from gdscache.disk.slab import slab_name
 from gdscache.errors import DirectoryNotWritableError
 from gdscache.runtime.files import text_of
@@ -92,7 +93,7 @@ def find_place(
     disks = attempt(lambda: tuple(disk_rows(mount)))
     direct: Found[str] | None = None
     chosen: Found[Moved] | None = None
-    if not found.problem:
+    if not found.data["problem"]:
         with scratch(place) as inside:
             direct = attempt(lambda: probe_direct_io(inside))
             trials |= {name: tried(name, inside) for name in transports}
@@ -108,7 +109,7 @@ def nearest(directory: Path) -> Path:
     return next(path for path in (directory, *directory.parents) if os.path.lexists(path))
 
 
-def find_directory(directory: Path, place: Path) -> Directory:
+def find_directory(directory: Path, place: Path) -> Row:
     """Whether the directory is usable: makes and removes a directory in `place`."""
     problem = hint = holder = ""
     try:
@@ -123,11 +124,32 @@ def find_directory(directory: Path, place: Path) -> Directory:
         problem, hint = f"{place} cannot be looked at: {error.strerror}", "set ssd.path to a directory"
     exists = place == Path(os.path.abspath(directory))
     if exists and not problem:
-        owner = find_owner(place, catalog_open=False)
+        owner = find_owner(place)
         if owner.state == "in use":
             holder = f"process {owner.pid}" + (f": {owner.command}" if owner.command else "")
     found = format_version(place) if exists and not problem else None
-    return Directory(str(directory), exists, str(place), holder, problem, hint, found)
+    about = {"path": str(directory), "exists": exists, "place": str(place), "holder": holder, "problem": problem}
+    return directory_row({**about, "hint": hint, "format": found})
+
+
+def directory_row(about: dict[str, Any]) -> Row:
+    """`place`: the directory, or its nearest existing parent. `holder`: the engine that uses the directory now.
+    `problem`: the cause that makes it unusable. `format`: the cache's format version, if known without its log."""
+    path, version = about["path"], about["format"]
+    if about["problem"]:
+        return Row("directory", f"{path}: {about['problem']}", "fail", about["hint"], about)
+    if about["holder"]:
+        hint = "an engine cannot open it meanwhile, and the measurements below share the disk with that process"
+        return Row("directory", f"{path}: in use by {about['holder']}", "warn", hint, about)
+    state = "exists" if about["exists"] else f"can be made in {about['place']}, which is looked at"
+    hint = ""
+    if version is not None:
+        state += f", a cache of format {version}"
+        if version == OLD_VERSION:
+            state += f", which the next engine makes {FORMAT_VERSION}, with its pages"
+        elif version != FORMAT_VERSION:
+            hint = "an engine refuses it: use the gdscache that wrote it, or set another ssd.path"
+    return Row("directory", f"{path}: {state}", "fail" if hint else "ok", hint, about)
 
 
 @contextlib.contextmanager

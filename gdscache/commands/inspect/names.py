@@ -1,16 +1,13 @@
-"""A namespace's facts, a line each, and the differing lines of two namespaces."""
+"""A namespace's facts, a line each."""
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from gdscache.errors import InvalidValueError
 from gdscache.groups.base import Group
-
-COMPARE_SCHEMA = "gdscache.compare/1"
 
 
 def made_of(fields: Mapping[str, Any]) -> dict[str, str]:
@@ -26,43 +23,6 @@ def made_of(fields: Mapping[str, Any]) -> dict[str, str]:
         else:
             lines[name] = _text(value)
     return dict(sorted(lines.items()))
-
-
-def compare(report: Mapping[str, Any], one: str, other: str) -> dict[str, Any]:
-    """Two namespaces of an `inspect` report, by the first digits of their digests.
-
-    `lines`: each line of either, `differs` first; None if one has no such line. Raises `InvalidValueError` if digits
-    name no namespace, several, or one without a description.
-    """
-    a, b = (_named(report["namespaces"] or [], digits, report["path"]) for digits in (one, other))
-    names = sorted({*a["made_of"], *b["made_of"]})
-    lines = [{"line": name, "a": a["made_of"].get(name), "b": b["made_of"].get(name)} for name in names]
-    for line in lines:
-        line["differs"] = line["a"] != line["b"]
-    return {
-        "schema": COMPARE_SCHEMA,
-        "path": report["path"],
-        "a": a["digest"],
-        "b": b["digest"],
-        "lines": sorted(lines, key=lambda line: not line["differs"]),
-    }
-
-
-def _named(namespaces: Sequence[Mapping[str, Any]], digits: str, path: str) -> Mapping[str, Any]:
-    # a packed directory and that of its plain pages have the same ones
-    namespaces = [*{namespace["digest"]: namespace for namespace in namespaces}.values()]
-    found = [namespace for namespace in namespaces if namespace["digest"].startswith(digits.lower())]
-    if len(found) != 1:
-        there = ", ".join(namespace["digest"][:16] for namespace in namespaces[:8]) or "none"
-        raise InvalidValueError(
-            f"{digits!r} begins {len(found)} of the {len(namespaces)} namespaces of {path}",
-            f"give the first digits of one that `gdscache inspect` shows: {there}",
-        )
-    if found[0]["made_of"] is None:
-        raise InvalidValueError(
-            f"namespace {found[0]['digest'][:16]} has no description", "compare one that `inspect` describes"
-        )
-    return found[0]
 
 
 def facts_of(salt: object) -> dict[str, Any] | None:

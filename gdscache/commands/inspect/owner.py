@@ -10,10 +10,12 @@ import socket
 from pathlib import Path
 from typing import Any, Literal
 
+from gdscache.disk.catalog_file import CATALOG_NAME
 from gdscache.disk.directory import LOCK_LIMIT, LOCK_NAME
 from gdscache.disk.slab import slab_name
 
 LOCKS = Path("/proc/locks")
+LOG_NAME = f"{CATALOG_NAME}-wal"  # there while the catalogue is open, or after a kill
 
 State = Literal["in use", "free", "unknown"]
 
@@ -31,9 +33,9 @@ class Owner:
     command: str | None = None
 
 
-def find_owner(directory: Path, *, catalog_open: bool, locks: Path = LOCKS) -> Owner:
-    """The owner, from the kernel's table of locks. `catalog_open`: the catalogue has a log, so it was not closed."""
-    path = directory / LOCK_NAME
+def find_owner(directory: Path, locks: Path = LOCKS) -> Owner:
+    """The owner, from the kernel's table of locks."""
+    path, catalog_open = directory / LOCK_NAME, os.path.lexists(directory / LOG_NAME)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:

@@ -1,8 +1,7 @@
 """A cache directory's catalogue and slab, read without changing a byte.
 
 The catalogue and its log are copied to a temporary file, and the engine's own recovery selects the rows. The reader
-starts again when either changes meanwhile. In a directory in use `inspect` reads only the status page (see
-`status_page`); `explain` reads the last commits.
+starts again when either changes meanwhile. Of a directory in use it has the last commits.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ import os
 import sqlite3
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -35,7 +34,6 @@ from gdscache.pages.layout import EXTENT_ALIGNMENT, PageLayout, Plane
 
 ATTEMPTS = 20  # of reading a catalogue that an engine opens or closes
 PAUSE = 0.05  # seconds between two attempts
-_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,7 +57,6 @@ class Contents:
     version: int
     created: str | None
     suspect: bool
-    catalog_bytes: int
     slab: Slab
     slab_bytes: tuple[int, ...]
     pages: Recovered
@@ -136,37 +133,28 @@ def os_errors(path: Path) -> Iterator[None]:
         ) from error
 
 
-def at_rest(directory: Path, read: Callable[[bool], _T | None]) -> _T:
-    """The result of `read(last)`, which is None while the directory changes. `IOFailedError`: it never rests."""
-    for attempt in range(ATTEMPTS):
-        found = read(attempt == ATTEMPTS - 1)
-        if found is not None:
-            return found
-        time.sleep(PAUSE)
-    raise IOFailedError(
-        f"{directory} changes all the time", "look again when the engines there open, close or store less"
-    )
-
-
-def read(directory: Path, progress: Progress, *, last: bool = True) -> Contents | None:
-    """The contents as of the last commits, also while an engine commits more. None if the directory changed meanwhile,
-    so that the copy may be torn. `last`: damage raises, also if the directory is changing. `progress`: see
-    `open_catalog`.
+def read(directory: Path, progress: Progress) -> Contents:
+    """The contents as of the last commits, also while an engine commits more. Damage raises once the directory does not
+    change; `IOFailedError`: it changes all the time. `progress`: see `open_catalog`.
 
     An engine changes the database itself only when it checkpoints the log. The checkpointed rows stay in the log until
     the log restarts with another header. So a copy of both is whole if the log's header is the same before and after.
     """
-    before = header, *_ = _version(directory)
-    try:
-        with open_catalog(directory, progress) as connection:
-            if _version(directory) != before:
-                return None
-            contents = read_contents(directory, connection)
-    except GdsCacheError:
-        if last or _version(directory) == before:
-            raise
-        return None
-    return contents if header or _version(directory) == before else None
+    for attempt in range(ATTEMPTS):
+        before = header, *_ = _version(directory)
+        try:
+            with open_catalog(directory, progress) as connection:
+                if _version(directory) == before:  # else the copy may be torn
+                    contents = read_contents(directory, connection)
+                    if header or _version(directory) == before:
+                        return contents
+        except GdsCacheError:
+            if attempt == ATTEMPTS - 1 or _version(directory) == before:
+                raise
+        time.sleep(PAUSE)
+    raise IOFailedError(
+        f"{directory} changes all the time", "look again when the engines there open, close or store less"
+    )
 
 
 def _version(directory: Path) -> tuple[bytes, int, int, int]:
@@ -183,11 +171,6 @@ def _version(directory: Path) -> tuple[bytes, int, int, int]:
     if len(header) == catalog_image.HEADER:
         return header, status.st_ino, 0, 0
     return b"", status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def has_log(directory: Path) -> bool:
-    """Whether the catalogue has a log: it is open, or its owner was killed."""
-    return os.path.lexists(directory / f"{CATALOG_NAME}-wal")
 
 
 @contextlib.contextmanager
@@ -243,7 +226,6 @@ def read_contents(directory: Path, connection: sqlite3.Connection) -> Contents:
         version=version,
         created=str(created[0]) if created else None,
         suspect=os.path.lexists(directory / SUSPECT_NAME),
-        catalog_bytes=regular_file(path).st_size,
         slab=Slab(files, extent, whole, whole, stretch_slots(extent), shards=shards),
         slab_bytes=sizes,
         pages=pages,

@@ -8,7 +8,6 @@ from typing import Any
 from gdscache.commands.console import Table, duration, figure
 from gdscache.commands.inspect.names import kept_by
 from gdscache.disk.catalog_file import FORMAT_VERSION
-from gdscache.disk.status_page import FRESH_S, PAGE_FORMAT
 from gdscache.sizes import about
 
 NAMESPACES_SHOWN = 40
@@ -22,52 +21,6 @@ def inspect_tables(report: Mapping[str, Any]) -> list[Table]:
     table = Table()
     table.add_row("directory", str(report["path"]))
     table.add_row("owner", _owner(report["owner"]))
-    in_use = report["bytes"] is None
-    if in_use:
-        _add_status(table, report)
-    else:
-        _add_contents(table, report)
-    for file in report["files"]:
-        table.add_row(file["name"], _size(file["bytes"]))
-    for stripe in report["stripes"][1:]:
-        table.add_row(stripe["name"], f"{_size(stripe['bytes'])} in {stripe['path']!s}")
-    if report["unusable_rows"]:
-        causes = ", ".join(f"{count:,} {cause}" for cause, count in report["unusable_rows"].items())
-        table.add_row("unusable rows", f"{causes}: the next engine deletes them")
-    if report["suspect"]:
-        table.add_row("suspect", "the catalogue was found corrupt in use: the next engine looks at it again")
-    for file in report["set_aside"]:
-        table.add_row("set aside", f"{file['name']!s}, {about(file['bytes'])}: was corrupt; may be deleted")
-    if in_use:
-        table.add_row("not shown", "priorities, and pages by namespace: they are read when the directory is not open")
-    return [table, _namespaces(report["namespaces"]), *_made_of(report["namespaces"])]
-
-
-def _add_status(table: Table, report: Mapping[str, Any]) -> None:
-    """A directory in use: its owner's status page."""
-    live = report["live"]
-    if live is None and report["status_format"] is not None:
-        said = f"a page of format {report['status_format']}; this gdscache reads {PAGE_FORMAT}"
-        table.add_row("status", f"{said}: look with the gdscache that has it open")
-        return
-    if live is None:
-        table.add_row("status", "none: the engine is just opening or closing, or is of a version without a status page")
-        return
-    said = f"{live['state']}, page {live['number']:,}, written {live['age_seconds']:.1f} s ago"
-    late = live["age_seconds"] > FRESH_S
-    table.add_row("status", f"{said}: its owner, or the device, hangs" if late else said)
-    table.add_row("written by", f"process {live['pid']} on {live['host']!s}: {live['command']!s}")
-    if live["stopped"]:
-        table.add_row("stopped", str(live["stopped"]))
-    table.add_row("format version", str(report["format_version"]))
-    table.add_row("extent", _extent(report))
-    table.add_row("capacity", f"{about(report['capacity_bytes'])}: {report['slots']:,} slots")
-    table.add_row("pages", f"{report['pages']:,}, and {report['free_slots']:,} free slots")
-    table.add_row("rates, causes", "gdscache top shows them")
-
-
-def _add_contents(table: Table, report: Mapping[str, Any]) -> None:
-    """A directory without an owner: its catalogue."""
     version = f"{report['format_version']}, made {report['created'] or 'at unknown time'!s}"
     if report["format_version"] != FORMAT_VERSION:
         version += f"; the next engine makes it {FORMAT_VERSION}, and keeps its pages"
@@ -84,6 +37,20 @@ def _add_contents(table: Table, report: Mapping[str, Any]) -> None:
         table.add_row(
             "expiring", f"{kept['expiring_pages']:,} pages have a ttl, of which {kept['expired_pages']:,} ended"
         )
+    for file in report["files"]:
+        table.add_row(file["name"], _size(file["bytes"]))
+    for stripe in report["stripes"][1:]:
+        table.add_row(stripe["name"], f"{_size(stripe['bytes'])} in {stripe['path']!s}")
+    if report["unusable_rows"]:
+        causes = ", ".join(f"{count:,} {cause}" for cause, count in report["unusable_rows"].items())
+        table.add_row("unusable rows", f"{causes}: the next engine deletes them")
+    if report["suspect"]:
+        table.add_row("suspect", "the catalogue was found corrupt in use: the next engine looks at it again")
+    for file in report["set_aside"]:
+        table.add_row("set aside", f"{file['name']!s}, {about(file['bytes'])}: was corrupt; may be deleted")
+    if report["owner"]["state"] == "in use":
+        table.add_row("not shown", "pages that are not committed yet; and rates and causes, which gdscache top shows")
+    return [table, _namespaces(report["namespaces"]), _made_of(report["namespaces"])]
 
 
 def verify_tables(report: Mapping[str, Any]) -> list[Table]:
@@ -117,36 +84,24 @@ def _namespaces(namespaces: list[dict[str, Any]]) -> Table:
         texts = [str(fields.get(name, "")) for name in facts]
         texts = [text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}\N{HORIZONTAL ELLIPSIS}" for text in texts]
         texts += [kept_by(fields["group"]) if "group" in fields else ""] if grouped else []
-        sizes = ["", ""] if namespace["pages"] is None else [f"{namespace['pages']:,}", about(namespace["bytes"])]
+        sizes = f"{namespace['pages']:,}", about(namespace["bytes"])
         table.add_row(namespace["digest"][:DIGITS], *texts, *sizes)
     if len(namespaces) > NAMESPACES_SHOWN:
         table.caption = f"and {len(namespaces) - NAMESPACES_SHOWN:,} more: --json has all"
     return table
 
 
-def _made_of(namespaces: list[dict[str, Any]]) -> list[Table]:
-    """The lines of the last used namespaces."""
+def _made_of(namespaces: list[dict[str, Any]]) -> Table:
+    """The lines of the last used namespaces, those in which they differ first."""
     known = [namespace for namespace in namespaces if namespace["made_of"] is not None]
-    tables = []
-    for namespace in known[:MADE_SHOWN]:
-        table = Table(f"{namespace['digest'][:DIGITS]} is made of", "line", "value")
-        for name, value in namespace["made_of"].items():
-            table.add_row(str(name), str(value))
-        tables.append(table)
-    if tables and len(known) > MADE_SHOWN:
-        tables[-1].caption = f"and {len(known) - MADE_SHOWN:,} namespaces more: --json has all, --compare any two"
-    return tables
-
-
-def compare_tables(report: Mapping[str, Any]) -> list[Table]:
-    """The report of `inspect --compare`: differing lines first, marked."""
-    table = Table("", "", "line", report["a"][:DIGITS], report["b"][:DIGITS])
-    for line in report["lines"]:
-        texts = ["(no such line)" if line[side] is None else str(line[side]) for side in ("a", "b")]
-        table.add_row("differs" if line["differs"] else "", str(line["line"]), *texts)
-    differ = sum(line["differs"] for line in report["lines"])
-    table.caption = f"{differ:,} of {len(report['lines']):,} lines differ"
-    return [table]
+    some = [namespace["made_of"] for namespace in known[:MADE_SHOWN]]
+    table = Table("", "made of", *(namespace["digest"][:DIGITS] for namespace in known[:MADE_SHOWN]), "")
+    lines = {name: [str(one.get(name, "(no such line)")) for one in some] for one in some for name in one}
+    for name, texts in sorted(lines.items(), key=lambda line: (len(set(line[1])) == 1, line[0])):
+        table.add_row(str(name), *texts, "differs" if len(set(texts)) > 1 else "")
+    if len(known) > MADE_SHOWN:
+        table.caption = f"and {len(known) - MADE_SHOWN:,} namespaces more: --json has all"
+    return table
 
 
 def _owner(owner: Mapping[str, Any]) -> str:

@@ -7,10 +7,9 @@ import dataclasses
 import itertools
 import os
 import sqlite3
-import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +35,7 @@ from gdscache.pages.checksum import Checksums, first_bad_layer, unbound
 
 SCHEMA = "gdscache.verify/2"
 PIECE_BYTES = 8 << 20  # of neighbouring extents in one read; a larger extent is read alone
-THREADS = 4
-REFRESH = 0.1  # seconds between progress reports
+THREADS, AT_ONCE = 4, 8  # AT_ONCE: pieces between two reports of progress
 KEY_DIGITS = 16  # hexadecimal digits of a key in a report
 UNCHECKED = "no_description"
 _LATER = "verify it when that engine is closed"
@@ -128,7 +126,7 @@ def _name(connection: sqlite3.Connection, slot: int) -> tuple[str, str]:
 
 
 class _Check:
-    """A verification's reading threads. They take pieces in slab order."""
+    """A verification, whose threads read pieces of the slab in its order."""
 
     def __init__(self, directory: Path, contents: Contents, connection: sqlite3.Connection) -> None:
         self.bytes_read = 0
@@ -138,65 +136,46 @@ class _Check:
         self._extent = contents.slab.extent_bytes
         self._shards = contents.slab.shards
         self._slots = contents.pages.slots[contents.order]
-        layouts = [n.layout for n in contents.names.values() if n.layout is not None]
-        self._layouts = list(dict.fromkeys(layouts))
-        self._pieces = _pieces(contents, max(1, PIECE_BYTES // self._extent))
-        self._lock = threading.Lock()  # guards the connection and the fields below
+        self._layouts = list(dict.fromkeys(n.layout for n in contents.names.values() if n.layout is not None))
         self._files: list[int] = []  # descriptors of the slab files
-        self._next = 0
-        self._done = 0
-        self._findings: list[Finding] = []
-        self._stop = False
 
     def run(self, progress: Progress) -> list[Finding]:
-        total = len(self._slots)
-        with contextlib.ExitStack() as files:
+        findings, total, done = list[Finding](), len(self._slots), 0
+        pieces = _pieces(self._contents, max(1, PIECE_BYTES // self._extent))
+        with contextlib.ExitStack() as undo:
             for path in self._contents.slab.files:
                 regular_file(path)
                 with os_errors(path):
                     slab = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-                files.callback(os.close, slab)
+                undo.callback(os.close, slab)
                 os.posix_fadvise(slab, 0, 0, os.POSIX_FADV_RANDOM)  # no readahead
                 self._files.append(slab)
-            with ThreadPoolExecutor(THREADS, "gdscache-verify") as pool:
-                try:
-                    workers = {pool.submit(self._work) for _ in range(min(THREADS, len(self._pieces)))}
-                    waiting = workers
-                    while waiting:
-                        progress(self._done, total, "pages")
-                        ended, waiting = wait(waiting, REFRESH, FIRST_EXCEPTION)
-                        for worker in ended:
-                            worker.result()
-                        if waiting and wanted(self._directory):
-                            raise DirectoryInUseError(
-                                f"an engine wants {self._directory}: {self._done:,} of {total:,} pages were verified, "
-                                f"{len(self._findings):,} of them are not good",
-                                _LATER,
-                            )
-                finally:
-                    self._stop = True
+            pool = undo.enter_context(ThreadPoolExecutor(THREADS, "gdscache-verify"))
+            for at in range(0, len(pieces), AT_ONCE):
+                progress(done, total, "pages")
+                some = pieces[at : at + AT_ONCE]
+                for found, nbytes in pool.map(self._piece, some, map(self._checksums, some)):
+                    findings += found
+                    self.bytes_read += nbytes
+                done += sum(map(len, some))
+                if done < total and wanted(self._directory):
+                    raise DirectoryInUseError(
+                        f"an engine wants {self._directory}: {done:,} of {total:,} pages were verified, "
+                        f"{len(findings):,} of them are not good",
+                        _LATER,
+                    )
         progress(total, total, "pages")
-        return self._findings
+        return findings
 
-    def _work(self) -> None:
-        buffer = memoryview(bytearray(max(map(len, self._pieces)) * self._extent))
-        while not self._stop:
-            with self._lock:
-                if self._next == len(self._pieces):
-                    return
-                rows = self._pieces[self._next]
-                self._next += 1
-                sums = self._checksums(rows)
-            found: dict[int, Finding] = {}  # one a slot, of the first bad shard
-            nbytes = 0
-            for shard in range(self._shards):
-                findings, got = self._part(buffer, rows, sums, shard)
-                found = {finding.slot: finding for finding in findings} | found
-                nbytes += got
-            with self._lock:
-                self._findings += found.values()
-                self._done += len(rows)
-                self.bytes_read += nbytes
+    def _piece(self, rows: range, sums: list[Checksums | None]) -> tuple[Iterable[Finding], int]:
+        """A finding for each bad slot, of the first bad shard; and the bytes read."""
+        buffer = np.empty(len(rows) * self._extent, np.uint8).data
+        found, nbytes = dict[int, Finding](), 0
+        for shard in range(self._shards):
+            findings, got = self._part(buffer, rows, sums, shard)
+            found = {finding.slot: finding for finding in findings} | found
+            nbytes += got
+        return found.values(), nbytes
 
     def _part(
         self, buffer: memoryview, rows: range, sums: list[Checksums | None], shard: int

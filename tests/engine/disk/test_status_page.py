@@ -15,7 +15,8 @@ import pytest
 import xxhash
 
 from gdscache.commands import cli
-from gdscache.commands.inspect import inspect, tables
+from gdscache.commands.inspect import inspect
+from gdscache.commands.top import Watched
 from gdscache.disk import status_page
 from gdscache.disk.catalog_file import FORMAT_VERSION
 from gdscache.errors import DirectoryInUseError, DirectoryNotWritableError, NotARegularFileError
@@ -152,9 +153,10 @@ def test_an_engine_that_hangs_can_be_looked_at(host: Host, tmp_path: Path) -> No
     with manager.lock, loader.order, ssd._commit_lock, manager.clearing.alone:
         number = number_of(path)
         until(lambda: number_of(path) > number, "the page is rewritten")
-        report = inspect(path)
-        assert report["live"]["number"] > number
-        assert report["live"]["state"] == "running"
+        report = Watched(path).look()
+        assert report["number"] > number
+        assert report["state"] == "running"
+        assert inspect(path)["owner"]["state"] == "in use"
 
 
 def test_a_page_that_is_not_whole_or_not_ours_is_none(host: Host, tmp_path: Path) -> None:
@@ -185,7 +187,7 @@ def test_latencies_causes_and_ranks_are_told(host: Host, tmp_path: Path, capfd: 
     manager.count("dropped", "io_error", 9)
     number = number_of(path)
     until(lambda: number_of(path) >= number + 2, "it is written again")
-    live = inspect(path)["live"]
+    live = Watched(path).look()
     assert live["latencies"]["read"] == {"samples": 100, "median_seconds": 0.05, "p99_seconds": 0.099}
     assert live["latencies"]["commit"] == {"samples": 0, "median_seconds": 0.0, "p99_seconds": 0.0}
     assert list(live["causes"]["dropped"].items()) == [("io_error", 9), ("queue_full", 7)]
@@ -231,24 +233,24 @@ def test_a_page_of_another_format_is_named(host: Host, tmp_path: Path, capfd: py
     path, page = tmp_path / "cache", page_of(tmp_path / "cache")
     (path / "status").unlink()
     (path / "status").write_bytes(sealed(page, 16, 4))
-    report = inspect(path)
-    assert (report["live"], report["status_format"]) == (None, 4)
+    assert Watched(path).look()["state"] == "a status page of format 4"
     with pytest.raises(SystemExit):
-        cli.app(["inspect", str(path)])
-    assert "a page of format 4; this gdscache reads 3" in " ".join(capfd.readouterr().out.split())
+        cli.app(["top", str(path), "--once"])
+    assert "a status page of format 4: look with the gdscache that has it open" in " ".join(
+        capfd.readouterr().out.split()
+    )
 
 
 @pytest.mark.parametrize("what", ["nothing", "garbage", "directory"])
-def test_inspect_does_without_a_page(host: Host, tmp_path: Path, what: str) -> None:
+def test_a_page_of_somebody_else_stays(host: Host, tmp_path: Path, what: str) -> None:
     path = tmp_path / "cache"
     (path / "status").unlink()
     if what == "garbage":
         (path / "status").write_bytes(bytes(range(256)) * 16)
     elif what == "directory":
         (path / "status").mkdir()
-    report = inspect(path)
-    assert (report["owner"]["state"], report["live"], report["pages"]) == ("in use", None, None)
-    assert tables.inspect_tables(report)
+    assert Watched(path).look()["state"] == "no status page"
+    assert (inspect(path)["owner"]["state"], inspect(path)["pages"]) == ("in use", 0)
     host.engine.close()
     assert (path / "status").exists() == (what != "nothing"), "somebody else's file was deleted"
 
@@ -257,14 +259,10 @@ def test_a_lost_lock_is_told_within_a_page(host: Host, tmp_path: Path, capfd: py
     path = tmp_path / "cache"
     (path / "lock").unlink()
 
-    def stopped() -> bool:
-        live = inspect(path)["live"]
-        return live is not None and live["state"] == "stopped"
-
-    until(stopped, "the page says so")
-    assert "lock is gone" in inspect(path)["live"]["stopped"]
+    until(lambda: Watched(path).look()["state"] == "stopped", "the page says so")
+    assert "lock is gone" in Watched(path).look()["stopped"]
     with pytest.raises(SystemExit):
-        cli.app(["inspect", str(path)])
+        cli.app(["top", str(path), "--once"])
     assert "stopped" in capfd.readouterr().out
 
 

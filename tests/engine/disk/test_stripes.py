@@ -67,7 +67,7 @@ def test_pages_come_back_from_all_directories(open_host: OpenHost, paths: list[P
 def test_what_lies_in_the_directories(open_host: OpenHost, paths: list[Path]) -> None:
     filled(open_host, paths)
     names = {path: {file.name for file in path.iterdir()} for path in paths}
-    assert names[paths[0]] == {"lock", "slab-0.bin", "stripe.json", "catalog.sqlite", "namespaces.json"}
+    assert names[paths[0]] == {"lock", "slab-0.bin", "stripe.json", "catalog.sqlite"}
     assert names[paths[2]] == {"lock", "slab-2.bin", "stripe.json"}
     assert [(path / f"slab-{i}.bin").stat().st_size // EXTENT for i, path in enumerate(paths)] == [8, 6, 6]
     identities = [json.loads((path / "stripe.json").read_text()) for path in paths]

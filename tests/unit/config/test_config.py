@@ -361,7 +361,7 @@ def test_an_invalid_value_names_the_key_the_value_and_what_is_allowed(
 @pytest.mark.parametrize(
     ("model", "parts"),
     [
-        (None, ["`model` is missing", "gdscache config init"]),
+        (None, ["`model` is missing", "gdscache config print cpu_only"]),
         ({}, ["`model.name`", "`model.layers`"]),
         ({"name": "m", "kv_heads": 1, "head_dim": 1}, ["`model.layers` is missing"]),
         ({"name": "m", "layers": 1}, ["model says nothing of its planes", "kv_heads", "kv_lora_rank", "a list"]),
