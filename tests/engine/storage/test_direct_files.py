@@ -13,7 +13,7 @@ from gdscache.storage import files
 from gdscache.storage.base import Switch
 from gdscache.storage.files import probe_direct_io
 from gdscache.storage.native import NativeTransport
-from tests.support.transport_parts import SECTOR, random_bytes
+from tests.support.transport_suite import SECTOR, random_bytes
 
 
 @pytest.fixture
