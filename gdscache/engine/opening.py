@@ -64,7 +64,6 @@ from gdscache.store.earned_offers import EarnedOffers
 from gdscache.store.outlets import Outlet
 from gdscache.store.plan import StorePlanner
 from gdscache.store.storer import Storer
-from gdscache.store.writer import TierWriter
 from gdscache.tiers import ssd_route
 from gdscache.tiers.base import DurableTier, Tier, open_tier
 from gdscache.tiers.cpu import Bounce, CpuTier
@@ -213,13 +212,10 @@ def build(
         executors = [executor] if executor.plain is None or plain is None else [executor, executor.plain]
         planner = storer = None
         for one, some, mine, moves in reversed([*zip(both, outlets, earned, executors, strict=True)]):
-            extent, writers = one.top.layout.extent_bytes, dict[str, TierWriter]()
-            for tier in one.files if config.store.write_policy != "never" else ():
-                writers[tier.name] = TierWriter(manager, tier, moves, extent)
-                undo.callback(writers[tier.name].close, drain=False)
+            extent = one.top.layout.extent_bytes
             planner = StorePlanner(manager, config.store, extent, some, mine, plain=one.top.plain, unfit=planner)
             spare = None if one.bounce is None else one.bounce.stores
-            storer = Storer(manager, planner, moves, spare, writers, deadline, storer)
+            storer = Storer(manager, planner, moves, spare, deadline, storer)
             undo.callback(storer.close, drain=False)
         assert storer is not None, "an engine without tiers"
         indexes = [tier.index for tier in manager.tiers.values()]

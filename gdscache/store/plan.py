@@ -114,6 +114,11 @@ class StorePlanner:
         return self._landing.index
 
     @property
+    def writes(self) -> bool:
+        """Whether tiers of files are written to."""
+        return self._policy != "never"
+
+    @property
     def keys(self) -> Collection[bytes]:
         if len(self.outlets) == 1:
             return self.outlets[0].keys
@@ -398,14 +403,15 @@ class StorePlanner:
         if pages and job.since is not None:
             measures.stored(target, len(job.pages) * self.extent_bytes, self.now() - job.since)
 
-    def written(self, parcel: Parcel, outlet: Outlet, rows: Sequence[int], cause: str) -> None:
+    def written(self, parcel: Parcel, outlet: Outlet, rows: Sequence[int], cause: str) -> list[int]:
         """A writer's outcome for pages: "" or the cause why its tier lacks them. `released` frees their slots.
 
-        May be called again after an exception.
+        Returns the rows that had no outcome before. May be called again after an exception.
         """
-        rows = parcel.open(outlet, rows)
+        left = parcel.left[outlet]
+        rows = [row for row in rows if row in left]
         if not rows:
-            return
+            return rows
         job, entries = parcel.job, parcel.entries
         outlet.end(parcel.keys(rows), parcel.job.epoch)
         if not cause:
@@ -428,7 +434,8 @@ class StorePlanner:
                 self._index.mark_clean(entries[row])
         for why, some in parcel.by_cause(over).items():
             self.finish_pages(job, parcel.places_of(some), why)
-        parcel.end(outlet, rows)
+        left.difference_update(rows)
+        return rows
 
     def released(self, parcel: Parcel, outlet: Outlet, rows: Sequence[int]) -> list[int]:
         """An outlet no longer reads these pages' slots. Returns the rows that no outlet reads; the caller frees bounce

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -29,7 +29,6 @@ from gdscache.runtime.threads import Bell
 from gdscache.store.forwarder import Forwarder
 from gdscache.store.parcel import Parcel, Receipt, StoreJob
 from gdscache.store.plan import StorePlanner
-from gdscache.store.writer import TierWriter
 from gdscache.tiers.base import Lease
 from gdscache.tiers.manager import TierManager
 
@@ -98,8 +97,8 @@ class _Round:
 class Storer:
     """Accepts stores and has them carried out. `drain` waits for them.
 
-    `spare`: slots of the bounce reserve for stores. `writers`: by the names of the tiers of files. `unfit` stores the
-    pages that do not fit into packed extents, from the planes again; it is closed with this one.
+    `spare`: slots of the bounce reserve for stores. `unfit` stores the pages that do not fit into packed extents, from
+    the planes again; it is closed with this one.
     """
 
     def __init__(
@@ -108,7 +107,6 @@ class Storer:
         planner: StorePlanner,
         executor: Executor,
         spare: SlotShare | None,
-        writers: Mapping[str, TierWriter],
         deadline: float,
         unfit: Storer | None = None,
     ) -> None:
@@ -122,9 +120,12 @@ class Storer:
         self._idle = Bell()
         self._dropping = False
         self._closed = False
-        self._forwarder = Forwarder(planner, writers, spare, self._idle, deadline)
         planner.now = executor.now
-        self._lane = executor.lane(Priority.STORE, lambda: manager.tell())
+        self._forwarder = Forwarder(manager, planner, executor, spare, deadline, self._idle)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._forwarder.close, drain=False)
+            self._lane = executor.lane(Priority.STORE, lambda: manager.tell())
+            undo.pop_all()
 
     # -- accepting ---------------------------------------------------------------------------------------------------
 
@@ -223,10 +224,11 @@ class Storer:
         with self._manager.lock:
             self._closed = True
             self._dropping = not drain
-        with self._forwarder.closing(drain=drain):
-            self._lane.close()
-            if drain:
-                self.flush(None)
+        self._forwarder.begin_close(drain=drain)
+        self._lane.close()
+        if drain:
+            self.flush(None)
+        self._forwarder.close(drain=drain)
         if self._unfit is not None:
             self._unfit.close(drain=drain)
 
