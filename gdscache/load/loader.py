@@ -83,15 +83,7 @@ class Loader:
         first = self._first_part(sum(len(pages) for pages, _, _ in requests))
         with self.order:  # plans begin in this order too, so a load only ever waits for earlier loads
             with self.manager.lock:
-                plan = self._plan(requests, owner, checked=checked, most=first)
-                try:
-                    load, run = self._load(plan, requests, after, checked=checked)
-                    brief = run.brief
-                    if not brief:
-                        self._leave(load, run)
-                except BaseException:
-                    self.planner.abandon(plan)
-                    raise
+                load, run, brief = self._plan(requests, owner, after, checked=checked, most=first)
             if brief:
                 self._begin(load, run, first)
         return load
@@ -99,38 +91,43 @@ class Loader:
     def queue(self, requests: Sequence[_Request], owner: str, after: Iterable[Event] = ()) -> LayerwiseLoad:
         """`start` for a caller that holds the manager's lock: a thread of the lane begins the load."""
         with self.manager.lock:
-            plan = self._plan(requests, owner)
-            try:
-                load, run = self._load(plan, requests, after)
-                self._leave(load, run)
-            except BaseException:
-                self.planner.abandon(plan)
-                raise
-        return load
+            return self._plan(requests, owner, after, begins=False)[0]
 
     def _plan(
-        self, requests: Sequence[_Request], owner: str, *, checked: bool = False, most: int | None = None
-    ) -> LoadPlan:
+        self,
+        requests: Sequence[_Request],
+        owner: str,
+        after: Iterable[Event],
+        *,
+        checked: bool = False,
+        most: int | None = None,
+        begins: bool = True,
+    ) -> tuple[LayerwiseLoad, LoadRun, bool]:
+        """A load, its run, and whether this thread is to begin it: if it `begins` loads, and the begin waits for
+        nothing. Else the load is in the lane. The manager's lock is held."""
         if self._closed:
             raise EngineClosedError("the engine was closed meanwhile", "open a new one with from_config")
-        asked = [pages for pages, _, _ in requests]
-        return self.planner.plan(asked, owner, keep=self.keep, checked=checked, most=most)
-
-    def _load(
-        self, plan: LoadPlan, requests: Sequence[_Request], after: Iterable[Event], *, checked: bool = False
-    ) -> tuple[LayerwiseLoad, LoadRun]:
-        manager = self.manager
-        load = LayerwiseLoad(
-            [LoadPart(0, start) for _, _, start in requests],
-            self.layout,
-            self.deadline,
-            timeline=manager.timeline,
-            calls=manager.calls,
-            checked=checked,
-            orders=self.executor.orders,
-            waited=manager.measures.waited,
-        )
-        return load, self._run(load, plan, [blocks for _, blocks, _ in requests], tuple(after))
+        manager, asked = self.manager, [pages for pages, _, _ in requests]
+        plan = self.planner.plan(asked, owner, keep=self.keep, checked=checked, most=most)
+        try:
+            load = LayerwiseLoad(
+                [LoadPart(0, start) for _, _, start in requests],
+                self.layout,
+                self.deadline,
+                timeline=manager.timeline,
+                calls=manager.calls,
+                checked=checked,
+                orders=self.executor.orders,
+                waited=manager.measures.waited,
+            )
+            run = self._run(load, plan, [blocks for _, blocks, _ in requests], tuple(after))
+            brief = begins and run.brief
+            if not brief:
+                self._leave(load, run)
+        except BaseException:
+            self.planner.abandon(plan)
+            raise
+        return load, run, brief
 
     def _first_part(self, pages: int) -> int | None:
         first = max(FIRST_PAGES, FIRST_BYTES // self.layout.page_bytes)

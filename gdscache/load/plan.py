@@ -89,6 +89,9 @@ class LoadPlan:
     def status(self, row: int) -> PageStatus:
         return STATUSES[int(self.statuses[row])]
 
+    def has_ended(self, row: int) -> bool:
+        return self.status(row) is not PageStatus.PENDING
+
     def pending(self) -> Int64Array:
         code = CODES[PageStatus.PENDING]
         return np.flatnonzero(self.statuses == code) if code in self.statuses.tobytes() else _NONE
@@ -104,10 +107,9 @@ class LoadPlan:
             return (PageStatus.LOADED,) * len(codes)
         return tuple([STATUSES[code] for code in codes])
 
-    def reasons(self, rows: range, start: int, page_tokens: int) -> Iterator[Reason]:
-        """The tiers that a request's pages come from, or why they have not come. `start`: the token that the first
-        begins with."""
-        good = self.loaded()
+    def reasons(self, good: bytes, rows: range, start: int, page_tokens: int) -> Iterator[Reason]:
+        """The tiers that a request's pages come from, or why they have not come. `good`: see `loaded`. `start`: the
+        token that the first begins with."""
         for run in self.runs:
             first, stop = max(rows.start, run.rows.start), min(rows.stop, run.rows.stop)
             if first >= stop:

@@ -408,11 +408,6 @@ class LoadPlanner:
             if of_tier:
                 yield tier, of_tier
 
-    def landed(self, plan: LoadPlan, row: int) -> PageStatus:
-        """The status of a page that another plan brings; `PENDING` until it is in the landing tier or has failed."""
-        status = plan.status(row)
-        return PageStatus.LOADED if status is PageStatus.CANCELLED else status
-
     def abandon(self, plan: LoadPlan) -> None:
         with self.manager.lock:
             self.finish(plan, plan.pending(), PageStatus.ABORTED)
