@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from gdscache.index.retention import DEFAULT, Retention
@@ -60,7 +60,7 @@ class Parcel:
 
     `places`: the pages' numbers in the job. `entries`: the pages in the landing tier, each leased; None: the slots are
     in the bounce reserve (`space`). `copied`: the bytes are in the slots already. `to`: the outlets. `left`: by outlet,
-    the rows that it has not ended.
+    the rows that it has not ended; `reading`: those whose slots it still reads.
     """
 
     job: StoreJob
@@ -74,7 +74,7 @@ class Parcel:
     leases: list[Lease] = dataclasses.field(init=False)
     pages: list[Page] = dataclasses.field(init=False)
     left: dict[Outlet, set[int]] = dataclasses.field(init=False)
-    _reading: dict[Outlet, set[int]] = dataclasses.field(init=False)  # rows whose slots the outlet still reads
+    reading: dict[Outlet, set[int]] = dataclasses.field(init=False)
     # the cause of the first outlet that did not take the page
     _causes: dict[int, str] = dataclasses.field(init=False, default_factory=dict)
 
@@ -82,7 +82,7 @@ class Parcel:
         self.leases, pages = [] if lease is None else [lease], self.job.pages
         self.pages = [pages[i] for i in self.places]
         self.left = {outlet: set(self.rows) for outlet in self.to}
-        self._reading = {outlet: set(self.rows) for outlet in self.to}
+        self.reading = {outlet: set(self.rows) for outlet in self.to}
 
     def __len__(self) -> int:
         return len(self.places)
@@ -107,11 +107,6 @@ class Parcel:
         places = self.places
         return [places[row] for row in rows]
 
-    def open_elsewhere(self, outlet: Outlet) -> set[int]:
-        if len(self.left) == 1 and outlet in self.left:
-            return set()
-        return set().union(*(rows for other, rows in self.left.items() if other is not outlet))
-
     def note(self, rows: Iterable[int], cause: str) -> None:
         for row in rows:
             self._causes.setdefault(row, cause)
@@ -125,23 +120,10 @@ class Parcel:
             found.setdefault(self._causes.get(row, ""), []).append(row)
         return found
 
-    def read(self, outlet: Outlet, rows: Iterable[int]) -> list[int]:
-        """The rows whose slots no outlet reads any more, now that this one does not."""
-        left = self._reading.get(outlet, ())
-        over = [row for row in rows if row in left]
-        for other, reading in self._reading.items():
-            if other is not outlet:
-                over = [row for row in over if row not in reading]
-        return over
-
-    def stop_reading(self, outlet: Outlet, rows: Sequence[int]) -> None:
-        if outlet in self._reading:
-            self._reading[outlet].difference_update(rows)
-
     def give_up(self) -> list[tuple[Outlet, list[int]]]:
         lacking = [(outlet, sorted(rows)) for outlet, rows in self.left.items() if rows]
-        self.left = {outlet: set() for outlet in self.to}
-        self._reading = {outlet: set() for outlet in self.to}
+        for rows in (*self.left.values(), *self.reading.values()):
+            rows.clear()
         return lacking
 
     def set_apart(self, rows: Sequence[int], lease: Lease) -> None:
@@ -151,3 +133,10 @@ class Parcel:
             for held in self.leases:
                 held.hand_over(entries, lease)
             self.leases.append(lease)
+
+
+def last_of(rows: Iterable[int], outlet: Outlet, of: Mapping[Outlet, set[int]]) -> list[int]:
+    """The rows that are left to this outlet, and to no other."""
+    return sorted(
+        of[outlet].intersection(rows).difference(*(some for other, some in of.items() if other is not outlet))
+    )

@@ -37,7 +37,7 @@ from gdscache.pages.reasons import Told
 from gdscache.store.batch_size import batch_pages
 from gdscache.store.earned_offers import EarnedOffers
 from gdscache.store.outlets import Outlet
-from gdscache.store.parcel import Nobody, Parcel, Receipt, StoreJob
+from gdscache.store.parcel import Nobody, Parcel, Receipt, StoreJob, last_of
 
 if TYPE_CHECKING:
     from gdscache.config import StoreConfig
@@ -409,7 +409,7 @@ class StorePlanner:
         Returns the rows that had no outcome before. May be called again after an exception.
         """
         left = parcel.left[outlet]
-        rows = [row for row in rows if row in left]
+        rows = sorted(left.intersection(rows))
         if not rows:
             return rows
         job, entries = parcel.job, parcel.entries
@@ -426,8 +426,7 @@ class StorePlanner:
             outlet.admission.not_written(len(rows))
         if cause:
             parcel.note(rows, cause)
-        elsewhere = parcel.open_elsewhere(outlet)
-        over = [row for row in rows if row not in elsewhere] if elsewhere else rows
+        over = last_of(rows, outlet, parcel.left)
         if entries is not None and self._index.dirty_pages:
             for row in over:
                 # a page refused for good is clean too, else it could never be evicted
@@ -440,17 +439,14 @@ class StorePlanner:
     def released(self, parcel: Parcel, outlet: Outlet, rows: Sequence[int]) -> list[int]:
         """An outlet no longer reads these pages' slots. Returns the rows that no outlet reads; the caller frees bounce
         slots."""
-        over = parcel.read(outlet, rows)
+        over = last_of(rows, outlet, parcel.reading)
         if over and parcel.entries is not None:
-            self._give_back(parcel, over, parcel.entries)
-        parcel.stop_reading(outlet, rows)
+            some = [parcel.entries[row] for row in over]
+            for lease in parcel.leases:
+                lease.release(some)
+            self._end_empty(parcel)
+        parcel.reading[outlet].difference_update(rows)
         return over
-
-    def _give_back(self, parcel: Parcel, rows: Sequence[int], entries: Sequence[Entry]) -> None:
-        some = [entries[row] for row in rows]
-        for lease in parcel.leases:
-            lease.release(some)
-        self._end_empty(parcel)
 
     def _end_empty(self, parcel: Parcel) -> None:
         for lease in parcel.leases:

@@ -86,12 +86,9 @@ class _Renumbered:
         self.finish(sorted(self._left), "error")
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class _Round:
-    """Pages of a store that have slots. `moving` brings their bytes; None: they are there."""
-
-    parcels: Sequence[Parcel]
-    moving: Moving | None
+_Round = tuple[
+    list[Parcel], Moving | None
+]  # pages of a store that have slots, and what brings their bytes, if not there
 
 
 class Storer:
@@ -353,7 +350,7 @@ class Storer:
             with self._manager.lock:
                 self._planner.free(slots)
 
-    def _copy(self, job: _Job, parcels: Sequence[Parcel], *, last: bool) -> _Round:
+    def _copy(self, job: _Job, parcels: list[Parcel], *, last: bool) -> _Round:
         try:
             moving = None
             ways = [
@@ -368,14 +365,14 @@ class Storer:
         except BaseException:
             self._abandon(parcels)
             raise
-        return _Round(parcels, moving)
+        return parcels, moving
 
     def _land(self, job: _Job, round_: _Round) -> Steps[None]:
         """When a round's pages are copied and hashed, publish them, and forward the pages for the SSD."""
-        parcels, unfit = list(round_.parcels), set[int]()
+        (parcels, moving), unfit = round_, set[int]()
         try:
-            if round_.moving is not None:
-                unfit.update((yield from round_.moving.end()).unfit)
+            if moving is not None:
+                unfit.update((yield from moving.end()).unfit)
         except BaseException:
             self._abandon(parcels)
             raise
