@@ -59,7 +59,7 @@ from gdscache.gate.gate import Gate
 from gdscache.groups.base import Group, Presence, alignment, complete, kept, lengths, marks, needed
 from gdscache.groups.names import Chain, GroupNames
 from gdscache.groups.pools import Pool
-from gdscache.groups.reasons import AskedGroup, GroupReasons, group_reasons, group_words
+from gdscache.groups.reasons import group_reasons, group_words
 from gdscache.limits import LIMITS, MAX_COUNT, EngineLimits
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.pages.hit import Hit
@@ -69,7 +69,6 @@ from gdscache.prefetch.handle import Prefetch
 from gdscache.ranks.address import RankAddress
 from gdscache.runtime.threads import in_turn
 from gdscache.sizes import about
-from gdscache.tiers.manager import TierManager
 from gdscache.tiers.measures import TokenCounts
 from gdscache.tiers.pins import Pin
 from gdscache.tracing import Timeline
@@ -201,11 +200,12 @@ class HybridEngine:
         decided = self.gate.decide_whole(loads, start, tokens, hit.tokens)
         most = min(most, names.tokens) // self.alignment * self.alignment
         managers = [engine.manager for engine in self.engines]  # not the engines, which may be dropped
-        about = managers, self.pools, self.groups, names, start, most
+        told = {g: managers[p].told for g, p in self._pool_of.items()}
+        about = told, names, start, most
         if decided.pages < sum(len(part.pages) for part in hit.parts):
-            why = functools.partial(_reasons, *about, hit.tokens)
+            why = functools.partial(group_reasons, *about, hit.tokens)
             return dataclasses.replace(self.nothing(start), parted=hit.parted, declined=hit.tokens, why=why)
-        why = functools.partial(_reasons, *about, 0)
+        why = functools.partial(group_reasons, *about, 0)
         if start + hit.tokens < most:
             managers[0].sample = lambda: group_words(why())
         return dataclasses.replace(hit, seconds=decided.seconds, recompute_seconds=decided.recompute_seconds, why=why)
@@ -606,23 +606,6 @@ class HybridEngine:
                 "pass the blocks of full pages only, -1 for pages that were let go",
             )
         return given.reshape(-1, each)
-
-
-def _reasons(
-    managers: Sequence[TierManager],
-    pools: Sequence[Pool],
-    groups: Sequence[Group],
-    names: GroupNames,
-    start: int,
-    stop: int,
-    declined: int,
-) -> GroupReasons:
-    asked = [
-        AskedGroup(groups[g], names, g, manager.told)
-        for manager, pool in zip(managers, pools, strict=True)
-        for g in pool.groups
-    ]
-    return group_reasons(asked, start, stop, declined)
 
 
 def _sum(drops: Iterable[Callable[[], Mapping[str, int]]]) -> dict[str, int]:
