@@ -435,9 +435,7 @@ class CacheEngine:
         the greater priority and the later end count. Raises `InvalidValueError`.
         """
         with self.calls:
-            self._check_attached()
-            retention = Retention.of(priority, ttl, self.manager.expiry.clock)
-            blocks = self._parts.planes.block_table(slots)
+            blocks, retention = self._to_store(slots, priority, ttl)
             pages = self.pages(tokens, salt)[self._first_page(start) :]
             if len(blocks) > len(pages):
                 raise SlotCountError(
@@ -461,9 +459,7 @@ class CacheEngine:
         """`store` of pages of this salt with known names, each of which has slots, in this order. `epoch`: of
         `epoch()`; by default the present one."""
         with self.calls:
-            self._check_attached()
-            retention = Retention.of(priority, ttl, self.manager.expiry.clock)
-            blocks = self._parts.planes.block_table(slots)
+            blocks, retention = self._to_store(slots, priority, ttl)
             if len(blocks) != len(pages):
                 raise SlotCountError(
                     f"slots for {len(blocks)} pages, and {len(pages)} names of pages",
@@ -471,6 +467,11 @@ class CacheEngine:
                 )
             epoch = self.epoch(salt) if epoch is None else epoch
             return self.submit_store(pages, blocks, epoch, salt, after, retention=retention)
+
+    def _to_store(self, slots: Any, priority: int, ttl: float | None) -> tuple[Blocks, Retention]:
+        self._check_attached()
+        retention = Retention.of(priority, ttl, self.manager.expiry.clock)
+        return self._parts.planes.block_table(slots), retention
 
     def epoch(self, salt: str = "") -> int:
         """Take it when pages of this salt are computed, and pass it to `store_pages`: then no page is stored that a
@@ -628,13 +629,7 @@ class CacheEngine:
 
     def drain(self, seconds: float | None = None) -> None:
         """Wait until every accepted store is on its tiers. Raises `DeadlineError` after `seconds`."""
-        self._check_open()
-        if not self._parts.storer.drain(arguments.seconds(seconds)):
-            self._check_open()
-            raise DeadlineError(
-                f"stores are still on their way after {seconds} s",
-                "wait longer; stats()['store_queue'] has the bytes on their way",
-            )
+        self._end_stores(self._parts.storer.drain, seconds)
 
     def flush(self, seconds: float | None = None) -> None:
         """`drain`, and write pages that are only in the CPU tier to the SSD, as far as `store.write_policy` writes any.
@@ -642,11 +637,14 @@ class CacheEngine:
         Needed with `write_back`, which writes pages late, for pages that must outlive this process. Pages that the SSD
         refused are not written. Raises `DeadlineError` after `seconds`.
         """
+        self._end_stores(functools.partial(self._parts.storer.flush, change=self.calls), seconds)
+
+    def _end_stores(self, wait: Callable[[float | None], bool], seconds: float | None) -> None:
         self._check_open()
-        if not self._parts.storer.flush(arguments.seconds(seconds), self.calls):
+        if not wait(arguments.seconds(seconds)):
             self._check_open()
             raise DeadlineError(
-                f"pages are still on their way after {seconds} s",
+                f"stores are still on their way after {seconds} s",
                 "wait longer; stats()['store_queue'] has the bytes on their way",
             )
 

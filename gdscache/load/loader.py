@@ -147,7 +147,7 @@ class Loader:
             while part is not None and not run.plan.whole:
                 part = self._next_part(part)
                 with self.manager.lock:
-                    run.grow(part if run.plan.asked.left >= 2 * part else None)
+                    run.grow(part if run.plan.left >= 2 * part else None)
                     brief = run.brief
                 if not brief:
                     break

@@ -255,7 +255,7 @@ class LoadRun:
             return ()
         tiers = self._manager.tiers
         read = [way for way in ways if isinstance(tiers[way.source], DurableTier)]
-        ahead = self.plan.asked.left
+        ahead = self.plan.left
         files = read[-1].source if read else self._files_ahead() if ahead else ""
         if not files:
             return copy_groups(self._layout, sum(map(len, ways)) + ahead)
@@ -265,7 +265,7 @@ class LoadRun:
     def _files_ahead(self) -> str:
         """The tier of files that has the last page asked for; "" if that page is in memory. The last page is the first
         to be evicted, so it stands for the pages not planned yet."""
-        last = self.plan.asked.requests[-1]
+        last = self.plan.asked[-1]
         with self._manager.lock:
             there = (tier for tier in self._manager.tiers.values() if last and tier.index.has(last[-1].key))
             tier = next(there, None)
@@ -443,7 +443,7 @@ class LoadRun:
             self._manager.count("bytes_loaded", name, moved)
         bad = good.find(0, rows.start, rows.stop)
         prefix = len(rows) if bad < 0 else bad - rows.start
-        size, asked = self._layout.page_tokens, plan.asked.requests
+        size, asked = self._layout.page_tokens, plan.asked
         reasons = [*plan.reasons(good, rows, start, size)]
         if asked and len(rows) < len(asked[number]):  # pages that went after the lookup
             reasons += self._manager.missing(asked[number], len(rows), 0, start, size)
