@@ -153,7 +153,9 @@ class CacheEngine:
 
     @property
     def manager(self) -> TierManager:
-        self._check_open()
+        calls = self.calls  # `_check_open` written out: most calls ask for it
+        if self._closing.begun or calls.broken_by or os.getpid() != calls.pid:
+            self._check_open()
         return self._parts.manager
 
     @property
@@ -218,6 +220,7 @@ class CacheEngine:
 
     def pages(self, tokens: Any, salt: str = "") -> list[Page]:
         """The names of all full pages of `tokens`, which are token ids or `PageHashes`."""
+        self.calls.check()
         return self._named(tokens, salt)[0]
 
     def _named(self, tokens: Any, salt: str) -> tuple[list[Page], int]:
@@ -227,7 +230,8 @@ class CacheEngine:
                 f"the model has groups of layers ({names}), and a page is of one",
                 "open a HybridEngine, which looks at all of them",
             )
-        namespace = self.namespace(salt)
+        known = self._namespaces.get((salt, None)) if isinstance(salt, str) else None
+        namespace = self.namespace(salt) if known is None else known
         if isinstance(tokens, PageHashes):
             length = tokens.length(self.layout.page_tokens)
             return tokens.pages(namespace)[: length // self.layout.page_tokens], length
@@ -405,11 +409,12 @@ class CacheEngine:
             if len(batch) > 1:
                 # no slot twice over all requests
                 planes.check_blocks(np.concatenate([blocks for _, blocks, _ in batch]))
+                if len({hit.checked for hit, _ in pairs}) > 1:
+                    raise InvalidValueError(
+                        "a batch has hits of lookup() and of a prefetch's hit()",
+                        "load them in two calls of load_many()",
+                    )
             checked = bool(pairs) and pairs[0][0].checked
-            if any(hit.checked is not checked for hit, _ in pairs):
-                raise InvalidValueError(
-                    "a batch has hits of lookup() and of a prefetch's hit()", "load them in two calls of load_many()"
-                )
             load = self._parts.loader.start(batch, "load", [self._parts.executor.behind(after)], checked=checked)
             load.begun()
             return load
@@ -695,13 +700,9 @@ class CacheEngine:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    @property
-    def _closed(self) -> bool:
-        return self._closing.begun
-
     def _check_open(self) -> None:
         self.calls.check_whole()
-        if self._closed:
+        if self._closing.begun:
             raise EngineClosedError("the engine is closed", "open a new one with from_config")
 
     def _check_attached(self) -> None:

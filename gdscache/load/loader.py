@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -56,7 +57,7 @@ class Loader:
         self.config = config
         self.deadline = deadline
         self.keep = keep
-        self._plain = plain
+        self._run = functools.partial(LoadRun, planner, executor, config, plain=plain)
         # loads that a thread of the lane has or will get, and that may read files; the manager's lock guards it
         self._running: set[LayerwiseLoad] = set()
         self.changed = threading.Condition(self.manager.lock)  # notified when `_running` becomes empty
@@ -80,7 +81,7 @@ class Loader:
         them again and without a deadline. `start` never waits. `LayerwiseLoad.begun`, which may wait, raises the error
         of a failed begin.
         """
-        first = self._first_part(sum(len(pages) for pages, _, _ in requests))
+        first = self._first_part(sum([len(pages) for pages, _, _ in requests]))
         with self.order:  # plans begin in this order too, so a load only ever waits for earlier loads
             with self.manager.lock:
                 load, run, brief = self._plan(requests, owner, after, checked=checked, most=first)
@@ -107,11 +108,11 @@ class Loader:
         nothing. Else the load is in the lane. The manager's lock is held."""
         if self._closed:
             raise EngineClosedError("the engine was closed meanwhile", "open a new one with from_config")
-        manager, asked = self.manager, [pages for pages, _, _ in requests]
+        manager, (asked, tables, starts) = self.manager, zip(*requests, strict=True) if requests else ((), (), ())
         plan = self.planner.plan(asked, owner, keep=self.keep, checked=checked, most=most)
         try:
             load = LayerwiseLoad(
-                [LoadPart(0, start) for _, _, start in requests],
+                [*map(LoadPart, itertools.repeat(0), starts)],
                 self.layout,
                 self.deadline,
                 timeline=manager.timeline,
@@ -120,7 +121,7 @@ class Loader:
                 orders=self.executor.orders,
                 waited=manager.measures.waited,
             )
-            run = self._run(load, plan, [blocks for _, blocks, _ in requests], tuple(after))
+            run = self._run(load, plan, tables, tuple(after))
             brief = begins and run.brief
             if not brief:
                 self._leave(load, run)
@@ -164,7 +165,7 @@ class Loader:
         """Plan the pages that are left, and queue the load in the lane. The manager's lock is held."""
         if not run.plan.whole:
             run.grow()
-        if load.tokens and not load.checked:
+        if run.plan.pages and not load.checked:
             self._running.add(load)
         self._lane.start(self._carry_out(load, run), functools.partial(self._lost, load, run))
 
@@ -183,14 +184,9 @@ class Loader:
         assert part.report is not None, "a run that returns has a report"
         return part.report
 
-    def _run(
-        self, load: LayerwiseLoad, plan: LoadPlan, tables: Sequence[Blocks] | None, after: Sequence[Event] = ()
-    ) -> LoadRun:
-        return LoadRun(self.planner, self.executor, self.config, load, plan, tables, after, self._plain)
-
     def _timed(self, kind: str, load: LayerwiseLoad, run: LoadRun) -> Steps[None]:
         timeline = self.manager.timeline
-        with timeline.span(kind, load=load.number, pages=sum(part.pages for part in load.parts)) as span:
+        with timeline.span(kind, load=load.number, pages=len(run.plan.pages)) as span:
             yield from run.steps()
             if timeline is not OFF:
                 span.add(**_moved(load.parts))

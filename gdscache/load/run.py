@@ -139,16 +139,18 @@ class LoadRun:
         for run in runs:
             apart = self._executors[run.tier.plain] is not self._executor  # ranks move all pages of a load in one
             (self._shared if run.filling is not None else self._unpacked if apart else brought).append(run)
-        with self._manager.timeline.span("begin", load=self._load.number, pages=sum(len(run.rows) for run in runs)):
+        pages = len(plan.pages) - runs[0].rows.start if runs else 0
+        with self._manager.timeline.span("begin", load=self._load.number, pages=pages):
             self._hand_over(*self._all_ways(brought))
             if self._blocks is not None and self._moving is not None and self._manager.measured:
                 self._time()
 
     def _all_ways(self, runs: Sequence[TierRun]) -> tuple[list[Way], list[Int64Array]]:
-        ways, order = list[Way](), list[Int64Array]()
+        ways, order, there = list[Way](), list[Int64Array](), dict[Tier, list[range]]()
+        for run in runs:
+            there.setdefault(run.tier, []).append(run.rows)
         for tier in self._manager.tiers.values():  # the fastest first
-            rows = [run.rows for run in runs if run.tier is tier]
-            for part, way in self._ways(tier, rows) if rows else ():
+            for part, way in self._ways(tier, there[tier]) if tier in there else ():
                 order.append(part)
                 ways.append(way)
         return ways, order
@@ -233,8 +235,8 @@ class LoadRun:
 
     def _out_of_memory(self, tier: Tier, runs: list[range]) -> tuple[Int64Array, Way]:
         assert self._blocks is not None, "a prefetch of a page that is in memory"
-        rows, all_slots = integers([*itertools.chain.from_iterable(runs)]), self.plan.slots
-        slots = integers([*itertools.chain.from_iterable(all_slots[some.start : some.stop] for some in runs)])
+        numbers = [*itertools.chain.from_iterable(runs)]
+        rows, slots = integers(numbers), integers([*map(self.plan.slots.__getitem__, numbers)])
         sums = self._executors[tier.plain].checksums(tier.name, slots) if self._always else None
         return rows, Way(tier.name, PLANES, slots, take_rows(self._blocks, rows), sums=sums)
 

@@ -94,8 +94,8 @@ class RanksMoving:
             self._statuses = np.concatenate([self._statuses, more])
 
     def cancel(self) -> None:
-        if self._end is None:
-            self._executor.cancel(self, [part.link for part in [*self._waiting.values()]])
+        for part in [*self._waiting.values()] if self._end is None else ():
+            part.link.channel.send(wire.pack({"do": "cancel", "id": self.number}))
 
     def end(self) -> Steps[End]:
         if self._end is None:
@@ -116,8 +116,7 @@ class RanksMoving:
     # -- for its executor ----------------------------------------------------------------------------------------------
 
     def whole(self) -> Move:
-        old = self.move
-        return Move(old.priority, tuple(self._ways), old.seconds, old.groups, old.number)
+        return dataclasses.replace(self.move, ways=tuple(self._ways), open=False)
 
     @property
     def known(self) -> bool:
@@ -423,10 +422,6 @@ class RanksExecutor(ThreadDriver):
                 if part.rows is None:
                     packed[shard] = message
             part.link.channel.send(message)
-
-    def cancel(self, moving: RanksMoving, links: Sequence[Link]) -> None:
-        for link in links:
-            link.channel.send(wire.pack({"do": "cancel", "id": moving.number}))
 
     def _heard(self, link: Link, message: Message) -> None:
         fields = message.fields

@@ -45,11 +45,12 @@ class EarnedOffers:
 
     def used(self, keys: Sequence[bytes]) -> None:
         """Pages were hit, tail first. Pages that have earned an offer are noted heads first."""
-        refused = dict.fromkeys(key for outlet in self._outlets for key in outlet.admission.use(keys))
-        index = self._index
+        index, refused = self._index, list[bytes]()
+        for outlet in self._outlets:
+            refused += outlet.admission.use(keys)
         if index is None:
             return
-        for key in reversed(keys if self.by_hits else list(refused) if self._refused else []):
+        for key in reversed(keys if self.by_hits else [*dict.fromkeys(refused)] if self._refused else []):
             slot = index.slot(key)
             if slot is None:
                 continue
