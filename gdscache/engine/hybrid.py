@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from gdscache import arguments
+from gdscache.arguments import remaining
 from gdscache.config import Config
 from gdscache.config.pools import PoolPart, pool_parts, window_every
 from gdscache.cuda.streams import Event, resolve_device
@@ -39,7 +40,6 @@ from gdscache.engine.hybrid_handles import (
     HybridPrefetch,
     HybridStore,
     all_begun,
-    remaining,
 )
 from gdscache.engine.hybrid_states import StandingStates
 from gdscache.engine.opening import layer_groups, read_config

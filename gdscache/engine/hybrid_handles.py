@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
-from gdscache import arguments
+from gdscache.arguments import remaining
 from gdscache.errors import GdsCacheError
 from gdscache.groups.names import Chain
 from gdscache.groups.reasons import GroupReasons
@@ -336,11 +335,3 @@ def all_begun(stores: Iterable[StoreHandle], *, wait: bool = True) -> list[Store
             handle.release_event.synchronize()
         raise
     return begun
-
-
-def remaining(seconds: float | None) -> Callable[[], float | None]:
-    limit = arguments.seconds(seconds)
-    if limit is None:
-        return lambda: None
-    end = time.monotonic() + limit
-    return lambda: max(0.0, end - time.monotonic())

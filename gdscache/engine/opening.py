@@ -389,8 +389,17 @@ def _open_status(
     costs = CostsFile(ssd.path, manager.costs, _about(config, top.layout, top.planes.device))
     costs.restore()
     names = NamespacesFile(ssd.path, config.model.namespace_fields(shards=top.layout.shards))
-    save, beside = functools.partial(_save, costs, history, ssd), functools.partial(_describe, names, ssd)
-    return StatusWriter(ssd.path, figures, save, beside)
+
+    def save() -> None:
+        if not ssd.lock_lost():  # else the directory may be another engine's
+            costs.save()
+            history.save()
+
+    def describe() -> None:
+        if not ssd.lock_lost():
+            names.save(ssd.described)
+
+    return StatusWriter(ssd.path, figures, save, describe)
 
 
 def _open_page(path: Path, figures: Callable[[], Figures]) -> StatusWriter:
@@ -460,17 +469,6 @@ def _about(config: Config, layout: PageLayout, device: torch.device) -> dict[str
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()}, {os.cpu_count()}"
     model = namespace_digest(config.model.namespace_fields(shards=layout.shards))
     return {"model": model.hex(), "device": name}
-
-
-def _save(costs: CostsFile, history: HistoryFile, ssd: SsdTier) -> None:
-    if not ssd.lock_lost():  # else the directory may be another engine's
-        costs.save()
-        history.save()
-
-
-def _describe(names: NamespacesFile, ssd: SsdTier) -> None:
-    if not ssd.lock_lost():
-        names.save(ssd.described)
 
 
 def _figures(

@@ -10,14 +10,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from gdscache.arguments import remaining
 from gdscache.arrays import Int64Array
 from gdscache.errors import EngineClosedError
 from gdscache.index.free_slots import SlotShare
@@ -164,32 +163,31 @@ class Storer:
 
     def drain(self, seconds: float | None) -> bool:
         """Wait until every accepted store is done. False after `seconds`, or if the engine ends."""
-        until, manager = math.inf if seconds is None else time.monotonic() + seconds, self._manager
+        left, manager = remaining(seconds), self._manager
         while True:
             idle = self._idle.next
             with manager.lock:
                 if not (self._planner.queued or self._jobs):
                     break
-            left = until - time.monotonic()
-            if left <= 0 or manager.calls.broken_by:
+            most = left()
+            if most == 0 or manager.calls.broken_by:
                 return False
-            self._executor.pause(idle, min(left, _LOOK_S))
-        return self._unfit is None or self._unfit.drain(None if seconds is None else max(0.0, until - time.monotonic()))
+            self._executor.pause(idle, _LOOK_S if most is None else min(most, _LOOK_S))
+        return self._unfit is None or self._unfit.drain(left())
 
     def flush(self, seconds: float | None, change: AbstractContextManager[object] = _NOBODYS) -> bool:
         """`drain`, and write every page that is only in the CPU tier to the SSD, if the policy writes any.
 
         `change` surrounds the steps that change the engine.
         """
-        until = None if seconds is None else time.monotonic() + seconds
-        while self.drain(None if until is None else until - time.monotonic()):
+        left = remaining(seconds)
+        while self.drain(left()):
             with change, self._manager.lock:
                 if not self._forwarder.demote(self._planner.clean(everything=True)):
                     break
         else:
             return False
-        left = None if until is None else max(0.0, until - time.monotonic())
-        return self._unfit is None or self._unfit.flush(left, change)
+        return self._unfit is None or self._unfit.flush(left(), change)
 
     def offer_earned(self) -> None:
         """Send on pages that uses have made worth it and that are in memory. The manager's lock is held."""
