@@ -271,10 +271,7 @@ class RanksMoving:
 
 
 class RanksExecutor(ThreadDriver):
-    """See `Executor`. `memories`: the checksums of the slots in the ranks' memories, by name.
-
-    Many methods: those of `Executor`, and one for each kind of message.
-    """
+    """See `Executor`. `memories`: the checksums of the slots in the ranks' memories, by name."""
 
     def __init__(
         self, ranks: RankSet, memories: Mapping[str, SlotMemory], layers: int, stop: Callable[[str], object]

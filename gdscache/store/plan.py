@@ -1,24 +1,10 @@
 """Plans stores: which pages go to which tier, and when. Decisions only; no bytes, no threads, no torch.
 
 The planner accepts a page (or drops and counts it), finds its slot in the landing tier (the first in memory: the CPU
-tier), and chooses the tiers of files that get it now, by the write policy. Each of them has an *outlet*
-(store/outlets.py). With one of them, the SSD:
-
-* `write_through`: every page, at once.
-* `write_through_selective`: a page that was hit twice since it came. A lookup only notes the hit; the next load or
-  store sends the page on.
-* `write_back`: a page that the CPU tier is about to evict. Until then it is *dirty* there, and not evicted; the
-  coldest are written ahead when more than half of the slots are dirty, down to a quarter (`WATERMARKS`).
-* `never`: no page.
-
-Such a page must also pass the SSD's admission. The storer runs the plan: it moves the bytes and reports back. Pages go
-through it as *parcels* (store/parcel.py). The manager's lock is held in every call.
-
-The ways into the two tiers are bounded separately, by `store.queue` each, so that a slow SSD does not keep pages out of
-the CPU tier. A page without room on the first way is dropped. A page without room on the second is refused, as by the
-admission ("queue_full"): it stays in the CPU tier alone, and may be evicted. Pages on their way to the SSD hold CPU
-slots: a store finds no CPU slot while they hold more than half of them. Dirty pages hold slots too: where too many do,
-the coldest are refused.
+tier), and chooses the tiers of files that get it now, by the write policy and each tier's admission
+(store/outlets.py). The ways into memory and into the files are bounded apart, so that a slow SSD keeps no page out of
+the CPU tier. docs/design/store.md has the policies and the bounds. The storer runs the plan: it moves the bytes and
+reports back. Pages go through it as *parcels* (store/parcel.py). The manager's lock is held in every call.
 """
 
 from __future__ import annotations
