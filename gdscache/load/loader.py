@@ -159,7 +159,7 @@ class Loader:
             self._lane.start(self._lost(load, run))
             if not isinstance(error, Exception):  # an interrupt, which ends the engine
                 raise
-            load.broken_off(error)
+            load.broken = error
 
     def _leave(self, load: LayerwiseLoad, run: LoadRun) -> None:
         """Plan the pages that are left, and queue the load in the lane. The manager's lock is held."""

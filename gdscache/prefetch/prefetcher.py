@@ -148,12 +148,6 @@ class Prefetcher:
                 self._changed.notify_all()
             undo.pop_all()
 
-    def release(self, request: PrefetchRequest) -> None:
-        with self._manager.lock:
-            self._queue.stop(request, PrefetchEnd.CANCELLED)
-            if request.claim is not None:
-                self._manager.pins.end(request.claim)
-
     def awaited(self, over: Flag, seconds: float) -> bool:
         start = time.monotonic()
         ended = over.wait(seconds)
@@ -165,8 +159,11 @@ class Prefetcher:
         return self._manager.costs.load_seconds(tiers, self.layout.bytes_in)
 
     def stop(self, request: PrefetchRequest, why: PrefetchEnd) -> None:
+        """`CANCELLED` ends its pins, too."""
         with self._manager.lock:
             self._queue.stop(request, why)
+            if why is PrefetchEnd.CANCELLED and request.claim is not None:
+                self._manager.pins.end(request.claim)
 
     @property
     def under_way(self) -> int:
@@ -251,7 +248,9 @@ class Prefetcher:
             if chunk.pages:
                 self._moving[id(plan)] = request
                 tiers = [run.tier for run in chunk.runs if not run.tier.plain] or [run.tier for run in chunk.runs]
-                self._time(request, tiers[-1].name)
+                if request.timed is None:  # from its first chunk to its last: one chunk says little
+                    request.timed = tiers[-1].name, 0
+                    manager.busy.begin(tiers[-1].name, time.monotonic())
                 self._queue.begin(request, chunk=True)
             elif plan.then == "busy":
                 self._queue.park(request)
@@ -259,12 +258,6 @@ class Prefetcher:
                 self._queue.begin(request, chunk=False)
             if plan.then in _ENDS:
                 self._queue.stop(request, _ENDS[plan.then])
-
-    def _time(self, request: PrefetchRequest, tier: str) -> None:
-        """Measure a tier from a prefetch's first chunk to its last: one chunk says little."""
-        if request.timed is None:
-            request.timed = tier, 0
-            self._manager.busy.begin(tier, time.monotonic())
 
     def _bring(self, request: PrefetchRequest, plan: PrefetchPlan, numbers: Sequence[int]) -> Steps[None]:
         log_failure((yield from failure(self._loader.bring(plan.chunk))))

@@ -178,13 +178,10 @@ class PrefetchRequest:
             self.good += 1
 
     def finish(self, seconds: float) -> None:
-        self.seconds = seconds
-        self.keep = set()
-        try:
-            if self.left + self.beyond:
-                self.counts["left"] = self.left + self.beyond
-        finally:
-            self.over.set()
+        self.seconds, self.keep = seconds, set()
+        if self.left + self.beyond:
+            self.counts["left"] = self.left + self.beyond
+        self.over.set()
 
 
 class PrefetchQueue:

@@ -233,8 +233,7 @@ class StorePlanner:
         return landing.index.allocate_some(len(landing.index.lacking(pages)), pages=pages)
 
     def free(self, slots: Sequence[int]) -> None:
-        if slots:
-            self._index.free(slots)
+        self._index.free(slots)
 
     def place(
         self, job: StoreJob, at: int, end: int, slots: list[int], bounced: list[int], parcels: list[Parcel]

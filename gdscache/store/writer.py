@@ -130,10 +130,7 @@ class TierWriter:
                 try:
                     self._lose(flight)  # does nothing unless `_complete` raised
                 finally:
-                    try:
-                        self._forget(flight)
-                    finally:
-                        self._forget(flight)  # again, if an interrupt stopped the first
+                    self._forget(flight)
             self._manager.tell()
         return bool(batch) or flight is not None
 
