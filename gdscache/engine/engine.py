@@ -721,4 +721,4 @@ def hits_and_slots(requests: Any, kind: type[AnyHit]) -> list[tuple[AnyHit, Any]
             raise InvalidValueError(
                 "a load is asked for without a hit", "pass the hit that lookup() of this engine returned, and its slots"
             )
-    return [(hit, slots) for hit, slots in pairs]
+    return pairs

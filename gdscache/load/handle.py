@@ -36,10 +36,7 @@ class Gap:
 
 
 class LayerwiseLoad:
-    """The handle of one load, or of a batch of loads. Made by `CacheEngine.load` and `load_many`; thread-safe.
-
-    Many methods: the public calls of a load, and those by which its executor reports.
-    """
+    """The handle of one load, or of a batch of loads. Made by `CacheEngine.load` and `load_many`; thread-safe."""
 
     def __init__(
         self,

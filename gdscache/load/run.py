@@ -183,8 +183,8 @@ class LoadRun:
             self._planner.waits(self.plan)
         if not self.plan.whole:
             return
-        brought = [run for run in self.plan.runs if run.filling is None]
-        tier = self._slowest([run for run in brought if not run.tier.plain] or brought)
+        brought = [run for run in self.plan.runs if run.filling is None and not run.tier.plain]
+        tier = self._slowest(brought or [run for run in self.plan.runs if run.filling is None])
         if self._by_ranks:
             self._busy = tier
         elif not waits or self._manager.tiers[tier].kind == "files":
@@ -192,8 +192,7 @@ class LoadRun:
             self._manager.busy.begin(tier, self._start)
 
     def _slowest(self, runs: Iterable[TierRun]) -> str:
-        found = {run.tier.name for run in runs}
-        return [name for name in self._manager.tiers if name in found][-1]
+        return max({run.tier.name for run in runs}, key=[*self._manager.tiers].index)
 
     def _ways(self, tier: Tier, runs: list[range]) -> list[tuple[Int64Array, Way]]:
         if not isinstance(tier, DurableTier):
@@ -413,7 +412,7 @@ class LoadRun:
             if part.report is None:
                 part.report = self._report_on(number, rows, part.start, seconds, good, sizes)
         if first and found:
-            slowest = [name for name in self._manager.tiers if name in found][-1]
+            slowest = max(found, key=[*self._manager.tiers].index)
             self._tell(slowest, sum(pages * sizes[name] for name, pages in found.items()), seconds, good, found)
 
     def _tell(self, slowest: str, nbytes: int, seconds: float, good: bytes, found: dict[str, int]) -> None:

@@ -31,10 +31,7 @@ if TYPE_CHECKING:
 
 
 class Prefetcher:
-    """Carries prefetches out: a few threads move chunks, and one waits until the next may begin.
-
-    Many methods: the calls of handles, and the steps of a chunk, which change one queue under one lock.
-    """
+    """Carries prefetches out: a few threads move chunks, and one waits until the next may begin."""
 
     def __init__(self, loader: Loader, held: PrefetchedPages, layout: PageLayout, limits: EngineLimits) -> None:
         """`held` hears which prefetched pages loads use."""

@@ -105,8 +105,14 @@ def failure_of(work: Callable[[], object]) -> BaseException | None:
 
 def in_turn(*ends: Callable[[], object]) -> None:
     """Call each of them, also after errors of those before. Raises the first error."""
-    for error in filter(None, [failure_of(end) for end in ends]):
-        raise error
+    first: BaseException | None = None
+    for end in ends:
+        try:
+            end()
+        except BaseException as error:  # noqa: BLE001 - the others are called all the same
+            first = first or error
+    if first is not None:
+        raise first
 
 
 def log_failure(error: BaseException | None) -> None:
