@@ -8,7 +8,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from gdscache.errors import RankLostError, RankMismatchError
 from gdscache.extents.host import HostExtents
 from gdscache.kernels.copies import open_copies
 from gdscache.load.plan import STATUSES
-from gdscache.moves import PLANES, Move, PageStatus, Priority, Way
+from gdscache.moves import PLANES, Move, Moving, PageStatus, Priority, Way
 from gdscache.moves.native import Machine, NativeExecutor, Reserve
 from gdscache.pages.planes import PagedPlanes
 from gdscache.ranks import wire
@@ -31,9 +31,6 @@ from gdscache.ranks.loads import Verdicts
 from gdscache.ranks.wire import Message
 from gdscache.runtime.threads import Flag, log_failure
 from gdscache.storage import open_transport
-
-if TYPE_CHECKING:
-    from gdscache.moves import Moving
 
 CLOSE_S = 5.0  # seconds that `close` waits for late reads
 _log = logging.getLogger("gdscache.ranks")

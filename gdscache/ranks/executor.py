@@ -14,7 +14,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ import numpy.typing as npt
 from gdscache.arrays import Int64Array
 from gdscache.cuda.streams import Event, Landed
 from gdscache.errors import InvalidValueError, RankLostError
+from gdscache.extents.base import SlotMemory
 from gdscache.load.plan import CODES, STATUSES
 from gdscache.moves.base import PLANES, End, Listener, Move, Orders, PageStatus, Priority, Spent, Steps, Way
 from gdscache.moves.lanes import Blocking, ThreadDriver
@@ -32,9 +33,6 @@ from gdscache.ranks.leader import GRACE_S, Link, RankSet
 from gdscache.ranks.loads import LOADED
 from gdscache.ranks.wire import Message
 from gdscache.runtime.threads import Flag
-
-if TYPE_CHECKING:
-    from gdscache.extents.base import SlotMemory
 
 _SPENT = 64
 # Seconds to wait for a load without a deadline, or whose order the caller does not pass on. Its pages were promised,

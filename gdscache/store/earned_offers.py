@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from gdscache.index.index import PageIndex
+from gdscache.pages.keys import Page
 from gdscache.store.outlets import Outlet
-
-if TYPE_CHECKING:
-    from gdscache.pages.keys import Page
 
 _MOST_HITS = 255
 

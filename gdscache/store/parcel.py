@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from gdscache.index.retention import DEFAULT, Retention
 from gdscache.index.table import Entry
 from gdscache.pages.keys import Page
+from gdscache.store.outlets import Outlet
 from gdscache.tiers.base import Lease
-
-if TYPE_CHECKING:
-    from gdscache.store.outlets import Outlet
 
 
 class Receipt(Protocol):
