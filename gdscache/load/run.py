@@ -423,7 +423,7 @@ class LoadRun:
         landed: dict[str, int] = {}
         if plan.targets.count(None) < len(plan.targets):
             there = zip(good, plan.targets, strict=True)
-            landed = plan.by_tier(bytes(page if target is not None else 0 for page, target in there))
+            landed = plan.by_tier(bytes([page if target is not None else 0 for page, target in there]))
         moved = manager.measures.moved
         with manager.lock:
             for name, pages in found.items():

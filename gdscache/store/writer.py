@@ -169,7 +169,7 @@ class TierWriter:
             cause = "closed" if self._dropping else quarantine.cause if off else f"{self._tier.name}_full"
             try:
                 pages = [] if self._dropping or off else [parcel.pages[row] for parcel, rows in batch for row in rows]
-                entries.update((entry.key, entry) for entry in self._tier.reserve(pages, self._retentions(batch)))
+                entries |= {entry.key: entry for entry in self._tier.reserve(pages, self._retentions(batch))}
             except StorageError as error:
                 self._say("takes no pages", error, len(pages))
                 cause = self._refused(error)
