@@ -380,13 +380,6 @@ class RanksExecutor(ThreadDriver):
         """None: the moves of a store have ended when it asks."""
         return None
 
-    def look(self) -> None:
-        """Nothing: the ranks watch their own tiers."""
-
-    def held_slots(self) -> int:
-        """0: the ranks give the slots of the bounce reserve out themselves."""
-        return 0
-
     def _parts(self, move: Move) -> list[_Part]:
         """The rows for each rank. A move with planes goes whole to every rank. Otherwise, among ranks with equal bytes,
         the first writes files, and a slot of memory is filled by rank number (slot modulo their count)."""
