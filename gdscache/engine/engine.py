@@ -447,7 +447,7 @@ class CacheEngine:
                     f"slots for {len(blocks)} pages, there are {len(pages)} full pages from token {start} on",
                     "a partial last page is not stored: pass slots for full pages only",
                 )
-            epoch = self.manager.clearing.epoch(self.namespace(salt))
+            epoch = self.manager.clearing.epoch(pages[0].namespace if pages else self.namespace(salt))
             return self.submit_store(pages[: len(blocks)], blocks, epoch, salt, after, retention=retention)
 
     def store_pages(
@@ -474,8 +474,7 @@ class CacheEngine:
             return self.submit_store(pages, blocks, epoch, salt, after, retention=retention)
 
     def _to_store(self, slots: Any, priority: int, ttl: float | None) -> tuple[Blocks, Retention]:
-        self._check_attached()
-        retention = Retention.of(priority, ttl, self.manager.expiry.clock)
+        retention = Retention.of(priority, ttl, self._check_attached().expiry.clock)
         return self._parts.planes.block_table(slots), retention
 
     def epoch(self, salt: str = "") -> int:
@@ -705,9 +704,11 @@ class CacheEngine:
         if self._closing.begun:
             raise EngineClosedError("the engine is closed", "open a new one with from_config")
 
-    def _check_attached(self) -> None:
-        if self.manager.gpu is not None:
+    def _check_attached(self) -> TierManager:
+        manager = self.manager
+        if manager.gpu is not None:
             raise SequenceStateError("this engine owns its pool", "use sequence(), or attach your planes")
+        return manager
 
     def _first_page(self, start: int) -> int:
         return arguments.start_page(start, self.layout.page_tokens)

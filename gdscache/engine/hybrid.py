@@ -637,10 +637,8 @@ def _opened(
     except CapacityError as error:
         where = f"groups {part.names}, which have {100 * part.share:.1f} % of each size"
         raise CapacityError(f"{where}: {error.message}", error.hint) from None
-    config = part.config
-    tiers = [("cpu", None if config.cpu is None else config.cpu.capacity)]
-    tiers.append(("ssd", None if config.ssd is None else config.ssd.capacity))
-    sizes = ", ".join(f"{name} {about(size)}" for name, size in tiers if size is not None)
+    sections = ("cpu", part.config.cpu), ("ssd", part.config.ssd)
+    sizes = ", ".join(f"{name} {about(one.capacity)}" for name, one in sections if one is not None)
     layers = len(part.pool.layers)
     _log.info("groups %s: %d layers, %.1f %% of each size: %s", part.names, layers, 100 * part.share, sizes)
     return engine

@@ -70,6 +70,7 @@ class Parcel:
     to: tuple[Outlet, ...]
     copied: bool = dataclasses.field(kw_only=True)
     leases: list[Lease] = dataclasses.field(init=False)
+    rows: range = dataclasses.field(init=False)
     pages: list[Page] = dataclasses.field(init=False)
     left: dict[Outlet, set[int]] = dataclasses.field(init=False)
     reading: dict[Outlet, set[int]] = dataclasses.field(init=False)
@@ -78,16 +79,12 @@ class Parcel:
 
     def __post_init__(self, lease: Lease | None) -> None:
         self.leases, pages = [] if lease is None else [lease], self.job.pages
-        self.pages = [pages[i] for i in self.places]
+        self.rows, self.pages = range(len(self.places)), [pages[i] for i in self.places]
         self.left = {outlet: set(self.rows) for outlet in self.to}
         self.reading = {outlet: set(self.rows) for outlet in self.to}
 
     def __len__(self) -> int:
         return len(self.places)
-
-    @property
-    def rows(self) -> range:
-        return range(len(self.places))
 
     def only(self, rows: Sequence[int]) -> Parcel:
         """A parcel of these rows alone, with the leases of this one."""
