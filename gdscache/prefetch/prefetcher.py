@@ -139,7 +139,8 @@ class Prefetcher:
             if present < len(found) and landing is not None:
                 keep = {page.key for page in pages}.union(*(one.index.family(pages[:1]) for one in manager.landings))
             pages = pages[: len(found)]
-            request.begin(pages, tuple(found), present, keep, claim, beyond)
+            request.claim, request.beyond, request.keep = claim, beyond, keep
+            request.begin(pages, tuple(found), present)
             self._queue.add(request)
             if request.end is None:  # a thread that wakes up for nothing takes the interpreter from the caller
                 self._changed.notify_all()

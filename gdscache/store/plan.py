@@ -555,24 +555,13 @@ class StorePlanner:
                 entries = entries[len(some) :]
                 ways, _ = self._offer([entry.page for entry in some], behind=behind)
                 for to, places in ways.items():
-                    self._leave([some[n] for n in places], epoch, retention, landing, to, parcels)
+                    leaving = [some[n] for n in places]
+                    if not to:
+                        for entry in leaving:
+                            index.mark_clean(entry)
+                        continue
+                    job = StoreJob(_NOBODY, range(len(leaving)), [e.page for e in leaving], epoch, retention)
+                    self._set_out(self._copied(job, job.numbers, leaving, landing, to), parcels)
+                    self.queued += len(leaving)
+                    self._cleaning += len(leaving)
         return parcels
-
-    def _leave(
-        self,
-        entries: Sequence[Entry],
-        epoch: int,
-        retention: Retention,
-        landing: Tier,
-        to: tuple[Outlet, ...],
-        parcels: list[Parcel],
-    ) -> None:
-        if not to:
-            for entry in entries:
-                landing.index.mark_clean(entry)
-            return
-        places = range(len(entries))
-        job = StoreJob(_NOBODY, places, [entry.page for entry in entries], epoch, retention)
-        self._set_out(self._copied(job, places, entries, landing, to), parcels)
-        self.queued += len(entries)
-        self._cleaning += len(entries)
