@@ -623,13 +623,11 @@ class CacheEngine:
         with self.calls:
             if not namespaces:
                 return dict.fromkeys(self.manager.tiers, 0)
-            return self.manager.clearing.clear(*self._with_groups(namespaces))
-
-    def _with_groups(self, namespaces: Sequence[bytes]) -> set[bytes]:
-        """Add the namespaces of the salts' other groups: a store of several groups checks the epoch of one of them."""
-        known = list(self._namespaces.items()) if self.groups else []
-        salts = {salt for (salt, _), digest in known if digest in namespaces}
-        return {*namespaces, *(digest for salt in salts for digest in self.namespaces(salt))}
+            # and those of the salts' other groups: a store of several groups checks the epoch of one of them
+            known = list(self._namespaces.items()) if self.groups else []
+            salts = {salt for (salt, _), digest in known if digest in namespaces}
+            others = (digest for salt in salts for digest in self.namespaces(salt))
+            return self.manager.clearing.clear(*{*namespaces, *others})
 
     def drain(self, seconds: float | None = None) -> None:
         """Wait until every accepted store is on its tiers. Raises `DeadlineError` after `seconds`."""

@@ -138,7 +138,9 @@ class HybridEngine:
         self.owns_planes = planes is None and ranks is None
         self.planes: list[tuple[torch.Tensor, ...]] = []
         if ranks is None:
-            self.planes = _allocated(config, parts) if planes is None else _checked(config, planes)
+            self.planes = _allocated(config, parts) if planes is None else by_layer(planes)
+            if len(self.planes) != (layers := config.model.layers):
+                raise PlanesError(f"{len(self.planes)} layers of planes for a model of {layers}", PLANES)
         with contextlib.ExitStack() as undo:
             self.engines: list[CacheEngine] = []
             for number, part in enumerate(parts):
@@ -613,13 +615,6 @@ def _sum(drops: Iterable[Callable[[], Mapping[str, int]]]) -> dict[str, int]:
     total = Counter[str]()
     in_turn(*(functools.partial(lambda drop: total.update(drop()), drop) for drop in drops))
     return dict(total)
-
-
-def _checked(config: Config, planes: Any) -> list[tuple[torch.Tensor, ...]]:
-    found = by_layer(planes)
-    if len(found) != config.model.layers:
-        raise PlanesError(f"{len(found)} layers of planes for a model of {config.model.layers}", PLANES)
-    return found
 
 
 def _opened(

@@ -118,7 +118,9 @@ class LoadPlanner:
                         plan.at = stop
                 self._set_out(plan, runs)
             except BaseException:
-                self._break_off(plan)
+                self._cover(plan)
+                plan.requests += [range(len(plan), len(plan))] * (len(plan.asked) - len(plan.requests))
+                plan.request, plan.at = len(plan.asked), 0
                 raise
 
     def _plan_some(self, plan: LoadPlan, pages: Sequence[Page], stop: int) -> None:
@@ -249,11 +251,6 @@ class LoadPlanner:
         """Fill `plan.statuses` up to the plan's length with 0, the code of `PageStatus.PENDING`. By a bytearray: numpy
         releases the interpreter's lock to grow large arrays."""
         plan.statuses = np.frombuffer(bytearray(plan.statuses.tobytes().ljust(len(plan.pages), b"\0")), np.uint8)
-
-    def _break_off(self, plan: LoadPlan) -> None:
-        self._cover(plan)
-        plan.requests += [range(len(plan), len(plan))] * (len(plan.asked) - len(plan.requests))
-        plan.request, plan.at = len(plan.asked), 0
 
     # -- prefetches ----------------------------------------------------------------------------------------------------
 

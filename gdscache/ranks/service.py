@@ -33,12 +33,11 @@ from gdscache.errors import (
     LockLostError,
     RankMismatchError,
     ShortIOError,
-    StorageError,
 )
 from gdscache.extents.host import HostExtents
 from gdscache.kernels.copies import PageCopies, open_copies
 from gdscache.load.plan import CODES
-from gdscache.moves import PLANES, Move, Moving, PageStatus, Priority, Spent, Way
+from gdscache.moves import PLANES, Move, Moving, PageStatus, Priority, Spent
 from gdscache.moves.native import Machine, NativeExecutor, Reserve
 from gdscache.native import SHORT, take_rows
 from gdscache.pages.layout import PLAIN, PageLayout
@@ -403,7 +402,8 @@ class Service:
         heard = None if move.priority >= Priority.STORE else Verdicts(len(move), handle=shown)
         ended = functools.partial(self._ended, number, move, heard, load, rows, waited)
         try:
-            lost = self._lock_lost() if any(self._on_files(way) for way in move.ways) else ""
+            on_files = any(space in self._files for way in move.ways for space in (way.source, way.target))
+            lost = next(filter(None, (lock.lost(thorough=False) for lock in self._locks)), "") if on_files else ""
             if lost:
                 self._channel.send(wire.pack({"lock_lost": lost}))
                 raise LockLostError(lost)
@@ -426,9 +426,6 @@ class Service:
         except EngineClosedError:  # this rank ends: when its caller goes on, nothing writes to the planes
             moving.cancel()
             ended(moving, "")
-
-    def _on_files(self, way: Way) -> bool:
-        return way.source in self._files or way.target in self._files
 
     def _begun(self, executor: NativeExecutor, move: Move, after: Sequence[Event], heard: Verdicts | None) -> Moving:
         """Begin a move by the executor of its pages: packed ones, plain ones, or some of each."""
@@ -465,7 +462,8 @@ class Service:
             try:
                 end = self._executor.finish(moving.end())
                 late, why = [*map(int, end.late)], "" if end.error is None else str(end.error)
-                failed = [(row, SHORT if isinstance(e, ShortIOError) else _errno(e)) for row, e in end.errors.items()]
+                codes = [SHORT if isinstance(e, ShortIOError) else getattr(e, "errno", 0) for e in end.errors.values()]
+                failed = [(row, code or errno.EIO) for row, code in zip(end.errors, codes, strict=True)]
                 told = {"failed": failed, "late": late, "unfit": [*map(int, end.unfit)]}
             except GdsCacheError as error:
                 why = f"rank {self._rank}: {error}"
@@ -512,9 +510,6 @@ class Service:
         elif not begun:
             self._tell(number, begun=False)
 
-    def _lock_lost(self) -> str:
-        return next(filter(None, (lock.lost(thorough=False) for lock in self._locks)), "")
-
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def _close(self) -> None:
@@ -540,10 +535,6 @@ class Service:
                 last_to_first.callback(copies.close)
             if self._executor is not None:
                 last_to_first.callback(self._executor.close)
-
-
-def _errno(error: StorageError) -> int:
-    return getattr(error, "errno", None) or errno.EIO
 
 
 def _plain(told: Mapping[str, object]) -> dict[str, Any]:

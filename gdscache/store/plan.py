@@ -125,7 +125,8 @@ class StorePlanner:
             known = set(missing)
             present = [number for number in range(len(pages)) if number not in known]
             if self._landing is None and self._policy == "never":  # no tier takes a page
-                there = [number for number in present if self._in_a_tier(pages[number].key)]
+                tiers = manager.tiers.values()
+                there = [number for number in present if any(pages[number].key in tier.index for tier in tiers)]
                 self._drop(pages, sorted({*present}.difference(there)), receipt, "no_tier")
                 present = there
             manager.counts["stores", "present"] += len(present)
@@ -141,9 +142,6 @@ class StorePlanner:
     def _retain_coming(self, pages: Sequence[Page], retention: Retention) -> None:
         for outlet in self.outlets:
             outlet.retain(pages, retention)
-
-    def _in_a_tier(self, key: bytes) -> bool:
-        return any(key in tier.index for tier in self._manager.tiers.values())
 
     def _drop(self, pages: Sequence[Page], numbers: Sequence[int], receipt: Receipt, cause: str) -> None:
         """These are not accepted."""
