@@ -337,8 +337,7 @@ class LoadRun:
         yield from failure(self._end_move())  # its error is known already
         self._finish()
 
-    # -- the listener of the move
-    # ---------------------------------------------------------------------------------------
+    # -- the listener of the move --------------------------------------------------------------------------------------
 
     @property
     def rows(self) -> Int64Array:

@@ -89,8 +89,7 @@ class Lender:
             self._served.append(one)
         one.channel.begin()
 
-    # -- calls of borrowers
-    # -----------------------------------------------------------------------------------------------
+    # -- calls of borrowers --------------------------------------------------------------------------------------------
 
     def answer(self, one: _Served, message: Message) -> None:
         if not self._closed:

@@ -140,8 +140,7 @@ class Service:
             for told in [*self._told.values()]:
                 told.there.set()
 
-    # -- messages of the leader
-    # -------------------------------------------------------------------------------------------
+    # -- messages of the leader ----------------------------------------------------------------------------------------
 
     def _heard(self, message: Message, descriptors: list[int]) -> None:
         what, fields = message.fields.get("do"), message.fields
