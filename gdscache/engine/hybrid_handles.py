@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
@@ -188,7 +187,17 @@ class HybridLoad(_Handle[HybridReport]):
             took = max(took, report.seconds)
         told = {name: tuple(some) for name, some in pages.items()}
         sizes = {group.name: group.page_tokens for group in self._engine.groups}
-        why = functools.partial(_came, hit, names, sizes, told)
+
+        def why() -> GroupReasons:
+            tiers: dict[str, list[str]] = {name: [] for name in told}
+            for part, order in zip(hit.parts, hit.order, strict=True):
+                for g, tier in zip(order.groups, part.tiers, strict=True):
+                    tiers[names[g]].append(tier)
+            return {
+                name: joined(hit.pages[name].start * sizes[name], sizes[name], map(told_of, some, tiers[name]))
+                for name, some in told.items()
+            }
+
         return HybridReport(hit.tokens if whole else 0, told, dict(by_tier), took, why)
 
     def cancel(self) -> None:
@@ -306,22 +315,6 @@ class HybridPin:
 
     def __exit__(self, *error: object) -> None:
         self.release()
-
-
-def _came(
-    hit: HybridHit,
-    names: Sequence[str],
-    page_tokens: Mapping[str, int],
-    statuses: Mapping[str, Sequence[PageStatus]],
-) -> GroupReasons:
-    tiers: dict[str, list[str]] = {name: [] for name in statuses}
-    for part, order in zip(hit.parts, hit.order, strict=True):
-        for g, tier in zip(order.groups, part.tiers, strict=True):
-            tiers[names[g]].append(tier)
-    return {
-        name: joined(hit.pages[name].start * page_tokens[name], page_tokens[name], map(told_of, some, tiers[name]))
-        for name, some in statuses.items()
-    }
 
 
 def all_begun(stores: Iterable[StoreHandle], *, wait: bool = True) -> list[StoreHandle]:
