@@ -28,9 +28,9 @@ from gdscache.pages.planes import PagedPlanes
 from gdscache.ranks import wire
 from gdscache.ranks.channel import Channel, connected
 from gdscache.ranks.loads import Verdicts
+from gdscache.ranks.place import open_host_transport
 from gdscache.ranks.wire import Message
 from gdscache.runtime.threads import Flag, log_failure
-from gdscache.storage import open_transport
 
 CLOSE_S = 5.0  # seconds that `close` waits for late reads
 _log = logging.getLogger("gdscache.ranks")
@@ -67,14 +67,8 @@ class Borrower:
             undo.callback(self._channel.close)
             self._channel.begin()
             about = self._greet(namespace)
-            transport = open_transport(
-                about["transport"],
-                directory=Path(about["files"][0]).parent,
-                device="cpu",
-                threads=about["threads"],
-                direct_io="auto",
-                gds="off",
-            )
+            where, threads = Path(about["files"][0]).parent, about["threads"]
+            transport = open_host_transport(about["transport"], directory=where, threads=threads)
             files, slots = tuple(map(Path, about["files"])), int(about["slots"])
             self._files = SlabIO(Slab(files, layout.extent_bytes, slots, slots, int(about["stretch"])), transport)
             undo.callback(self._files.close)

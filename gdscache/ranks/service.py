@@ -46,9 +46,9 @@ from gdscache.ranks import wire
 from gdscache.ranks.channel import Channel
 from gdscache.ranks.loads import RankLoad, Verdicts
 from gdscache.ranks.mixed import MixedMoving, plain_rows
+from gdscache.ranks.place import open_host_transport
 from gdscache.ranks.wire import Array, Message
 from gdscache.runtime.threads import Flag, Workers, failure_of, log_failure
-from gdscache.storage import open_transport
 
 WAITING = 16
 REFUSED_KEPT = 4096  # cancelled moves that are remembered one by one
@@ -229,14 +229,8 @@ class Service:
     def _add_slab(self, fields: dict[str, Any], arrays: list[Array], descriptors: list[int]) -> Mapping[str, Any]:
         space, directories = fields["space"], [Path(path) for path in fields["directories"]]
         with contextlib.ExitStack() as undo:
-            transport = open_transport(
-                fields["transport"],
-                directory=directories[0],
-                device="cpu",
-                threads=fields["threads"],
-                direct_io="auto",
-                gds="off",
-            )
+            threads = fields["threads"]
+            transport = open_host_transport(fields["transport"], directory=directories[0], threads=threads)
             undo.callback(transport.close)
             if fields["owner"]:
                 undo.callback(self._give_locks_back)
