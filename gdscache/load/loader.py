@@ -108,7 +108,8 @@ class Loader:
         nothing. Else the load is in the lane. The manager's lock is held."""
         if self._closed:
             raise EngineClosedError("the engine was closed meanwhile", "open a new one with from_config")
-        manager, (asked, tables, starts) = self.manager, zip(*requests, strict=True) if requests else ((), (), ())
+        manager = self.manager
+        asked, tables, starts = zip(*requests, strict=True) if requests else ((), (), ())
         plan = self.planner.plan(asked, owner, keep=self.keep, checked=checked, most=most)
         try:
             load = LayerwiseLoad(

@@ -22,13 +22,10 @@ class EarnedOffers:
     def __init__(self, index: PageIndex | None, outlets: Sequence[Outlet], policy: str, hits: int) -> None:
         """`index`: the landing tier's; None: no such tier, and nothing is earned."""
         refuses = any(outlet.admission.refuses for outlet in outlets)
-        self.by_hits = bool(outlets) and (
-            policy == "write_through_selective" or (policy == "write_through" and refuses)
-        )
-        self._refused = policy == "write_through"
+        self._refused, self._selective = policy == "write_through", policy == "write_through_selective"
+        self.by_hits = bool(outlets) and (self._selective or (self._refused and refuses))
         self._index = index
         self._outlets = outlets
-        self._selective = policy == "write_through_selective"
         self._wanted = hits
         slots = 0 if index is None or not self._selective else index.slots
         self._hits = bytearray(slots)  # hits of the page in each slot, since it came,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from gdscache.index.free_slots import SlotShare
 from gdscache.moves import Executor
-from gdscache.runtime.threads import Bell, failure_of, log_failure
+from gdscache.runtime.threads import Bell, failure_of, in_turn, log_failure
 from gdscache.store.outlets import Outlet
 from gdscache.store.parcel import Parcel
 from gdscache.store.plan import StorePlanner
@@ -50,9 +50,7 @@ class Forwarder:
     def close(self, *, drain: bool) -> None:
         with self.planner.lock:
             self._open = False
-        with contextlib.ExitStack() as ends:
-            for writer in self.writers.values():
-                ends.callback(writer.close, drain=drain)
+        in_turn(*(functools.partial(writer.close, drain=drain) for writer in self.writers.values()))
 
     def demote(self, parcels: Sequence[Parcel]) -> int:
         """Send pages of the landing tier on without a store. Returns their number."""
