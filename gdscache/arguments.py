@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+import time
+from collections.abc import Callable
 from typing import Any
 
 from gdscache.errors import InvalidValueError, TokensError
@@ -23,6 +25,13 @@ def seconds(value: Any, name: str = "seconds") -> float | None:
             f"{name} is {shown(value)}", f"pass a number of seconds, at most {MAX_SECONDS:,}, or None: no limit"
         )
     return max(0.0, number)
+
+
+def remaining(value: Any) -> Callable[[], float | None]:
+    """The seconds that are left at each call, of as many from now on; None: without limit. Raises as `seconds`."""
+    limit = seconds(value)
+    end = None if limit is None else time.monotonic() + limit
+    return lambda: None if end is None else max(0.0, end - time.monotonic())
 
 
 def span(value: Any, name: str, most: int, least: float = 0.0, *, zero: bool = False) -> float:

@@ -186,7 +186,7 @@ def _closing(opened: list[CacheEngine], opens: Callable[..., Any]) -> Iterator[A
     try:
         yield opens
         for engine in opened:
-            if not engine._closed:
+            if not engine._closing.begun:
                 settle(engine)
                 close_kept(engine)
     finally:

@@ -152,7 +152,9 @@ class CacheEngine:
 
     @property
     def manager(self) -> TierManager:
-        self._check_open()
+        calls = self.calls  # `_check_open` written out: most calls ask for it
+        if self._closing.begun or calls.broken_by or os.getpid() != calls.pid:
+            self._check_open()
         return self._parts.manager
 
     @property
@@ -217,6 +219,7 @@ class CacheEngine:
 
     def pages(self, tokens: Any, salt: str = "") -> list[Page]:
         """The names of all full pages of `tokens`, which are token ids or `PageHashes`."""
+        self.calls.check()
         return self._named(tokens, salt)[0]
 
     def _named(self, tokens: Any, salt: str) -> tuple[list[Page], int]:
@@ -226,7 +229,8 @@ class CacheEngine:
                 f"the model has groups of layers ({names}), and a page is of one",
                 "open a HybridEngine, which looks at all of them",
             )
-        namespace = self.namespace(salt)
+        known = self._namespaces.get((salt, None)) if isinstance(salt, str) else None
+        namespace = self.namespace(salt) if known is None else known
         if isinstance(tokens, PageHashes):
             length = tokens.length(self.layout.page_tokens)
             return tokens.pages(namespace)[: length // self.layout.page_tokens], length
@@ -404,11 +408,12 @@ class CacheEngine:
             if len(batch) > 1:
                 # no slot twice over all requests
                 planes.check_blocks(np.concatenate([blocks for _, blocks, _ in batch]))
+                if len({hit.checked for hit, _ in pairs}) > 1:
+                    raise InvalidValueError(
+                        "a batch has hits of lookup() and of a prefetch's hit()",
+                        "load them in two calls of load_many()",
+                    )
             checked = bool(pairs) and pairs[0][0].checked
-            if any(hit.checked is not checked for hit, _ in pairs):
-                raise InvalidValueError(
-                    "a batch has hits of lookup() and of a prefetch's hit()", "load them in two calls of load_many()"
-                )
             load = self._parts.loader.start(batch, "load", [self._parts.executor.behind(after)], checked=checked)
             load.begun()
             return load
@@ -434,16 +439,14 @@ class CacheEngine:
         the greater priority and the later end count. Raises `InvalidValueError`.
         """
         with self.calls:
-            self._check_attached()
-            retention = Retention.of(priority, ttl, self.manager.expiry.clock)
-            blocks = self._parts.planes.block_table(slots)
+            blocks, retention = self._to_store(slots, priority, ttl)
             pages = self.pages(tokens, salt)[self._first_page(start) :]
             if len(blocks) > len(pages):
                 raise SlotCountError(
                     f"slots for {len(blocks)} pages, there are {len(pages)} full pages from token {start} on",
                     "a partial last page is not stored: pass slots for full pages only",
                 )
-            epoch = self.manager.clearing.epoch(self.namespace(salt))
+            epoch = self.manager.clearing.epoch(pages[0].namespace if pages else self.namespace(salt))
             return self.submit_store(pages[: len(blocks)], blocks, epoch, salt, after, retention=retention)
 
     def store_pages(
@@ -460,9 +463,7 @@ class CacheEngine:
         """`store` of pages of this salt with known names, each of which has slots, in this order. `epoch`: of
         `epoch()`; by default the present one."""
         with self.calls:
-            self._check_attached()
-            retention = Retention.of(priority, ttl, self.manager.expiry.clock)
-            blocks = self._parts.planes.block_table(slots)
+            blocks, retention = self._to_store(slots, priority, ttl)
             if len(blocks) != len(pages):
                 raise SlotCountError(
                     f"slots for {len(blocks)} pages, and {len(pages)} names of pages",
@@ -470,6 +471,10 @@ class CacheEngine:
                 )
             epoch = self.epoch(salt) if epoch is None else epoch
             return self.submit_store(pages, blocks, epoch, salt, after, retention=retention)
+
+    def _to_store(self, slots: Any, priority: int, ttl: float | None) -> tuple[Blocks, Retention]:
+        retention = Retention.of(priority, ttl, self._check_attached().expiry.clock)
+        return self._parts.planes.block_table(slots), retention
 
     def epoch(self, salt: str = "") -> int:
         """Take it when pages of this salt are computed, and pass it to `store_pages`: then no page is stored that a
@@ -617,23 +622,15 @@ class CacheEngine:
         with self.calls:
             if not namespaces:
                 return dict.fromkeys(self.manager.tiers, 0)
-            return self.manager.clearing.clear(*self._with_groups(namespaces))
-
-    def _with_groups(self, namespaces: Sequence[bytes]) -> set[bytes]:
-        """Add the namespaces of the salts' other groups: a store of several groups checks the epoch of one of them."""
-        known = list(self._namespaces.items()) if self.groups else []
-        salts = {salt for (salt, _), digest in known if digest in namespaces}
-        return {*namespaces, *(digest for salt in salts for digest in self.namespaces(salt))}
+            # and those of the salts' other groups: a store of several groups checks the epoch of one of them
+            known = list(self._namespaces.items()) if self.groups else []
+            salts = {salt for (salt, _), digest in known if digest in namespaces}
+            others = (digest for salt in salts for digest in self.namespaces(salt))
+            return self.manager.clearing.clear(*{*namespaces, *others})
 
     def drain(self, seconds: float | None = None) -> None:
         """Wait until every accepted store is on its tiers. Raises `DeadlineError` after `seconds`."""
-        self._check_open()
-        if not self._parts.storer.drain(arguments.seconds(seconds)):
-            self._check_open()
-            raise DeadlineError(
-                f"stores are still on their way after {seconds} s",
-                "wait longer; stats()['store_queue'] has the bytes on their way",
-            )
+        self._end_stores(self._parts.storer.drain, seconds)
 
     def flush(self, seconds: float | None = None) -> None:
         """`drain`, and write pages that are only in the CPU tier to the SSD, as far as `store.write_policy` writes any.
@@ -641,11 +638,14 @@ class CacheEngine:
         Needed with `write_back`, which writes pages late, for pages that must outlive this process. Pages that the SSD
         refused are not written. Raises `DeadlineError` after `seconds`.
         """
+        self._end_stores(functools.partial(self._parts.storer.flush, change=self.calls), seconds)
+
+    def _end_stores(self, wait: Callable[[float | None], bool], seconds: float | None) -> None:
         self._check_open()
-        if not self._parts.storer.flush(arguments.seconds(seconds), self.calls):
+        if not wait(arguments.seconds(seconds)):
             self._check_open()
             raise DeadlineError(
-                f"pages are still on their way after {seconds} s",
+                f"stores are still on their way after {seconds} s",
                 "wait longer; stats()['store_queue'] has the bytes on their way",
             )
 
@@ -696,18 +696,16 @@ class CacheEngine:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    @property
-    def _closed(self) -> bool:
-        return self._closing.begun
-
     def _check_open(self) -> None:
         self.calls.check_whole()
-        if self._closed:
+        if self._closing.begun:
             raise EngineClosedError("the engine is closed", "open a new one with from_config")
 
-    def _check_attached(self) -> None:
-        if self.manager.gpu is not None:
+    def _check_attached(self) -> TierManager:
+        manager = self.manager
+        if manager.gpu is not None:
             raise SequenceStateError("this engine owns its pool", "use sequence(), or attach your planes")
+        return manager
 
     def _first_page(self, start: int) -> int:
         return arguments.start_page(start, self.layout.page_tokens)
@@ -721,4 +719,4 @@ def hits_and_slots(requests: Any, kind: type[AnyHit]) -> list[tuple[AnyHit, Any]
             raise InvalidValueError(
                 "a load is asked for without a hit", "pass the hit that lookup() of this engine returned, and its slots"
             )
-    return [(hit, slots) for hit, slots in pairs]
+    return pairs

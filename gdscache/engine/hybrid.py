@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from gdscache import arguments
+from gdscache.arguments import remaining
 from gdscache.config import Config
 from gdscache.config.pools import PoolPart, pool_parts, window_every
 from gdscache.cuda.streams import Event, resolve_device
@@ -39,7 +40,6 @@ from gdscache.engine.hybrid_handles import (
     HybridPrefetch,
     HybridStore,
     all_begun,
-    remaining,
 )
 from gdscache.engine.hybrid_states import StandingStates
 from gdscache.engine.opening import layer_groups, read_config
@@ -59,7 +59,7 @@ from gdscache.gate.gate import Gate
 from gdscache.groups.base import Group, Presence, alignment, complete, kept, lengths, marks, needed
 from gdscache.groups.names import Chain, GroupNames
 from gdscache.groups.pools import Pool
-from gdscache.groups.reasons import AskedGroup, GroupReasons, group_reasons, group_words
+from gdscache.groups.reasons import group_reasons, group_words
 from gdscache.limits import LIMITS, MAX_COUNT, EngineLimits
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.pages.hit import Hit
@@ -69,7 +69,6 @@ from gdscache.prefetch.handle import Prefetch
 from gdscache.ranks.address import RankAddress
 from gdscache.runtime.threads import in_turn
 from gdscache.sizes import about
-from gdscache.tiers.manager import TierManager
 from gdscache.tiers.measures import TokenCounts
 from gdscache.tiers.pins import Pin
 from gdscache.tracing import Timeline
@@ -139,7 +138,9 @@ class HybridEngine:
         self.owns_planes = planes is None and ranks is None
         self.planes: list[tuple[torch.Tensor, ...]] = []
         if ranks is None:
-            self.planes = _allocated(config, parts) if planes is None else _checked(config, planes)
+            self.planes = _allocated(config, parts) if planes is None else by_layer(planes)
+            if len(self.planes) != (layers := config.model.layers):
+                raise PlanesError(f"{len(self.planes)} layers of planes for a model of {layers}", PLANES)
         with contextlib.ExitStack() as undo:
             self.engines: list[CacheEngine] = []
             for number, part in enumerate(parts):
@@ -201,11 +202,12 @@ class HybridEngine:
         decided = self.gate.decide_whole(loads, start, tokens, hit.tokens)
         most = min(most, names.tokens) // self.alignment * self.alignment
         managers = [engine.manager for engine in self.engines]  # not the engines, which may be dropped
-        about = managers, self.pools, self.groups, names, start, most
+        told = {g: managers[p].told for g, p in self._pool_of.items()}
+        about = told, names, start, most
         if decided.pages < sum(len(part.pages) for part in hit.parts):
-            why = functools.partial(_reasons, *about, hit.tokens)
+            why = functools.partial(group_reasons, *about, hit.tokens)
             return dataclasses.replace(self.nothing(start), parted=hit.parted, declined=hit.tokens, why=why)
-        why = functools.partial(_reasons, *about, 0)
+        why = functools.partial(group_reasons, *about, 0)
         if start + hit.tokens < most:
             managers[0].sample = lambda: group_words(why())
         return dataclasses.replace(hit, seconds=decided.seconds, recompute_seconds=decided.recompute_seconds, why=why)
@@ -608,35 +610,11 @@ class HybridEngine:
         return given.reshape(-1, each)
 
 
-def _reasons(
-    managers: Sequence[TierManager],
-    pools: Sequence[Pool],
-    groups: Sequence[Group],
-    names: GroupNames,
-    start: int,
-    stop: int,
-    declined: int,
-) -> GroupReasons:
-    asked = [
-        AskedGroup(groups[g], names, g, manager.told)
-        for manager, pool in zip(managers, pools, strict=True)
-        for g in pool.groups
-    ]
-    return group_reasons(asked, start, stop, declined)
-
-
 def _sum(drops: Iterable[Callable[[], Mapping[str, int]]]) -> dict[str, int]:
     """The pages that all pools drop, by tier. An error of one keeps none of the others from it."""
     total = Counter[str]()
     in_turn(*(functools.partial(lambda drop: total.update(drop()), drop) for drop in drops))
     return dict(total)
-
-
-def _checked(config: Config, planes: Any) -> list[tuple[torch.Tensor, ...]]:
-    found = by_layer(planes)
-    if len(found) != config.model.layers:
-        raise PlanesError(f"{len(found)} layers of planes for a model of {config.model.layers}", PLANES)
-    return found
 
 
 def _opened(
@@ -654,10 +632,8 @@ def _opened(
     except CapacityError as error:
         where = f"groups {part.names}, which have {100 * part.share:.1f} % of each size"
         raise CapacityError(f"{where}: {error.message}", error.hint) from None
-    config = part.config
-    tiers = [("cpu", None if config.cpu is None else config.cpu.capacity)]
-    tiers.append(("ssd", None if config.ssd is None else config.ssd.capacity))
-    sizes = ", ".join(f"{name} {about(size)}" for name, size in tiers if size is not None)
+    sections = ("cpu", part.config.cpu), ("ssd", part.config.ssd)
+    sizes = ", ".join(f"{name} {about(one.capacity)}" for name, one in sections if one is not None)
     layers = len(part.pool.layers)
     _log.info("groups %s: %d layers, %.1f %% of each size: %s", part.names, layers, 100 * part.share, sizes)
     return engine

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
-from gdscache import arguments
+from gdscache.arguments import remaining
 from gdscache.errors import GdsCacheError
 from gdscache.groups.names import Chain
 from gdscache.groups.reasons import GroupReasons
@@ -188,7 +186,17 @@ class HybridLoad(_Handle[HybridReport]):
             took = max(took, report.seconds)
         told = {name: tuple(some) for name, some in pages.items()}
         sizes = {group.name: group.page_tokens for group in self._engine.groups}
-        why = functools.partial(_came, hit, names, sizes, told)
+
+        def why() -> GroupReasons:
+            tiers: dict[str, list[str]] = {name: [] for name in told}
+            for part, order in zip(hit.parts, hit.order, strict=True):
+                for g, tier in zip(order.groups, part.tiers, strict=True):
+                    tiers[names[g]].append(tier)
+            return {
+                name: joined(hit.pages[name].start * sizes[name], sizes[name], map(told_of, some, tiers[name]))
+                for name, some in told.items()
+            }
+
         return HybridReport(hit.tokens if whole else 0, told, dict(by_tier), took, why)
 
     def cancel(self) -> None:
@@ -308,22 +316,6 @@ class HybridPin:
         self.release()
 
 
-def _came(
-    hit: HybridHit,
-    names: Sequence[str],
-    page_tokens: Mapping[str, int],
-    statuses: Mapping[str, Sequence[PageStatus]],
-) -> GroupReasons:
-    tiers: dict[str, list[str]] = {name: [] for name in statuses}
-    for part, order in zip(hit.parts, hit.order, strict=True):
-        for g, tier in zip(order.groups, part.tiers, strict=True):
-            tiers[names[g]].append(tier)
-    return {
-        name: joined(hit.pages[name].start * page_tokens[name], page_tokens[name], map(told_of, some, tiers[name]))
-        for name, some in statuses.items()
-    }
-
-
 def all_begun(stores: Iterable[StoreHandle], *, wait: bool = True) -> list[StoreHandle]:
     """The handles of a store in several pools, which `stores` begins one after another. If a pool refuses, nothing
     reads the blocks behind the error, since the caller has no handle to wait by; except with `wait=False`."""
@@ -335,11 +327,3 @@ def all_begun(stores: Iterable[StoreHandle], *, wait: bool = True) -> list[Store
             handle.release_event.synchronize()
         raise
     return begun
-
-
-def remaining(seconds: float | None) -> Callable[[], float | None]:
-    limit = arguments.seconds(seconds)
-    if limit is None:
-        return lambda: None
-    end = time.monotonic() + limit
-    return lambda: max(0.0, end - time.monotonic())

@@ -61,7 +61,6 @@ from gdscache.store.earned_offers import EarnedOffers
 from gdscache.store.outlets import Outlet
 from gdscache.store.plan import StorePlanner
 from gdscache.store.storer import Storer
-from gdscache.store.writer import TierWriter
 from gdscache.tiers import ssd_route
 from gdscache.tiers.base import DurableTier, Tier, open_tier
 from gdscache.tiers.cpu import Bounce, CpuTier
@@ -210,13 +209,10 @@ def build(
         executors = [executor] if executor.plain is None or plain is None else [executor, executor.plain]
         planner = storer = None
         for one, some, mine, moves in reversed([*zip(both, outlets, earned, executors, strict=True)]):
-            extent, writers = one.top.layout.extent_bytes, dict[str, TierWriter]()
-            for tier in one.files if config.store.write_policy != "never" else ():
-                writers[tier.name] = TierWriter(manager, tier, moves, extent)
-                undo.callback(writers[tier.name].close, drain=False)
+            extent = one.top.layout.extent_bytes
             planner = StorePlanner(manager, config.store, extent, some, mine, plain=one.top.plain, unfit=planner)
             spare = None if one.bounce is None else one.bounce.stores
-            storer = Storer(manager, planner, moves, spare, writers, deadline, storer)
+            storer = Storer(manager, planner, moves, spare, deadline, storer)
             undo.callback(storer.close, drain=False)
         assert storer is not None, "an engine without tiers"
         indexes = [tier.index for tier in manager.tiers.values()]
@@ -389,7 +385,13 @@ def _open_status(
 ) -> StatusWriter:
     costs = CostsFile(ssd.path, manager.costs, _about(config, top.layout, top.planes.device))
     costs.restore()
-    return StatusWriter(ssd.path, figures, functools.partial(_save, costs, history, ssd))
+
+    def save() -> None:
+        if not ssd.lock_lost():  # else the directory may be another engine's
+            costs.save()
+            history.save()
+
+    return StatusWriter(ssd.path, figures, save)
 
 
 def _open_page(path: Path, figures: Callable[[], Figures]) -> StatusWriter:
@@ -459,12 +461,6 @@ def _about(config: Config, layout: PageLayout, device: torch.device) -> dict[str
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()}, {os.cpu_count()}"
     model = namespace_digest(config.model.namespace_fields(shards=layout.shards))
     return {"model": model.hex(), "device": name}
-
-
-def _save(costs: CostsFile, history: HistoryFile, ssd: SsdTier) -> None:
-    if not ssd.lock_lost():  # else the directory may be another engine's
-        costs.save()
-        history.save()
 
 
 def _figures(

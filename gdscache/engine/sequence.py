@@ -100,8 +100,7 @@ class Sequence:
         self._begin()
         self._unwatch = engine.calls.watch(self, on_stream_of_caller(gpu.paged.device, self._held.leave))
 
-    # -- for the caller
-    # ---------------------------------------------------------------------------------------------------
+    # -- for the caller ------------------------------------------------------------------------------------------------
 
     @property
     def tokens(self) -> list[int]:

@@ -194,6 +194,7 @@ class Prices:
         self._overlap, self._prefill = costs.overlap, costs.prefill.coefficients or (0.0, 0.0, 0.0)
         self._start, self._tokens, self._page_tokens = start, tokens, page_tokens
         self._runs: list[_PricedRun] = []
+        self._ends: list[int] = []
         self.known = True
         at, before, begun = 0, 0.0, {"gpu"}
         for tier, group in itertools.groupby(tiers):
@@ -205,8 +206,8 @@ class Prices:
             begun.add(tier)
             run = _PricedRun(at, at + len(list(group)), before, entry, page)
             self._runs.append(run)
+            self._ends.append(run.end)
             at, before = run.end, run.load(run.end)
-        self._ends = [run.end for run in self._runs]
         self.pages = at
 
     def load(self, pages: int) -> float:

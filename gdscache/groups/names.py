@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, overload
+from typing import NamedTuple
 
 from gdscache.groups.base import Group
 from gdscache.native import keys_of
@@ -26,7 +26,7 @@ class GroupPage(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Chain(Sequence[GroupPage]):
+class Chain:
     """Pages of groups, in columns: most chains have thousands of pages, few of which are looked at alone."""
 
     groups: Sequence[int] = ()
@@ -39,14 +39,8 @@ class Chain(Sequence[GroupPage]):
     def __iter__(self) -> Iterator[GroupPage]:
         return map(GroupPage, self.groups, self.numbers, self.pages)
 
-    @overload
-    def __getitem__(self, at: int) -> GroupPage: ...
-    @overload
-    def __getitem__(self, at: slice) -> Chain: ...
-    def __getitem__(self, at: int | slice) -> GroupPage | Chain:
-        kind: Any = Chain if isinstance(at, slice) else GroupPage
-        found: GroupPage | Chain = kind(self.groups[at], self.numbers[at], self.pages[at])
-        return found
+    def __getitem__(self, at: int) -> GroupPage:
+        return GroupPage(self.groups[at], self.numbers[at], self.pages[at])
 
     def part(self, places: Sequence[int]) -> Chain:
         groups, numbers, pages = self.groups, self.numbers, self.pages

@@ -35,10 +35,7 @@ class Gap:
 
 
 class LayerwiseLoad:
-    """The handle of one load, or of a batch of loads. Made by `CacheEngine.load` and `load_many`; thread-safe.
-
-    Many methods: the public calls of a load, and those by which its executor reports.
-    """
+    """The handle of one load, or of a batch of loads. Made by `CacheEngine.load` and `load_many`; thread-safe."""
 
     def __init__(
         self,
@@ -60,6 +57,7 @@ class LayerwiseLoad:
         self._timeline = timeline
         self.parts = parts
         self.release_event = Fence()
+        self.released = self.release_event.signal
         self.layout = layout
         self.deadline = deadline
         self.checked = checked
@@ -74,7 +72,7 @@ class LayerwiseLoad:
         self._calls = Caller() if calls is None else calls
         self._over = Flag()
         self._error: BaseException | None = None  # raised by the run
-        self._broken: BaseException | None = None  # raised by `begin`, in the caller's thread
+        self.broken: BaseException | None = None  # raised by `begin`, in the caller's thread
 
     @property
     def tokens(self) -> int:
@@ -195,9 +193,6 @@ class LayerwiseLoad:
                     self._timeline.instant("ready", layer=layer, load=self.number)
         self._layers.signal(layers, event)
 
-    def released(self) -> None:
-        self.release_event.signal()
-
     def end(self, error: BaseException | None) -> None:
         """Called by the loader: the verdict is known, or `error` ended the run."""
         self._error = error
@@ -214,13 +209,9 @@ class LayerwiseLoad:
 
     def begun(self) -> None:
         """Raise the error of `begin`, if it failed, once nothing moves any more."""
-        if self._broken is not None:
+        if self.broken is not None:
             self._over.wait()
-            raise self._broken
-
-    def broken_off(self, error: BaseException) -> None:
-        """Called by the loader: `begin` failed with `error`, which `begun` raises when the load is over."""
-        self._broken = error
+            raise self.broken
 
     def carried_by(self, moving: Moving, *, last: bool) -> None:
         """Called by the run: `cancel` cancels this move too. `last`: this move brings the layers, and no move follows

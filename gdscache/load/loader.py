@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -56,7 +57,7 @@ class Loader:
         self.config = config
         self.deadline = deadline
         self.keep = keep
-        self._plain = plain
+        self._run = functools.partial(LoadRun, planner, executor, config, plain=plain)
         # loads that a thread of the lane has or will get, and that may read files; the manager's lock guards it
         self._running: set[LayerwiseLoad] = set()
         self.changed = threading.Condition(self.manager.lock)  # notified when `_running` becomes empty
@@ -80,18 +81,10 @@ class Loader:
         them again and without a deadline. `start` never waits. `LayerwiseLoad.begun`, which may wait, raises the error
         of a failed begin.
         """
-        first = self._first_part(sum(len(pages) for pages, _, _ in requests))
+        first = self._first_part(sum([len(pages) for pages, _, _ in requests]))
         with self.order:  # plans begin in this order too, so a load only ever waits for earlier loads
             with self.manager.lock:
-                plan = self._plan(requests, owner, checked=checked, most=first)
-                try:
-                    load, run = self._load(plan, requests, after, checked=checked)
-                    brief = run.brief
-                    if not brief:
-                        self._leave(load, run)
-                except BaseException:
-                    self.planner.abandon(plan)
-                    raise
+                load, run, brief = self._plan(requests, owner, after, checked=checked, most=first)
             if brief:
                 self._begin(load, run, first)
         return load
@@ -99,38 +92,44 @@ class Loader:
     def queue(self, requests: Sequence[_Request], owner: str, after: Iterable[Event] = ()) -> LayerwiseLoad:
         """`start` for a caller that holds the manager's lock: a thread of the lane begins the load."""
         with self.manager.lock:
-            plan = self._plan(requests, owner)
-            try:
-                load, run = self._load(plan, requests, after)
-                self._leave(load, run)
-            except BaseException:
-                self.planner.abandon(plan)
-                raise
-        return load
+            return self._plan(requests, owner, after, begins=False)[0]
 
     def _plan(
-        self, requests: Sequence[_Request], owner: str, *, checked: bool = False, most: int | None = None
-    ) -> LoadPlan:
+        self,
+        requests: Sequence[_Request],
+        owner: str,
+        after: Iterable[Event],
+        *,
+        checked: bool = False,
+        most: int | None = None,
+        begins: bool = True,
+    ) -> tuple[LayerwiseLoad, LoadRun, bool]:
+        """A load, its run, and whether this thread is to begin it: if it `begins` loads, and the begin waits for
+        nothing. Else the load is in the lane. The manager's lock is held."""
         if self._closed:
             raise EngineClosedError("the engine was closed meanwhile", "open a new one with from_config")
-        asked = [pages for pages, _, _ in requests]
-        return self.planner.plan(asked, owner, keep=self.keep, checked=checked, most=most)
-
-    def _load(
-        self, plan: LoadPlan, requests: Sequence[_Request], after: Iterable[Event], *, checked: bool = False
-    ) -> tuple[LayerwiseLoad, LoadRun]:
         manager = self.manager
-        load = LayerwiseLoad(
-            [LoadPart(0, start) for _, _, start in requests],
-            self.layout,
-            self.deadline,
-            timeline=manager.timeline,
-            calls=manager.calls,
-            checked=checked,
-            orders=self.executor.orders,
-            waited=manager.measures.waited,
-        )
-        return load, self._run(load, plan, [blocks for _, blocks, _ in requests], tuple(after))
+        asked, tables, starts = zip(*requests, strict=True) if requests else ((), (), ())
+        plan = self.planner.plan(asked, owner, keep=self.keep, checked=checked, most=most)
+        try:
+            load = LayerwiseLoad(
+                [*map(LoadPart, itertools.repeat(0), starts)],
+                self.layout,
+                self.deadline,
+                timeline=manager.timeline,
+                calls=manager.calls,
+                checked=checked,
+                orders=self.executor.orders,
+                waited=manager.measures.waited,
+            )
+            run = self._run(load, plan, tables, tuple(after))
+            brief = begins and run.brief
+            if not brief:
+                self._leave(load, run)
+        except BaseException:
+            self.planner.abandon(plan)
+            raise
+        return load, run, brief
 
     def _first_part(self, pages: int) -> int | None:
         first = max(FIRST_PAGES, FIRST_BYTES // self.layout.page_bytes)
@@ -150,7 +149,7 @@ class Loader:
             while part is not None and not run.plan.whole:
                 part = self._next_part(part)
                 with self.manager.lock:
-                    run.grow(part if run.plan.asked.left >= 2 * part else None)
+                    run.grow(part if run.plan.left >= 2 * part else None)
                     brief = run.brief
                 if not brief:
                     break
@@ -161,13 +160,13 @@ class Loader:
             self._lane.start(self._lost(load, run))
             if not isinstance(error, Exception):  # an interrupt, which ends the engine
                 raise
-            load.broken_off(error)
+            load.broken = error
 
     def _leave(self, load: LayerwiseLoad, run: LoadRun) -> None:
         """Plan the pages that are left, and queue the load in the lane. The manager's lock is held."""
         if not run.plan.whole:
             run.grow()
-        if load.tokens and not load.checked:
+        if run.plan.pages and not load.checked:
             self._running.add(load)
         self._lane.start(self._carry_out(load, run), functools.partial(self._lost, load, run))
 
@@ -186,14 +185,9 @@ class Loader:
         assert part.report is not None, "a run that returns has a report"
         return part.report
 
-    def _run(
-        self, load: LayerwiseLoad, plan: LoadPlan, tables: Sequence[Blocks] | None, after: Sequence[Event] = ()
-    ) -> LoadRun:
-        return LoadRun(self.planner, self.executor, self.config, load, plan, tables, after, self._plain)
-
     def _timed(self, kind: str, load: LayerwiseLoad, run: LoadRun) -> Steps[None]:
         timeline = self.manager.timeline
-        with timeline.span(kind, load=load.number, pages=sum(part.pages for part in load.parts)) as span:
+        with timeline.span(kind, load=load.number, pages=len(run.plan.pages)) as span:
             yield from run.steps()
             if timeline is not OFF:
                 span.add(**_moved(load.parts))

@@ -39,23 +39,6 @@ class TierRun:
     filling: tuple[LoadPlan, int] | None = None
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class LoadRequest:
-    """The pages that a load is asked for, one sequence a request. Planned are all pages before page `at` of request
-    number `request`."""
-
-    requests: Sequence[Sequence[Page]] = ()
-    owner: str = ""
-    keep: bool = True
-    checked: bool = False
-    request: int = 0
-    at: int = 0
-
-    @property
-    def left(self) -> int:
-        return sum(map(len, self.requests[self.request :])) - self.at
-
-
 class LoadPlan:
     """The pages that a load moves, in order, and one lease a request on every page and slot in use.
 
@@ -63,11 +46,15 @@ class LoadPlan:
     there, or None for a complete page in memory. `targets` has its entry in the landing tier of that tier, or None
     where it gets none. `requests` has the rows of each request. `statuses` are places in `STATUSES`, uint8 of shape
     (pages,); the manager's lock guards them. A plan may be made in parts: all lists grow (`LoadPlanner.go_on`) until it
-    is `whole`.
+    is `whole`. `asked`: the pages that the load is asked for, one sequence a request; planned are all pages before page
+    `at` of request number `request`.
     """
 
-    def __init__(self, asked: LoadRequest | None = None) -> None:
-        self.asked = LoadRequest() if asked is None else asked
+    def __init__(
+        self, asked: Sequence[Sequence[Page]] = (), owner: str = "", *, keep: bool = True, checked: bool = False
+    ) -> None:
+        self.asked, self.owner, self.keep, self.checked = asked, owner, keep, checked
+        self.request = self.at = 0
         self.leases: list[Lease] = []
         self.pages: list[Page] = []
         self.slots: list[int] = []
@@ -84,10 +71,17 @@ class LoadPlan:
 
     @property
     def whole(self) -> bool:
-        return self.asked.request == len(self.asked.requests)
+        return self.request == len(self.asked)
+
+    @property
+    def left(self) -> int:
+        return sum(map(len, self.asked[self.request :])) - self.at
 
     def status(self, row: int) -> PageStatus:
         return STATUSES[int(self.statuses[row])]
+
+    def has_ended(self, row: int) -> bool:
+        return self.status(row) is not PageStatus.PENDING
 
     def pending(self) -> Int64Array:
         code = CODES[PageStatus.PENDING]
@@ -104,10 +98,9 @@ class LoadPlan:
             return (PageStatus.LOADED,) * len(codes)
         return tuple([STATUSES[code] for code in codes])
 
-    def reasons(self, rows: range, start: int, page_tokens: int) -> Iterator[Reason]:
-        """The tiers that a request's pages come from, or why they have not come. `start`: the token that the first
-        begins with."""
-        good = self.loaded()
+    def reasons(self, good: bytes, rows: range, start: int, page_tokens: int) -> Iterator[Reason]:
+        """The tiers that a request's pages come from, or why they have not come. `good`: see `loaded`. `start`: the
+        token that the first begins with."""
         for run in self.runs:
             first, stop = max(rows.start, run.rows.start), min(rows.stop, run.rows.stop)
             if first >= stop:

@@ -13,7 +13,7 @@ import numpy as np
 
 from gdscache.arrays import Int64Array
 from gdscache.index.table import PENDING, Entry
-from gdscache.load.plan import CODES, Behind, LoadPlan, LoadRequest, PrefetchPlan, TierRun
+from gdscache.load.plan import CODES, Behind, LoadPlan, PrefetchPlan, TierRun
 from gdscache.load.report import told_of
 from gdscache.moves import PageStatus
 from gdscache.pages.keys import Page
@@ -90,7 +90,7 @@ class LoadPlanner:
         `go_on` plans the next.
         """
         with self.manager.lock:
-            plan = LoadPlan(LoadRequest(requests, owner, keep, checked))
+            plan = LoadPlan(requests, owner, keep=keep, checked=checked)
             try:
                 self.go_on(plan, most)
             except BaseException:
@@ -100,53 +100,55 @@ class LoadPlanner:
 
     def go_on(self, plan: LoadPlan, most: int | None = None) -> None:
         """Plan `most` more pages, or all that are left. A request ends at the first page that no tier has any more."""
-        asked, first, runs = plan.asked, len(plan), len(plan.runs)
+        first, runs = len(plan.pages), len(plan.runs)
         with self.manager.lock:
             try:
-                while not plan.whole and (most is None or len(plan) - first < most):
-                    pages = asked.requests[asked.request]
-                    stop = len(pages) if most is None else min(len(pages), asked.at + most - (len(plan) - first))
-                    if not asked.at:
-                        plan.leases.append(self.manager.lease(asked.owner))  # one a request: requests may share pages
-                        plan.requests.append(range(len(plan), len(plan)))
-                    with self.manager.timeline.span("plan", pages=stop - asked.at):
-                        found = self._plan_some(plan, pages, stop)
-                    if asked.at + found < stop or stop == len(pages):
-                        asked.request, asked.at = asked.request + 1, 0
+                while not plan.whole and (most is None or len(plan.pages) - first < most):
+                    pages, begun = plan.asked[plan.request], len(plan.pages)
+                    stop = len(pages) if most is None else min(len(pages), plan.at + most - (begun - first))
+                    if not plan.at:
+                        plan.leases.append(self.manager.lease(plan.owner))  # one a request: requests may share pages
+                        plan.requests.append(range(begun, begun))
+                    with self.manager.timeline.span("plan", pages=stop - plan.at):
+                        self._plan_some(plan, pages, stop)
+                    found = len(plan.pages) - begun
+                    if plan.at + found < stop or stop == len(pages):
+                        plan.request, plan.at = plan.request + 1, 0
                     else:
-                        asked.at = stop
+                        plan.at = stop
                 self._set_out(plan, runs)
             except BaseException:
-                self._break_off(plan)
+                self._cover(plan)
+                plan.requests += [range(len(plan), len(plan))] * (len(plan.asked) - len(plan.requests))
+                plan.request, plan.at = len(plan.asked), 0
                 raise
 
-    def _plan_some(self, plan: LoadPlan, pages: Sequence[Page], stop: int) -> int:
-        asked, first = plan.asked, len(plan)
-        self.manager.expire(pages if stop - asked.at == len(pages) else pages[asked.at : stop])
-        if not asked.at:
+    def _plan_some(self, plan: LoadPlan, pages: Sequence[Page], stop: int) -> None:
+        first = len(plan.pages)
+        self.manager.expire(pages if stop - plan.at == len(pages) else pages[plan.at : stop])
+        if not plan.at:
             for due in self._due:
                 due()
         absent = self._lease(plan, pages, stop)
-        plan.requests[-1] = range(plan.requests[-1].start, len(plan))
-        plan.targets += [None] * (len(plan) - first)
+        plan.requests[-1] = range(plan.requests[-1].start, len(plan.pages))
+        plan.targets += [None] * (len(plan.pages) - first)
         if self._prefetched:
             for run in plan.runs:
                 for row in run.rows[max(0, first - run.rows.start) :]:
                     self._prefetched.use(plan.pages[row].key, plan.slots[row] if run.tier.kind == "memory" else None)
-        if asked.keep and self.landing is not None:
-            for landing, rows in self._by_landing(plan, absent):
+        if plan.keep and self.landing is not None:
+            for landing, rows in self._by_landing(plan, absent) if absent else ():
                 later = {page.key for page in pages[stop:]} if landing.index.free_slots < len(rows) else ()
                 self._reserve(landing.index, plan, rows, later)
-        return len(plan) - first
 
     def _lease(self, plan: LoadPlan, pages: Sequence[Page], stop: int) -> list[int]:
         """Lease pages up to `stop`, or to the first that no tier has. Returns the rows of pages that their landing tier
         lacks."""
         absent: list[int] = []
-        first = at = plan.asked.at
+        first = at = plan.at
         while at < stop:
-            row = len(plan) + at - first
-            if plan.asked.checked:
+            row = len(plan.pages) + at - first
+            if plan.checked:
                 runs = (self._take_run_of(plan, landing, pages, at, stop, row) for landing in self.manager.landings)
                 taken = next(filter(None, runs), 0)
             else:
@@ -248,12 +250,7 @@ class LoadPlanner:
     def _cover(self, plan: LoadPlan) -> None:
         """Fill `plan.statuses` up to the plan's length with 0, the code of `PageStatus.PENDING`. By a bytearray: numpy
         releases the interpreter's lock to grow large arrays."""
-        plan.statuses = np.frombuffer(bytearray(plan.statuses.tobytes().ljust(len(plan), b"\0")), np.uint8)
-
-    def _break_off(self, plan: LoadPlan) -> None:
-        self._cover(plan)
-        plan.requests += [range(len(plan), len(plan))] * (len(plan.asked.requests) - len(plan.requests))
-        plan.asked.request, plan.asked.at = len(plan.asked.requests), 0
+        plan.statuses = np.frombuffer(bytearray(plan.statuses.tobytes().ljust(len(plan.pages), b"\0")), np.uint8)
 
     # -- prefetches ----------------------------------------------------------------------------------------------------
 
@@ -362,8 +359,9 @@ class LoadPlanner:
             if status is not PageStatus.LOADED:
                 manager.counts["misses", status.value] += len(rows)
             else:
-                which = bytearray(b"\1" * len(plan) if len(some) == len(plan) else len(plan))
-                for row in some if len(some) < len(plan) else ():
+                whole = len(some) == len(plan.pages)
+                which = bytearray(b"\1" * len(some) if whole else len(plan.pages))
+                for row in some if not whole else ():
                     which[row] = 1
                 for name, pages in plan.by_tier(which).items():
                     manager.counts["loaded", name] += pages
@@ -406,11 +404,6 @@ class LoadPlanner:
             of_tier = [row for row in rows if plan.tier_of(row) is tier]
             if of_tier:
                 yield tier, of_tier
-
-    def landed(self, plan: LoadPlan, row: int) -> PageStatus:
-        """The status of a page that another plan brings; `PENDING` until it is in the landing tier or has failed."""
-        status = plan.status(row)
-        return PageStatus.LOADED if status is PageStatus.CANCELLED else status
 
     def abandon(self, plan: LoadPlan) -> None:
         with self.manager.lock:

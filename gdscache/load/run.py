@@ -94,6 +94,7 @@ class LoadRun:
         self._always = config.verify == "always" and not load.checked
         self._start = executor.now()
         self._until = math.inf if load.checked else self._start + load.deadline
+        self._by_ranks = executor.orders is not None
         self._load = load
         self.plan = plan
         self._tables = tables
@@ -114,8 +115,8 @@ class LoadRun:
     def brief(self) -> bool:
         """Whether `begin` waits for nothing: no checksum has to be read first."""
         plan = self.plan
-        durable = [(run.tier, run.rows) for run in plan.runs[self._begun :] if isinstance(run.tier, DurableTier)]
-        return all(tier.at_hand(plan.entries(rows)) for tier, rows in durable)
+        runs = plan.runs[self._begun :]
+        return all(run.tier.at_hand(plan.entries(run.rows)) for run in runs if isinstance(run.tier, DurableTier))
 
     def grow(self, most: int | None = None) -> None:
         self._planner.go_on(self.plan, most)
@@ -138,16 +139,18 @@ class LoadRun:
         for run in runs:
             apart = self._executors[run.tier.plain] is not self._executor  # ranks move all pages of a load in one
             (self._shared if run.filling is not None else self._unpacked if apart else brought).append(run)
-        with self._manager.timeline.span("begin", load=self._load.number, pages=sum(len(run.rows) for run in runs)):
+        pages = len(plan.pages) - runs[0].rows.start if runs else 0
+        with self._manager.timeline.span("begin", load=self._load.number, pages=pages):
             self._hand_over(*self._all_ways(brought))
             if self._blocks is not None and self._moving is not None and self._manager.measured:
                 self._time()
 
     def _all_ways(self, runs: Sequence[TierRun]) -> tuple[list[Way], list[Int64Array]]:
-        ways, order = list[Way](), list[Int64Array]()
+        ways, order, there = list[Way](), list[Int64Array](), dict[Tier, list[range]]()
+        for run in runs:
+            there.setdefault(run.tier, []).append(run.rows)
         for tier in self._manager.tiers.values():  # the fastest first
-            rows = [run.rows for run in runs if run.tier is tier]
-            for part, way in self._ways(tier, rows) if rows else ():
+            for part, way in self._ways(tier, there[tier]) if tier in there else ():
                 order.append(part)
                 ways.append(way)
         return ways, order
@@ -180,21 +183,16 @@ class LoadRun:
             self._planner.waits(self.plan)
         if not self.plan.whole:
             return
-        brought = [run for run in self.plan.runs if run.filling is None]
-        tier = self._slowest([run for run in brought if not run.tier.plain] or brought)
+        brought = [run for run in self.plan.runs if run.filling is None and not run.tier.plain]
+        tier = self._slowest(brought or [run for run in self.plan.runs if run.filling is None])
         if self._by_ranks:
             self._busy = tier
         elif not waits or self._manager.tiers[tier].kind == "files":
             self._busy = tier
             self._manager.busy.begin(tier, self._start)
 
-    @property
-    def _by_ranks(self) -> bool:
-        return self._executor.orders is not None
-
     def _slowest(self, runs: Iterable[TierRun]) -> str:
-        found = {run.tier.name for run in runs}
-        return [name for name in self._manager.tiers if name in found][-1]
+        return max({run.tier.name for run in runs}, key=[*self._manager.tiers].index)
 
     def _ways(self, tier: Tier, runs: list[range]) -> list[tuple[Int64Array, Way]]:
         if not isinstance(tier, DurableTier):
@@ -207,16 +205,22 @@ class LoadRun:
         numbers, slots = integers(rows), integers([*map(self.plan.slots.__getitem__, rows)])
         tables = numbers, slots, checked_sums(tier, self.plan.entries(rows), self._layout.n_sums)
         targets = [*map(self.plan.targets.__getitem__, rows)]
-        places = [target.slot for target in targets if target is not None]
+        slots_there = [target.slot for target in targets if target is not None]
         found = []
-        if places:
+        if slots_there:
             landing = self._manager.landing_of(plain=tier.plain)
             assert landing is not None, "a slot of no tier"
-            part, of_part, sums = _taken(tables, [n for n, target in enumerate(targets) if target is not None])
-            found.append((part, self._read(tier, of_part, part, sums, landing.name, integers(places))))
-        if len(places) < len(rows):
-            part, of_part, sums = _taken(tables, [n for n, target in enumerate(targets) if target is None])
-            found.append((part, self._read(tier, of_part, part, sums)))
+            part, source, sums = _taken(tables, [n for n, target in enumerate(targets) if target is not None])
+            places = integers(slots_there)
+            if self._blocks is None:
+                found.append((part, Way(tier.name, landing.name, source, places, sums=sums)))
+            else:
+                blocks = take_rows(self._blocks, part)
+                found.append((part, Way(tier.name, PLANES, source, blocks, landing.name, places, sums)))
+        if len(slots_there) < len(rows):
+            assert self._blocks is not None, "a prefetch of a page that gets no slot"
+            part, source, sums = _taken(tables, [n for n, target in enumerate(targets) if target is None])
+            found.append((part, Way(tier.name, PLANES, source, take_rows(self._blocks, part), sums=sums)))
         return found
 
     def _learned(self, tier: DurableTier, rows: list[int]) -> list[int]:
@@ -230,25 +234,10 @@ class LoadRun:
 
     def _out_of_memory(self, tier: Tier, runs: list[range]) -> tuple[Int64Array, Way]:
         assert self._blocks is not None, "a prefetch of a page that is in memory"
-        rows, all_slots = integers([*itertools.chain.from_iterable(runs)]), self.plan.slots
-        slots = integers([*itertools.chain.from_iterable(all_slots[some.start : some.stop] for some in runs)])
+        numbers = [*itertools.chain.from_iterable(runs)]
+        rows, slots = integers(numbers), integers([*map(self.plan.slots.__getitem__, numbers)])
         sums = self._executors[tier.plain].checksums(tier.name, slots) if self._always else None
         return rows, Way(tier.name, PLANES, slots, take_rows(self._blocks, rows), sums=sums)
-
-    def _read(
-        self,
-        tier: Tier,
-        slots: Int64Array,
-        rows: Int64Array,
-        sums: Checksums | None,
-        through: str = "",
-        places: Int64Array = _NONE,
-    ) -> Way:
-        if self._blocks is None:
-            return Way(tier.name, through, slots, places, sums=sums)
-        if not through:
-            return Way(tier.name, PLANES, slots, take_rows(self._blocks, rows), sums=sums)
-        return Way(tier.name, PLANES, slots, take_rows(self._blocks, rows), through, places, sums)
 
     def _move(self, ways: Sequence[Way], order: Sequence[Int64Array], stage: Stage) -> None:
         priority = Priority.PREFETCH if self._blocks is None else Priority.LOAD
@@ -267,23 +256,21 @@ class LoadRun:
             return ()
         tiers = self._manager.tiers
         read = [way for way in ways if isinstance(tiers[way.source], DurableTier)]
-        files = read[-1].source if read else self._files_ahead()
-        ahead = self.plan.asked.left
+        ahead = self.plan.left
+        files = read[-1].source if read else self._files_ahead() if ahead else ""
         if not files:
             return copy_groups(self._layout, sum(map(len, ways)) + ahead)
         speed = self._manager.costs.bandwidths().get(files)
         return read_groups(self._layout, sum(map(len, read)) + ahead, GROUP_SIZES.paced(speed))
 
     def _files_ahead(self) -> str:
-        """The tier of files that has the last page asked for; "" if that page is in memory or planned. The last page is
-        the first to be evicted, so it stands for the pages not planned yet."""
-        asked = self.plan.asked
-        if asked.left:
-            key = asked.requests[-1][-1].key if asked.requests[-1] else b""
-            with self._manager.lock:
-                tier = next((tier for tier in self._manager.tiers.values() if tier.index.has(key)), None)
-            return tier.name if isinstance(tier, DurableTier) else ""
-        return ""
+        """The tier of files that has the last page asked for; "" if that page is in memory. The last page is the first
+        to be evicted, so it stands for the pages not planned yet."""
+        last = self.plan.asked[-1]
+        with self._manager.lock:
+            there = (tier for tier in self._manager.tiers.values() if last and tier.index.has(last[-1].key))
+            tier = next(there, None)
+        return tier.name if isinstance(tier, DurableTier) else ""
 
     def steps(self) -> Steps[None]:
         if self._stage in (Stage.NONE, Stage.OPEN):
@@ -333,10 +320,11 @@ class LoadRun:
         shared, self._shared = self._shared, []
         for run in shared:
             assert run.filling is not None, "a run without a plan that brings it"
-            known = functools.partial(_known, planner, *run.filling)
+            plan, row = run.filling
+            known = functools.partial(plan.has_ended, row)
             yield self._executor.changed(planner.filled, known, max(0.0, self._until - self._executor.now()))
-            status = planner.landed(*run.filling)
-            if status is PageStatus.LOADED:
+            status = plan.status(row)
+            if status in (PageStatus.LOADED, PageStatus.CANCELLED):  # a cancelled page is good, too
                 there.setdefault(run.tier, []).append(run.rows)
             else:
                 late = status is PageStatus.PENDING
@@ -349,8 +337,7 @@ class LoadRun:
         yield from failure(self._end_move())  # its error is known already
         self._finish()
 
-    # -- the listener of the move
-    # ---------------------------------------------------------------------------------------
+    # -- the listener of the move --------------------------------------------------------------------------------------
 
     @property
     def rows(self) -> Int64Array:
@@ -395,7 +382,7 @@ class LoadRun:
         if tier:
             rows = [run.rows for run in self.plan.runs if run.tier.name == tier and run.filling is None]
             good = not any(0 in self.plan.loaded(some) for some in rows)
-            nbytes = self._bytes(tier, sum(map(len, rows)))
+            nbytes = sum(map(len, rows)) * self._layout.bytes_in(tier)
             self._manager.busy.end(tier, nbytes if good else None, self._executor.now())
 
     def _finish(self) -> None:
@@ -416,28 +403,26 @@ class LoadRun:
             self._load.signal(range(self._layout.n_layers), None)
 
     def _report(self) -> None:
-        seconds = self._executor.now() - self._start
+        seconds, good = self._executor.now() - self._start, self.plan.loaded()
+        found = self.plan.by_tier(good)
+        sizes = {name: self._layout.bytes_in(name) for name in found}
         first = any(part.report is None for part in self._load.parts)
         for number, (part, rows) in enumerate(zip(self._load.parts, self.plan.requests, strict=True)):
-            part.report = part.report or self._report_on(number, rows, part.start, seconds)
-        if first:
-            self._tell(seconds)
+            if part.report is None:
+                part.report = self._report_on(number, rows, part.start, seconds, good, sizes)
+        if first and found:
+            slowest = max(found, key=[*self._manager.tiers].index)
+            self._tell(slowest, sum(pages * sizes[name] for name, pages in found.items()), seconds, good, found)
 
-    def _tell(self, seconds: float) -> None:
+    def _tell(self, slowest: str, nbytes: int, seconds: float, good: bytes, found: dict[str, int]) -> None:
         plan, manager = self.plan, self._manager
-        good = plan.loaded()
-        found = plan.by_tier(good)
-        if not found:
-            return
-        slowest = [name for name in manager.tiers if name in found][-1]
-        nbytes = sum(self._bytes(name, pages) for name, pages in found.items())
         manager.measures.loaded(slowest, nbytes, seconds)
         if self._blocks is not None:
             manager.latencies.loaded(slowest, nbytes, seconds)
         landed: dict[str, int] = {}
         if plan.targets.count(None) < len(plan.targets):
             there = zip(good, plan.targets, strict=True)
-            landed = plan.by_tier(bytes(page if target is not None else 0 for page, target in there))
+            landed = plan.by_tier(bytes([page if target is not None else 0 for page, target in there]))
         moved = manager.measures.moved
         with manager.lock:
             for name, pages in found.items():
@@ -449,30 +434,25 @@ class LoadRun:
                 if self._blocks is not None and through and landing is not None:
                     moved(landing.name, PLANES, through)
 
-    def _report_on(self, number: int, rows: range, start: int, seconds: float) -> LoadReport:
-        plan, good = self.plan, self.plan.loaded()
-        nbytes = {name: self._bytes(name, pages) for name, pages in plan.by_tier(good, rows).items()}
+    def _report_on(
+        self, number: int, rows: range, start: int, seconds: float, good: bytes, sizes: dict[str, int]
+    ) -> LoadReport:
+        plan = self.plan
+        nbytes = {name: pages * sizes[name] for name, pages in plan.by_tier(good, rows).items()}
         for name, moved in nbytes.items():
             self._manager.count("bytes_loaded", name, moved)
         bad = good.find(0, rows.start, rows.stop)
         prefix = len(rows) if bad < 0 else bad - rows.start
-        size, asked = self._layout.page_tokens, plan.asked.requests
-        reasons = [*plan.reasons(rows, start, size)]
+        size, asked = self._layout.page_tokens, plan.asked
+        reasons = [*plan.reasons(good, rows, start, size)]
         if asked and len(rows) < len(asked[number]):  # pages that went after the lookup
             reasons += self._manager.missing(asked[number], len(rows), 0, start, size)
         return LoadReport(prefix * size, plan.told(rows), nbytes, seconds, tuple(reasons))
-
-    def _bytes(self, tier: str, pages: int) -> int:
-        return pages * self._layout.bytes_in(tier)
 
     def _commit_deletions(self) -> None:
         if 0 in self.plan.loaded():
             for tier in self._manager.files:
                 tier.commit_deletions()
-
-
-def _known(planner: LoadPlanner, plan: LoadPlan, row: int) -> bool:
-    return planner.landed(plan, row) is not PageStatus.PENDING
 
 
 def _taken(

@@ -126,16 +126,15 @@ class Prefetch:
         return self.tokens
 
     def cancel(self) -> None:
-        """End it, after the chunk under way, and its pins. Pages that came stay in the CPU tier like any others.
+        """End it, after the chunk under way, and its pins. Pages that came stay in the CPU tier like any others; pages
+        that are still under way are not pinned.
 
         Never waits; may be called again, and after the end.
         """
         with contextlib.suppress(EngineClosedError), self._owner.calls:
-            self._owner.release(self._request)
+            self._owner.stop(self._request, PrefetchEnd.CANCELLED)
 
-    def release(self) -> None:
-        """End its pins, as `cancel` does. Pages that are still under way are not pinned."""
-        self.cancel()
+    release = cancel
 
     def result(self, seconds: float | None = None) -> PrefetchReport:
         """Wait until it has ended; never raises for a page.

@@ -31,10 +31,7 @@ if TYPE_CHECKING:
 
 
 class Prefetcher:
-    """Carries prefetches out: a few threads move chunks, and one waits until the next may begin.
-
-    Many methods: the calls of handles, and the steps of a chunk, which change one queue under one lock.
-    """
+    """Carries prefetches out: a few threads move chunks, and one waits until the next may begin."""
 
     def __init__(self, loader: Loader, held: PrefetchedPages, layout: PageLayout, limits: EngineLimits) -> None:
         """`held` hears which prefetched pages loads use."""
@@ -142,17 +139,12 @@ class Prefetcher:
             if present < len(found) and landing is not None:
                 keep = {page.key for page in pages}.union(*(one.index.family(pages[:1]) for one in manager.landings))
             pages = pages[: len(found)]
-            request.begin(pages, tuple(found), present, keep, claim, beyond)
+            request.claim, request.beyond, request.keep = claim, beyond, keep
+            request.begin(pages, tuple(found), present)
             self._queue.add(request)
             if request.end is None:  # a thread that wakes up for nothing takes the interpreter from the caller
                 self._changed.notify_all()
             undo.pop_all()
-
-    def release(self, request: PrefetchRequest) -> None:
-        with self._manager.lock:
-            self._queue.stop(request, PrefetchEnd.CANCELLED)
-            if request.claim is not None:
-                self._manager.pins.end(request.claim)
 
     def awaited(self, over: Flag, seconds: float) -> bool:
         start = time.monotonic()
@@ -165,8 +157,11 @@ class Prefetcher:
         return self._manager.costs.load_seconds(tiers, self.layout.bytes_in)
 
     def stop(self, request: PrefetchRequest, why: PrefetchEnd) -> None:
+        """`CANCELLED` ends its pins, too."""
         with self._manager.lock:
             self._queue.stop(request, why)
+            if why is PrefetchEnd.CANCELLED and request.claim is not None:
+                self._manager.pins.end(request.claim)
 
     @property
     def under_way(self) -> int:
@@ -251,7 +246,9 @@ class Prefetcher:
             if chunk.pages:
                 self._moving[id(plan)] = request
                 tiers = [run.tier for run in chunk.runs if not run.tier.plain] or [run.tier for run in chunk.runs]
-                self._time(request, tiers[-1].name)
+                if request.timed is None:  # from its first chunk to its last: one chunk says little
+                    request.timed = tiers[-1].name, 0
+                    manager.busy.begin(tiers[-1].name, time.monotonic())
                 self._queue.begin(request, chunk=True)
             elif plan.then == "busy":
                 self._queue.park(request)
@@ -259,12 +256,6 @@ class Prefetcher:
                 self._queue.begin(request, chunk=False)
             if plan.then in _ENDS:
                 self._queue.stop(request, _ENDS[plan.then])
-
-    def _time(self, request: PrefetchRequest, tier: str) -> None:
-        """Measure a tier from a prefetch's first chunk to its last: one chunk says little."""
-        if request.timed is None:
-            request.timed = tier, 0
-            self._manager.busy.begin(tier, time.monotonic())
 
     def _bring(self, request: PrefetchRequest, plan: PrefetchPlan, numbers: Sequence[int]) -> Steps[None]:
         log_failure((yield from failure(self._loader.bring(plan.chunk))))

@@ -102,6 +102,8 @@ class PrefetchRequest:
     `left`: pages that have not had their turn. `end`: why it ends; it is over when no chunk of it is `flying` any more.
     `pin`: seconds that the pages are pinned; None: no pins. Requests with pins are bounded by these, not by the quota.
     `whole`: all pages are pinned, or none. `bad`: a page's bytes differed from the stored ones. `chunks`: begun so far.
+    `keep`: keys that its own slots may not evict. `claim`: its pins; they had no room for `beyond` more pages that were
+    found.
     """
 
     def __init__(self, left: int = 0, pin: float | None = None, *, whole: bool = False) -> None:
@@ -132,27 +134,13 @@ class PrefetchRequest:
         """When its pins end, by the queue's clock; None: no pins."""
         return None if self.claim is None else self.claim.until
 
-    def begin(
-        self,
-        pages: Sequence[Page],
-        tiers: tuple[str, ...],
-        present: int,
-        keep: set[bytes],
-        claim: Claim | None,
-        beyond: int,
-    ) -> None:
-        """The pages are on these tiers, the first `present` of them in the landing tier or faster.
-
-        `keep`: keys that its own slots may not evict. `claim`: its pins, if any; they had no room for `beyond` more
-        pages that were found.
-        """
-        self.pages, self.tiers, self.claim, self.keep = pages, tiers, claim, keep
-        self.beyond = beyond
+    def begin(self, pages: Sequence[Page], tiers: tuple[str, ...], present: int) -> None:
+        """The pages are on these tiers, the first `present` of them in the landing tier or faster."""
+        self.pages, self.tiers, self.begun = pages, tiers, True
         self.at = self.good = present
         self.left = len(pages) - present
         if present:
             self.counts["present"] = present
-        self.begun = True
 
     def take(self, found: Sequence[bool]) -> list[int]:
         """The next pages are present, or begin to move if `found` says so. Returns the numbers of the moving ones."""
@@ -178,13 +166,10 @@ class PrefetchRequest:
             self.good += 1
 
     def finish(self, seconds: float) -> None:
-        self.seconds = seconds
-        self.keep = set()
-        try:
-            if self.left + self.beyond:
-                self.counts["left"] = self.left + self.beyond
-        finally:
-            self.over.set()
+        self.seconds, self.keep = seconds, set()
+        if self.left + self.beyond:
+            self.counts["left"] = self.left + self.beyond
+        self.over.set()
 
 
 class PrefetchQueue:

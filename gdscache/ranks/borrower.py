@@ -8,7 +8,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,18 +21,15 @@ from gdscache.errors import RankLostError, RankMismatchError
 from gdscache.extents import HostExtents
 from gdscache.kernels.copies import open_copies
 from gdscache.load.plan import STATUSES
-from gdscache.moves import PLANES, Move, PageStatus, Priority, Way
+from gdscache.moves import PLANES, Move, Moving, PageStatus, Priority, Way
 from gdscache.moves.native import Machine, NativeExecutor, Reserve
 from gdscache.pages.planes import PagedPlanes
 from gdscache.ranks import wire
 from gdscache.ranks.channel import Channel, connected
 from gdscache.ranks.loads import Verdicts
+from gdscache.ranks.place import open_host_transport
 from gdscache.ranks.wire import Message
 from gdscache.runtime.threads import Flag, log_failure
-from gdscache.storage import open_transport
-
-if TYPE_CHECKING:
-    from gdscache.moves import Moving
 
 CLOSE_S = 5.0  # seconds that `close` waits for late reads
 _log = logging.getLogger("gdscache.ranks")
@@ -69,14 +66,8 @@ class Borrower:
             undo.callback(self._channel.close)
             self._channel.begin()
             about = self._greet(namespace)
-            transport = open_transport(
-                about["transport"],
-                directory=Path(about["files"][0]).parent,
-                device="cpu",
-                threads=about["threads"],
-                direct_io="auto",
-                gds="off",
-            )
+            where, threads = Path(about["files"][0]).parent, about["threads"]
+            transport = open_host_transport(about["transport"], directory=where, threads=threads)
             files, slots = tuple(map(Path, about["files"])), int(about["slots"])
             self._files = SlabIO(Slab(files, layout.extent_bytes, slots, slots, int(about["stretch"])), transport)
             undo.callback(self._files.close)

@@ -14,7 +14,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ import numpy.typing as npt
 from gdscache.arrays import Int64Array
 from gdscache.cuda.streams import Event, Landed
 from gdscache.errors import InvalidValueError, RankLostError
+from gdscache.extents import SlotMemory
 from gdscache.load.plan import CODES, STATUSES
 from gdscache.moves import PLANES, End, Listener, Move, Orders, PageStatus, Priority, Spent, Steps, Way
 from gdscache.moves.lanes import Blocking, ThreadDriver
@@ -32,9 +33,6 @@ from gdscache.ranks.leader import GRACE_S, Link, RankSet
 from gdscache.ranks.loads import LOADED
 from gdscache.ranks.wire import Message
 from gdscache.runtime.threads import Flag
-
-if TYPE_CHECKING:
-    from gdscache.extents import SlotMemory
 
 _SPENT = 64
 # Seconds to wait for a load without a deadline, or whose order the caller does not pass on. Its pages were promised,
@@ -94,8 +92,8 @@ class RanksMoving:
             self._statuses = np.concatenate([self._statuses, more])
 
     def cancel(self) -> None:
-        if self._end is None:
-            self._executor.cancel(self, [part.link for part in [*self._waiting.values()]])
+        for part in [*self._waiting.values()] if self._end is None else ():
+            part.link.channel.send(wire.pack({"do": "cancel", "id": self.number}))
 
     def end(self) -> Steps[End]:
         if self._end is None:
@@ -116,8 +114,7 @@ class RanksMoving:
     # -- for its executor ----------------------------------------------------------------------------------------------
 
     def whole(self) -> Move:
-        old = self.move
-        return Move(old.priority, tuple(self._ways), old.seconds, old.groups, old.number)
+        return dataclasses.replace(self.move, ways=tuple(self._ways), open=False)
 
     @property
     def known(self) -> bool:
@@ -272,10 +269,7 @@ class RanksMoving:
 
 
 class RanksExecutor(ThreadDriver):
-    """See `Executor`. `memories`: the checksums of the slots in the ranks' memories, by name.
-
-    Many methods: those of `Executor`, and one for each kind of message.
-    """
+    """See `Executor`. `memories`: the checksums of the slots in the ranks' memories, by name."""
 
     def __init__(
         self, ranks: RankSet, memories: Mapping[str, SlotMemory], layers: int, stop: Callable[[str], object]
@@ -386,13 +380,6 @@ class RanksExecutor(ThreadDriver):
         """None: the moves of a store have ended when it asks."""
         return None
 
-    def look(self) -> None:
-        """Nothing: the ranks watch their own tiers."""
-
-    def held_slots(self) -> int:
-        """0: the ranks give the slots of the bounce reserve out themselves."""
-        return 0
-
     def _parts(self, move: Move) -> list[_Part]:
         """The rows for each rank. A move with planes goes whole to every rank. Otherwise, among ranks with equal bytes,
         the first writes files, and a slot of memory is filled by rank number (slot modulo their count)."""
@@ -423,10 +410,6 @@ class RanksExecutor(ThreadDriver):
                 if part.rows is None:
                     packed[shard] = message
             part.link.channel.send(message)
-
-    def cancel(self, moving: RanksMoving, links: Sequence[Link]) -> None:
-        for link in links:
-            link.channel.send(wire.pack({"do": "cancel", "id": moving.number}))
 
     def _heard(self, link: Link, message: Message) -> None:
         fields = message.fields

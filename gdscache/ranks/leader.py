@@ -180,8 +180,7 @@ class RankSet:
         for link in self.links:
             link.channel.send(message)
 
-    # -- messages of ranks
-    # ------------------------------------------------------------------------------------------------
+    # -- messages of ranks ---------------------------------------------------------------------------------------------
 
     def _heard(self, link: Link, message: Message, descriptors: list[int]) -> None:
         if "closed" in message.fields:

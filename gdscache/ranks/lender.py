@@ -12,25 +12,22 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import gdscache
 from gdscache.arrays import integers
+from gdscache.disk.slab import Slab
 from gdscache.errors import RankError
 from gdscache.load.plan import STATUSES, LoadPlan
 from gdscache.load.planner import LoadPlanner
 from gdscache.pages.keys import Page
+from gdscache.pages.layout import PageLayout
 from gdscache.ranks import wire
 from gdscache.ranks.channel import Channel, Door
 from gdscache.ranks.wire import Message
 from gdscache.runtime.threads import Workers, failure_of, log_failure
-from gdscache.tiers.base import checked_sums
-
-if TYPE_CHECKING:
-    from gdscache.disk.slab import Slab
-    from gdscache.pages.layout import PageLayout
-    from gdscache.tiers.base import DurableTier
-    from gdscache.tiers.manager import TierManager
+from gdscache.tiers.base import DurableTier, checked_sums
+from gdscache.tiers.manager import TierManager
 
 Named = Callable[[Sequence[bytes], bytes | None, int], Sequence[Page]]
 
@@ -92,8 +89,7 @@ class Lender:
             self._served.append(one)
         one.channel.begin()
 
-    # -- calls of borrowers
-    # -----------------------------------------------------------------------------------------------
+    # -- calls of borrowers --------------------------------------------------------------------------------------------
 
     def answer(self, one: _Served, message: Message) -> None:
         if not self._closed:

@@ -14,30 +14,34 @@ from gdscache.load.handle import LayerwiseLoad
 from gdscache.load.plan import CODES, STATUSES
 from gdscache.load.report import LoadReport
 from gdscache.moves import PageStatus
-from gdscache.pages.layout import PageLayout
 
 PENDING, LOADED = CODES[PageStatus.PENDING], CODES[PageStatus.LOADED]
 
 
 class Verdicts:
-    """Collects the statuses of a move's pages, which begin with `status`."""
+    """Collects the statuses of a move's pages, which begin with `status`. Passes the layers on to `handle`, if any."""
 
-    def __init__(self, pages: int, status: PageStatus = PageStatus.PENDING) -> None:
+    def __init__(
+        self, pages: int, status: PageStatus = PageStatus.PENDING, handle: LayerwiseLoad | None = None
+    ) -> None:
         self.statuses: npt.NDArray[np.uint8] = np.full(pages, CODES[status], np.uint8)
         self.rows = np.arange(pages)
+        self.begun = time.monotonic()
+        self._handle = handle
 
     def judged(self, rows: Int64Array, status: PageStatus) -> None:
         self.statuses[rows] = CODES[status]
 
-    def ready(self, layers: range, event: Event) -> None: ...
+    def ready(self, layers: range, event: Event) -> None:
+        if self._handle is not None:
+            self._handle.signal(layers, event)
 
 
 class RankLoad:
-    """Passes layers and verdicts to `handle`. Some moves bring its pages; the last of them brings the layers."""
+    """Passes verdicts to `handle`. Some moves bring its pages; the last of them brings the layers."""
 
-    def __init__(self, handle: LayerwiseLoad, layout: PageLayout) -> None:
+    def __init__(self, handle: LayerwiseLoad) -> None:
         self.handle = handle
-        self._layout = layout
         self._begun = time.monotonic()
         self._statuses: npt.NDArray[np.uint8] = np.full(sum(part.pages for part in handle.parts), PENDING, np.uint8)
         self._lock = threading.Lock()
@@ -48,9 +52,6 @@ class RankLoad:
         if not moves:
             self._end()
 
-    def signal(self, layers: range, event: Event) -> None:
-        self.handle.signal(layers, event)
-
     def moved(self, rows: Int64Array, statuses: npt.NDArray[np.uint8]) -> None:
         with self._lock:
             self._statuses[rows] = statuses
@@ -60,7 +61,7 @@ class RankLoad:
             self._end()
 
     def _end(self) -> None:
-        statuses, at = self._statuses, 0
+        statuses, at, layout = self._statuses, 0, self.handle.layout
         statuses[statuses == PENDING] = CODES[PageStatus.ABORTED]
         seconds = time.monotonic() - self._begun
         for part in self.handle.parts:
@@ -68,7 +69,7 @@ class RankLoad:
             bad = np.flatnonzero(mine != LOADED)
             good = int(bad[0]) if len(bad) else part.pages
             pages = tuple(STATUSES[code] for code in mine.tolist())
-            part.report = LoadReport(good * self._layout.page_tokens, pages, {}, seconds)
-        self.signal(range(self._layout.n_layers), None)
+            part.report = LoadReport(good * layout.page_tokens, pages, {}, seconds)
+        self.handle.signal(range(layout.n_layers), None)
         self.handle.released()
         self.handle.end(None)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from gdscache.arrays import Int64Array
 from gdscache.cuda.streams import Event, Landed
 from gdscache.moves import End, Listener, Move, Moving, PageStatus, Steps, Way
+from gdscache.moves.native import NativeExecutor
 from gdscache.pages.layout import is_plain
 from gdscache.runtime.threads import Flag
-
-if TYPE_CHECKING:
-    from gdscache.moves.native import NativeExecutor
 
 
 def plain_rows(move: Move) -> Int64Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,11 @@ from gdscache.errors import IOFailedError, RankLostError
 from gdscache.pages.layout import PageLayout
 from gdscache.pages.planes import BlockTables
 from gdscache.ranks.leader import RankSet
+from gdscache.storage import open_transport
 from gdscache.storage.base import Descriptors
+
+# by which ranks read and write files: into host memory
+open_host_transport = functools.partial(open_transport, device="cpu", direct_io="auto", gds="off")
 
 
 class RemotePlanes(BlockTables):

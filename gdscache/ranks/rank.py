@@ -67,7 +67,7 @@ class Rank:
             raise RankError("no leader has connected to this rank", "open the engine with this rank's address first")
         parts = [LoadPart(pages, first) for pages, first in fields["requests"]]
         handle = LayerwiseLoad(parts, layout, fields["deadline"], checked=fields["checked"])
-        load, event = RankLoad(handle, layout), record(planes[0][0].device)
+        load, event = RankLoad(handle), record(planes[0][0].device)
         moves = [(told["id"], wire.move_of(told, arrays), arrays.pop(0)) for told in fields["moves"]]
         load.expect(len(moves))
         for number, (move_id, move, rows) in enumerate(moves):

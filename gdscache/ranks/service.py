@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,12 +31,11 @@ from gdscache.errors import (
     LockLostError,
     RankMismatchError,
     ShortIOError,
-    StorageError,
 )
 from gdscache.extents import HostExtents
 from gdscache.kernels.copies import PageCopies, open_copies
 from gdscache.load.plan import CODES
-from gdscache.moves import PLANES, Move, Moving, PageStatus, Priority, Spent, Way
+from gdscache.moves import PLANES, Move, Moving, PageStatus, Priority, Spent
 from gdscache.moves.native import Machine, NativeExecutor, Reserve
 from gdscache.native import SHORT, take_rows
 from gdscache.pages.layout import PLAIN, PageLayout
@@ -45,9 +44,9 @@ from gdscache.ranks import wire
 from gdscache.ranks.channel import Channel
 from gdscache.ranks.loads import RankLoad, Verdicts
 from gdscache.ranks.mixed import MixedMoving, plain_rows
+from gdscache.ranks.place import open_host_transport
 from gdscache.ranks.wire import Array, Message
 from gdscache.runtime.threads import Flag, Workers, failure_of, log_failure
-from gdscache.storage import open_transport
 
 WAITING = 16
 REFUSED_KEPT = 4096  # cancelled moves that are remembered one by one
@@ -55,32 +54,7 @@ CLOSE_S = 5.0  # seconds that the end waits for late I/O
 _log = logging.getLogger("gdscache.ranks")
 
 
-class _Verdicts(Verdicts):
-    """Passes a load's layers on to its handle."""
-
-    def __init__(self, rows: int, load: RankLoad | None, *, last: bool, waited: bool) -> None:
-        super().__init__(rows)
-        self._load = load
-        self._last = last
-        self._begun, self._waited = time.monotonic(), waited
-
-    @property
-    def spent(self) -> Spent:
-        return Spent(time.monotonic() - self._begun, self._waited)
-
-    def ready(self, layers: range, event: Event) -> None:
-        if self._load is not None and self._last:
-            self._load.signal(layers, event)
-
-
-class _Given(NamedTuple):
-    """The arrays and descriptors of a call."""
-
-    arrays: list[Array]
-    descriptors: list[int]
-
-
-_Call = Callable[[dict[str, Any], _Given], Mapping[str, Any]]
+_Call = Callable[[dict[str, Any], list[Array], list[int]], Mapping[str, Any]]  # fields, arrays, descriptors
 Blocks = Callable[[], Sequence[int]]
 
 
@@ -164,8 +138,7 @@ class Service:
             for told in [*self._told.values()]:
                 told.there.set()
 
-    # -- messages of the leader
-    # -------------------------------------------------------------------------------------------
+    # -- messages of the leader ----------------------------------------------------------------------------------------
 
     def _heard(self, message: Message, descriptors: list[int]) -> None:
         what, fields = message.fields.get("do"), message.fields
@@ -182,12 +155,12 @@ class Service:
         elif what == "close":
             self.leave("")
         else:
-            self._workers.submit(functools.partial(self._answer, fields, _Given(message.arrays, descriptors)))
+            self._workers.submit(functools.partial(self._answer, fields, message.arrays, descriptors))
 
-    def _answer(self, fields: dict[str, Any], given: _Given) -> None:
+    def _answer(self, fields: dict[str, Any], arrays: list[Array], descriptors: list[int]) -> None:
         told: dict[str, Any] = {}
         try:
-            told = dict(self._calls[fields["do"]](fields, given))
+            told = dict(self._calls[fields["do"]](fields, arrays, descriptors))
         except GdsCacheError as error:
             told = {"error": type(error).__name__, "message": error.message, "hint": error.hint}
             told["errno"] = getattr(error, "errno", None)
@@ -195,7 +168,7 @@ class Service:
             log_failure(error)
             told = {"error": "RankError", "message": f"rank {self._rank}: {error!r}", "hint": "see this rank's log"}
         finally:
-            for descriptor in given.descriptors:  # a mapped memory has its own
+            for descriptor in descriptors:  # a mapped memory has its own
                 os.close(descriptor)
         shared = told.pop("descriptor", None)
         self._channel.send(
@@ -206,13 +179,13 @@ class Service:
     def _near(self, call: _Call) -> _Call:
         """A call that makes threads or memory, near the planes' GPU."""
 
-        def made(fields: dict[str, Any], given: _Given) -> Mapping[str, Any]:
+        def made(*given: Any) -> Mapping[str, Any]:
             with near(self._device):
-                return call(fields, given)
+                return call(*given)
 
         return made
 
-    def _hello(self, fields: dict[str, Any], given: _Given) -> Mapping[str, Any]:
+    def _hello(self, fields: dict[str, Any], arrays: list[Array], descriptors: list[int]) -> Mapping[str, Any]:
         if (fields["version"], fields["protocol"]) != (gdscache.__version__, wire.PROTOCOL):
             raise RankMismatchError(
                 f"the leader is gdscache {fields['version']} (protocol {fields['protocol']}), and rank {self._rank} is "
@@ -236,7 +209,7 @@ class Service:
     def _layout_of(self, space: str) -> PageLayout:
         return self._plain.layout if self._plain is not None and space.endswith(PLAIN) else self.layout
 
-    def _add_memory(self, fields: dict[str, Any], given: _Given) -> Mapping[str, Any]:
+    def _add_memory(self, fields: dict[str, Any], arrays: list[Array], descriptors: list[int]) -> Mapping[str, Any]:
         """Add a pool of slots. `share`: return its descriptor, which ranks with equal bytes get."""
         layout = self._layout_of(fields["space"])
         extents = HostExtents(
@@ -244,24 +217,18 @@ class Service:
             fields["slots"] * layout.extent_bytes,
             "auto" if self._planes.device.type == "cuda" else "off",
             fields["setting"],
-            descriptor=given.descriptors[0] if given.descriptors else None,
+            descriptor=descriptors[0] if descriptors else None,
             shared=fields["share"],
         )
         self._memories[fields["space"]] = extents
         told: dict[str, Any] = {"pinned": extents.buffer.pinned}
         return told | ({"descriptor": extents.buffer.descriptor} if fields["share"] else {})
 
-    def _add_slab(self, fields: dict[str, Any], given: _Given) -> Mapping[str, Any]:
+    def _add_slab(self, fields: dict[str, Any], arrays: list[Array], descriptors: list[int]) -> Mapping[str, Any]:
         space, directories = fields["space"], [Path(path) for path in fields["directories"]]
         with contextlib.ExitStack() as undo:
-            transport = open_transport(
-                fields["transport"],
-                directory=directories[0],
-                device="cpu",
-                threads=fields["threads"],
-                direct_io="auto",
-                gds="off",
-            )
+            threads = fields["threads"]
+            transport = open_host_transport(fields["transport"], directory=directories[0], threads=threads)
             undo.callback(transport.close)
             if fields["owner"]:
                 undo.callback(self._give_locks_back)
@@ -291,7 +258,7 @@ class Service:
         for lock in locks:
             lock.close()
 
-    def _start(self, fields: dict[str, Any], given: _Given) -> Mapping[str, Any]:
+    def _start(self, fields: dict[str, Any], arrays: list[Array], descriptors: list[int]) -> Mapping[str, Any]:
         plain = None
         with contextlib.ExitStack() as undo:
             if self._plain is not None:
@@ -321,15 +288,15 @@ class Service:
         self._copies.append(copies)
         return NativeExecutor(Machine(copies, memories, files, self._slots, reserve), plain)
 
-    def _flush(self, fields: dict[str, Any], given: _Given) -> Mapping[str, Any]:
+    def _flush(self, fields: dict[str, Any], arrays: list[Array], descriptors: list[int]) -> Mapping[str, Any]:
         self._files[fields["space"]].flush()
         return {}
 
-    def _check(self, fields: dict[str, Any], given: _Given) -> Mapping[str, Any]:
+    def _check(self, fields: dict[str, Any], arrays: list[Array], descriptors: list[int]) -> Mapping[str, Any]:
         return {"problems": self._files[fields["space"]].slab.check()}
 
-    def _bad_slots(self, fields: dict[str, Any], given: _Given) -> Mapping[str, Any]:
-        sums = given.arrays[0][:, wire.columns(self._shard, self.layout.n_layers)]
+    def _bad_slots(self, fields: dict[str, Any], arrays: list[Array], descriptors: list[int]) -> Mapping[str, Any]:
+        sums = arrays[0][:, wire.columns(self._shard, self.layout.n_layers)]
         return {"bad": [*self._memories[fields["space"]].bad_slots(fields["slots"], sums).items()]}
 
     # -- moves ---------------------------------------------------------------------------------------------------------
@@ -422,10 +389,12 @@ class Service:
         executor = self._executor
         assert executor is not None, "a move before the start"
         waited = any(event is not None and not event.query() for event in after)
-        heard = None if move.priority >= Priority.STORE else _Verdicts(len(move), load, last=last, waited=waited)
-        ended = functools.partial(self._ended, number, move, heard, load, rows)
+        shown = load.handle if load is not None and last else None
+        heard = None if move.priority >= Priority.STORE else Verdicts(len(move), handle=shown)
+        ended = functools.partial(self._ended, number, move, heard, load, rows, waited)
         try:
-            lost = self._lock_lost() if any(self._on_files(way) for way in move.ways) else ""
+            on_files = any(space in self._files for way in move.ways for space in (way.source, way.target))
+            lost = next(filter(None, (lock.lost(thorough=False) for lock in self._locks)), "") if on_files else ""
             if lost:
                 self._channel.send(wire.pack({"lock_lost": lost}))
                 raise LockLostError(lost)
@@ -449,10 +418,7 @@ class Service:
             moving.cancel()
             ended(moving, "")
 
-    def _on_files(self, way: Way) -> bool:
-        return way.source in self._files or way.target in self._files
-
-    def _begun(self, executor: NativeExecutor, move: Move, after: Sequence[Event], heard: _Verdicts | None) -> Moving:
+    def _begun(self, executor: NativeExecutor, move: Move, after: Sequence[Event], heard: Verdicts | None) -> Moving:
         """Begin a move by the executor of its pages: packed ones, plain ones, or some of each."""
         plain = executor.plain
         rows = np.empty(0, np.int64) if plain is None else plain_rows(move)
@@ -475,9 +441,10 @@ class Service:
         self,
         number: int,
         move: Move,
-        heard: _Verdicts | None,
+        heard: Verdicts | None,
         load: RankLoad | None,
         rows: Int64Array | None,
+        waited: bool,
         moving: Moving | None,
         why: str,
     ) -> None:
@@ -486,7 +453,8 @@ class Service:
             try:
                 end = self._executor.finish(moving.end())
                 late, why = [*map(int, end.late)], "" if end.error is None else str(end.error)
-                failed = [(row, SHORT if isinstance(e, ShortIOError) else _errno(e)) for row, e in end.errors.items()]
+                codes = [SHORT if isinstance(e, ShortIOError) else getattr(e, "errno", 0) for e in end.errors.values()]
+                failed = [(row, code or errno.EIO) for row, code in zip(end.errors, codes, strict=True)]
                 told = {"failed": failed, "late": late, "unfit": [*map(int, end.unfit)]}
             except GdsCacheError as error:
                 why = f"rank {self._rank}: {error}"
@@ -495,7 +463,8 @@ class Service:
             arrays += [
                 np.concatenate([take_rows(self._memories[way.target].checksums, way.targets) for way in move.ways])
             ]
-        self._tell(number, arrays, **told, why=why, spent=None if heard is None else heard.spent)
+        spent = None if heard is None else Spent(time.monotonic() - heard.begun, waited)
+        self._tell(number, arrays, **told, why=why, spent=spent)
         with self._lock:
             self._moving.pop(number, None)
             self._refused.discard(number)
@@ -532,9 +501,6 @@ class Service:
         elif not begun:
             self._tell(number, begun=False)
 
-    def _lock_lost(self) -> str:
-        return next(filter(None, (lock.lost(thorough=False) for lock in self._locks)), "")
-
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def _close(self) -> None:
@@ -560,10 +526,6 @@ class Service:
                 last_to_first.callback(copies.close)
             if self._executor is not None:
                 last_to_first.callback(self._executor.close)
-
-
-def _errno(error: StorageError) -> int:
-    return getattr(error, "errno", None) or errno.EIO
 
 
 def _plain(told: Mapping[str, object]) -> dict[str, Any]:

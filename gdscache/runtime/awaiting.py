@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 from gdscache.errors import EngineClosedError
 from gdscache.runtime.threads import Flag
@@ -20,18 +21,16 @@ class Awaits:
         not set."""
         if flag.is_set():
             return True
-        loop = asyncio.get_running_loop()
-        waiter = _Waiter(loop, self._waiters)
+        waiter = _Waiter(self._waiters)
         self._waiters.add(waiter)
-        timer = None if seconds is None else loop.call_later(seconds, waiter.wake)
         try:
             flag.watch(waiter)
             if self.closed:  # perhaps set before the waiter existed
-                waiter.wake()
-            await waiter.future
+                waiter.event.set()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await waiter.event.wait()
         finally:
-            if timer is not None:
-                timer.cancel()
             flag.forget(waiter)
             self._waiters.discard(waiter)
         if self.closed and not flag.is_set():
@@ -48,18 +47,12 @@ class Awaits:
 class _Waiter:
     """One await, in place of a lock among a flag's waiters."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, others: set[_Waiter]) -> None:
-        self.loop, self._others = loop, others
-        self.future: asyncio.Future[None] = loop.create_future()
+    def __init__(self, others: set[_Waiter]) -> None:
+        self.loop, self.event, self._others = asyncio.get_running_loop(), asyncio.Event(), others
 
     def release(self) -> None:
         """The flag is set. In any thread; repeated calls are fine."""
         try:
-            self.loop.call_soon_threadsafe(self.wake)
+            self.loop.call_soon_threadsafe(self.event.set)
         except RuntimeError:  # the loop was closed during the await, which never continues
             self._others.discard(self)
-
-    def wake(self) -> None:
-        """Let the await go on. In the loop's thread."""
-        if not self.future.done():
-            self.future.set_result(None)

@@ -1,11 +1,8 @@
 """The public calls of an engine: permitted callers, and the engine's end after an interrupted call.
 
-Ctrl-C raises `KeyboardInterrupt` in the main thread behind any call or jump. It may leave an index half changed in a
-call that changes the engine. So such a call is a `with` block of `Calls`: an exception of a signal's handler in it ends
-the engine, and a thread of the engine's closes it. A call that only waits is no such block: its wait ends, and the
-engine goes on.
-
-An engine belongs to the process that opened it: a forked child has its memory, but none of its threads.
+Ctrl-C raises `KeyboardInterrupt` in the main thread behind any call or jump, also where an index is half changed. So a
+call that changes the engine is a `with` block of `Calls`: an exception of a signal's handler in it ends the engine, and
+a thread of the engine's closes it (docs/design/threads.md). A call that only waits is no such block.
 """
 
 from __future__ import annotations
@@ -95,7 +92,8 @@ class Calls(Caller):
             )
 
     def __enter__(self) -> None:
-        self.check_whole()
+        if self.broken_by or os.getpid() != self.pid:
+            self.check_whole()
         if threading.get_ident() == self._main:
             if self._inside is not None:
                 self._refuse()

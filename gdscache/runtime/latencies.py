@@ -39,10 +39,7 @@ class Latencies:
         self._loads: deque[SlowLoad] = deque(maxlen=KEPT)
 
     def note(self, what: str, tier: str, seconds: float) -> None:
-        kept = self._noted.get((what, tier))
-        if kept is None:
-            kept = self._noted.setdefault((what, tier), deque(maxlen=KEPT))
-        kept.append(seconds)
+        self._noted.setdefault((what, tier), deque(maxlen=KEPT)).append(seconds)
 
     def loaded(self, tier: str, nbytes: int, seconds: float) -> None:
         """A load of `nbytes` whose slowest tier is `tier` took `seconds` from its begin to its verdict."""

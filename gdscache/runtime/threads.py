@@ -60,7 +60,8 @@ class Flag:
         self._waiting.append(mine)
         if self.is_set():  # perhaps set before `mine` was in the list
             return True
-        if not mine.acquire(timeout=_timeout(seconds)):
+        most = threading.TIMEOUT_MAX
+        if not mine.acquire(timeout=most if seconds is None else min(max(0.0, seconds), most)):
             self.forget(mine)
         return self._set
 
@@ -105,8 +106,14 @@ def failure_of(work: Callable[[], object]) -> BaseException | None:
 
 def in_turn(*ends: Callable[[], object]) -> None:
     """Call each of them, also after errors of those before. Raises the first error."""
-    for error in filter(None, [failure_of(end) for end in ends]):
-        raise error
+    first: BaseException | None = None
+    for end in ends:
+        try:
+            end()
+        except BaseException as error:  # noqa: BLE001 - the others are called all the same
+            first = first or error
+    if first is not None:
+        raise first
 
 
 def log_failure(error: BaseException | None) -> None:
@@ -116,11 +123,6 @@ def log_failure(error: BaseException | None) -> None:
         if not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
             raise error
         _log.error("background work broke off", exc_info=error)
-
-
-def _timeout(seconds: float | None) -> float:
-    """A lock's timeout, which has a largest value."""
-    return threading.TIMEOUT_MAX if seconds is None else min(max(0.0, seconds), threading.TIMEOUT_MAX)
 
 
 def start(threads: Sequence[threading.Thread], stop: Callable[[], object]) -> None:

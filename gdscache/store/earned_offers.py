@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from gdscache.index.index import PageIndex
+from gdscache.pages.keys import Page
 from gdscache.store.outlets import Outlet
-
-if TYPE_CHECKING:
-    from gdscache.pages.keys import Page
 
 _MOST_HITS = 255
 
@@ -25,13 +22,10 @@ class EarnedOffers:
     def __init__(self, index: PageIndex | None, outlets: Sequence[Outlet], policy: str, hits: int) -> None:
         """`index`: the landing tier's; None: no such tier, and nothing is earned."""
         refuses = any(outlet.admission.refuses for outlet in outlets)
-        self.by_hits = bool(outlets) and (
-            policy == "write_through_selective" or (policy == "write_through" and refuses)
-        )
-        self._refused = policy == "write_through"
+        self._refused, self._selective = policy == "write_through", policy == "write_through_selective"
+        self.by_hits = bool(outlets) and (self._selective or (self._refused and refuses))
         self._index = index
         self._outlets = outlets
-        self._selective = policy == "write_through_selective"
         self._wanted = hits
         slots = 0 if index is None or not self._selective else index.slots
         self._hits = bytearray(slots)  # hits of the page in each slot, since it came,
@@ -45,11 +39,12 @@ class EarnedOffers:
 
     def used(self, keys: Sequence[bytes]) -> None:
         """Pages were hit, tail first. Pages that have earned an offer are noted heads first."""
-        refused = dict.fromkeys(key for outlet in self._outlets for key in outlet.admission.use(keys))
-        index = self._index
+        index, refused = self._index, list[bytes]()
+        for outlet in self._outlets:
+            refused += outlet.admission.use(keys)
         if index is None:
             return
-        for key in reversed(keys if self.by_hits else list(refused) if self._refused else []):
+        for key in reversed(keys if self.by_hits else [*dict.fromkeys(refused)] if self._refused else []):
             slot = index.slot(key)
             if slot is None:
                 continue

@@ -3,43 +3,54 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 
 from gdscache.index.free_slots import SlotShare
-from gdscache.runtime.threads import Bell, failure_of, log_failure
+from gdscache.moves import Executor
+from gdscache.runtime.threads import Bell, failure_of, in_turn, log_failure
 from gdscache.store.outlets import Outlet
 from gdscache.store.parcel import Parcel
 from gdscache.store.plan import StorePlanner
-from gdscache.store.writer import Outgoing, TierWriter
+from gdscache.store.writer import TierWriter
+from gdscache.tiers.manager import TierManager
 
 
-@dataclasses.dataclass(slots=True, eq=False)
 class Forwarder:
     """Hands pages to the writers, and frees their slots afterwards. The manager's lock is held.
 
     `writers`: by tier name. `spare`: slots of the bounce reserve. `idle` rings when nothing is queued.
     """
 
-    planner: StorePlanner
-    writers: Mapping[str, TierWriter]
-    spare: SlotShare | None
-    idle: Bell
-    deadline: float
-    _open: bool = True
+    def __init__(
+        self,
+        manager: TierManager,
+        planner: StorePlanner,
+        executor: Executor,
+        spare: SlotShare | None,
+        deadline: float,
+        idle: Bell,
+    ) -> None:
+        self.planner, self.spare, self.idle = planner, spare, idle
+        self.writers: dict[str, TierWriter] = {}
+        self._open = True
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close, drain=False)
+            for outlet in planner.outlets if planner.writes else ():
+                self.writers[outlet.tier.name] = TierWriter(
+                    manager, outlet, executor, planner.extent_bytes, deadline, self._written, self._released
+                )
+            undo.pop_all()
 
-    @contextlib.contextmanager
-    def closing(self, *, drain: bool) -> Iterator[None]:
-        """End the writers around the end of the storer's own thread. The manager's lock is not held here."""
+    def begin_close(self, *, drain: bool) -> None:
+        """Before the end of the storer's own thread, as is `close` behind it. The manager's lock is not held here."""
         for writer in self.writers.values():
             writer.begin_close(drain=drain)
-        yield
+
+    def close(self, *, drain: bool) -> None:
         with self.planner.lock:
             self._open = False
-        with contextlib.ExitStack() as ends:
-            for writer in self.writers.values():
-                ends.callback(writer.close, drain=drain)
+        in_turn(*(functools.partial(writer.close, drain=drain) for writer in self.writers.values()))
 
     def demote(self, parcels: Sequence[Parcel]) -> int:
         """Send pages of the landing tier on without a store. Returns their number."""
@@ -61,7 +72,7 @@ class Forwarder:
             if writer is None or not self._open:  # a load may offer pages while the engine closes
                 self._turn_away(some, outlet, "closed")
                 continue
-            error = failure_of(functools.partial(writer.put, [self._outgoing(parcel, outlet) for parcel in some]))
+            error = failure_of(functools.partial(writer.put, some))
             if error is not None and not taken:
                 raise error
             if error is not None:
@@ -90,21 +101,10 @@ class Forwarder:
             self._written(parcel, outlet, parcel.rows, cause)
             self._released(parcel, outlet, parcel.rows)
 
-    def _outgoing(self, parcel: Parcel, outlet: Outlet) -> Outgoing:
-        return Outgoing(
-            parcel.pages,
-            parcel.job.epoch,
-            parcel.space,
-            parcel.slots,
-            functools.partial(self._written, parcel, outlet),
-            functools.partial(self._released, parcel, outlet),
-            self.deadline,
-            outlet.retained,
-        )
-
-    def _written(self, parcel: Parcel, outlet: Outlet, rows: Sequence[int], cause: str) -> None:
-        self.planner.written(parcel, outlet, rows, cause)
+    def _written(self, parcel: Parcel, outlet: Outlet, rows: Sequence[int], cause: str) -> Sequence[int]:
+        ended = self.planner.written(parcel, outlet, rows, cause)
         self.tell_idle()
+        return ended
 
     def _released(self, parcel: Parcel, outlet: Outlet, rows: Sequence[int]) -> None:
         self._give_bounce(parcel, self.planner.released(parcel, outlet, rows))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 from gdscache import arguments
-from gdscache.cuda.streams import Event, Fence, Landed
+from gdscache.cuda.streams import Fence
 from gdscache.errors import DeadlineError
 from gdscache.runtime.calls import Caller
 from gdscache.runtime.threads import Flag
@@ -31,6 +31,9 @@ class StoreHandle:
     def __init__(self, pages: int, calls: Caller | None = None) -> None:
         self._calls = Caller() if calls is None else calls
         self.release_event = Fence()
+        # Called by the storer: the blocks may be written again after the event that `lands(seconds)` waits for, or
+        # after an event.
+        self.reading, self.read = self.release_event.watch, self.release_event.signal
         self.order = b""  # the bytes for each rank (`Rank.store`), in the order of its own steps
         self._tiers: list[tuple[str, ...]] = [()] * pages
         self._dropped: dict[int, str] = {}
@@ -60,14 +63,6 @@ class StoreHandle:
                 "wait longer; stats()['store_queue'] has the bytes on their way",
             )
         return StoreReport(tuple(self._tiers), dict(self._dropped))
-
-    def reading(self, lands: Callable[[float], Landed | None]) -> None:
-        """Called by the storer: the blocks may be written again after the event that `lands(seconds)` waits for."""
-        self.release_event.watch(lands)
-
-    def read(self, event: Event) -> None:
-        """Called by the storer: the blocks may be written again after this event."""
-        self.release_event.signal(event)
 
     def committed(self, pages: Sequence[int], tier: str) -> None:
         for page in pages:

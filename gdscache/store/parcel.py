@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
 
 from gdscache.index.retention import DEFAULT, Retention
 from gdscache.index.table import Entry
 from gdscache.pages.keys import Page
+from gdscache.store.outlets import Outlet
 from gdscache.tiers.base import Lease
-
-if TYPE_CHECKING:
-    from gdscache.store.outlets import Outlet
 
 
 class Receipt(Protocol):
@@ -44,13 +42,10 @@ class StoreJob:
     retention: Retention = DEFAULT
     since: float | None = None
     left: set[int] = dataclasses.field(init=False)
+    namespace: bytes = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        self.left = set(range(len(self.pages)))
-
-    @property
-    def namespace(self) -> bytes:
-        return self.pages[0].namespace
+        self.left, self.namespace = set(range(len(self.pages))), self.pages[0].namespace
 
     def numbers_of(self, some: Iterable[int]) -> list[int]:
         numbers = self.numbers
@@ -62,7 +57,8 @@ class Parcel:
     """Pages of a job in slots of one memory, all with the same outlets. A *row* is a page's number in the parcel.
 
     `places`: the pages' numbers in the job. `entries`: the pages in the landing tier, each leased; None: the slots are
-    in the bounce reserve (`space`). `copied`: the bytes are in the slots already. `to`: the outlets.
+    in the bounce reserve (`space`). `copied`: the bytes are in the slots already. `to`: the outlets. `left`: by outlet,
+    the rows that it has not ended; `reading`: those whose slots it still reads.
     """
 
     job: StoreJob
@@ -74,27 +70,21 @@ class Parcel:
     to: tuple[Outlet, ...]
     copied: bool = dataclasses.field(kw_only=True)
     leases: list[Lease] = dataclasses.field(init=False)
-    _open: dict[Outlet, set[int]] = dataclasses.field(init=False)  # rows that the outlet has not ended
-    _reading: dict[Outlet, set[int]] = dataclasses.field(init=False)  # rows whose slots the outlet still reads
+    rows: range = dataclasses.field(init=False)
+    pages: list[Page] = dataclasses.field(init=False)
+    left: dict[Outlet, set[int]] = dataclasses.field(init=False)
+    reading: dict[Outlet, set[int]] = dataclasses.field(init=False)
     # the cause of the first outlet that did not take the page
     _causes: dict[int, str] = dataclasses.field(init=False, default_factory=dict)
 
     def __post_init__(self, lease: Lease | None) -> None:
-        self.leases = [] if lease is None else [lease]
-        self._open = {outlet: set(self.rows) for outlet in self.to}
-        self._reading = {outlet: set(self.rows) for outlet in self.to}
+        self.leases, pages = [] if lease is None else [lease], self.job.pages
+        self.rows, self.pages = range(len(self.places)), [pages[i] for i in self.places]
+        self.left = {outlet: set(self.rows) for outlet in self.to}
+        self.reading = {outlet: set(self.rows) for outlet in self.to}
 
     def __len__(self) -> int:
         return len(self.places)
-
-    @property
-    def rows(self) -> range:
-        return range(len(self.places))
-
-    @property
-    def pages(self) -> list[Page]:
-        pages = self.job.pages
-        return [pages[i] for i in self.places]
 
     def only(self, rows: Sequence[int]) -> Parcel:
         """A parcel of these rows alone, with the leases of this one."""
@@ -105,24 +95,12 @@ class Parcel:
         return made
 
     def keys(self, rows: Iterable[int]) -> list[bytes]:
-        pages, places = self.job.pages, self.places
-        return [pages[places[row]].key for row in rows]
+        pages = self.pages
+        return [pages[row].key for row in rows]
 
     def places_of(self, rows: Iterable[int]) -> list[int]:
         places = self.places
         return [places[row] for row in rows]
-
-    def open(self, outlet: Outlet, rows: Iterable[int]) -> list[int]:
-        left = self._open.get(outlet, ())
-        return [row for row in rows if row in left]
-
-    def open_elsewhere(self, outlet: Outlet) -> set[int]:
-        if len(self._open) == 1 and outlet in self._open:
-            return set()
-        return set().union(*(rows for other, rows in self._open.items() if other is not outlet))
-
-    def end(self, outlet: Outlet, rows: Sequence[int]) -> None:
-        self._open[outlet].difference_update(rows)
 
     def note(self, rows: Iterable[int], cause: str) -> None:
         for row in rows:
@@ -137,23 +115,10 @@ class Parcel:
             found.setdefault(self._causes.get(row, ""), []).append(row)
         return found
 
-    def read(self, outlet: Outlet, rows: Iterable[int]) -> list[int]:
-        """The rows whose slots no outlet reads any more, now that this one does not."""
-        left = self._reading.get(outlet, ())
-        over = [row for row in rows if row in left]
-        for other, reading in self._reading.items():
-            if other is not outlet:
-                over = [row for row in over if row not in reading]
-        return over
-
-    def stop_reading(self, outlet: Outlet, rows: Sequence[int]) -> None:
-        if outlet in self._reading:
-            self._reading[outlet].difference_update(rows)
-
     def give_up(self) -> list[tuple[Outlet, list[int]]]:
-        lacking = [(outlet, sorted(rows)) for outlet, rows in self._open.items() if rows]
-        self._open = {outlet: set() for outlet in self.to}
-        self._reading = {outlet: set() for outlet in self.to}
+        lacking = [(outlet, sorted(rows)) for outlet, rows in self.left.items() if rows]
+        for rows in (*self.left.values(), *self.reading.values()):
+            rows.clear()
         return lacking
 
     def set_apart(self, rows: Sequence[int], lease: Lease) -> None:
@@ -163,3 +128,10 @@ class Parcel:
             for held in self.leases:
                 held.hand_over(entries, lease)
             self.leases.append(lease)
+
+
+def last_of(rows: Iterable[int], outlet: Outlet, of: Mapping[Outlet, set[int]]) -> list[int]:
+    """The rows that are left to this outlet, and to no other."""
+    return sorted(
+        of[outlet].intersection(rows).difference(*(some for other, some in of.items() if other is not outlet))
+    )

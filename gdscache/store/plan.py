@@ -1,24 +1,10 @@
 """Plans stores: which pages go to which tier, and when. Decisions only; no bytes, no threads, no torch.
 
 The planner accepts a page (or drops and counts it), finds its slot in the landing tier (the first in memory: the CPU
-tier), and chooses the tiers of files that get it now, by the write policy. Each of them has an *outlet*
-(store/outlets.py). With one of them, the SSD:
-
-* `write_through`: every page, at once.
-* `write_through_selective`: a page that was hit twice since it came. A lookup only notes the hit; the next load or
-  store sends the page on.
-* `write_back`: a page that the CPU tier is about to evict. Until then it is *dirty* there, and not evicted; the
-  coldest are written ahead when more than half of the slots are dirty, down to a quarter (`WATERMARKS`).
-* `never`: no page.
-
-Such a page must also pass the SSD's admission. The storer runs the plan: it moves the bytes and reports back. Pages go
-through it as *parcels* (store/parcel.py). The manager's lock is held in every call.
-
-The ways into the two tiers are bounded separately, by `store.queue` each, so that a slow SSD does not keep pages out of
-the CPU tier. A page without room on the first way is dropped. A page without room on the second is refused, as by the
-admission ("queue_full"): it stays in the CPU tier alone, and may be evicted. Pages on their way to the SSD hold CPU
-slots: a store finds no CPU slot while they hold more than half of them. Dirty pages hold slots too: where too many do,
-the coldest are refused.
+tier), and chooses the tiers of files that get it now, by the write policy and each tier's admission
+(store/outlets.py). The ways into memory and into the files are bounded apart, so that a slow SSD keeps no page out of
+the CPU tier. docs/design/store.md has the policies and the bounds. The storer runs the plan: it moves the bytes and
+reports back. Pages go through it as *parcels* (store/parcel.py). The manager's lock is held in every call.
 """
 
 from __future__ import annotations
@@ -37,7 +23,7 @@ from gdscache.pages.layout import PLAIN
 from gdscache.store.batch_size import batch_pages
 from gdscache.store.earned_offers import EarnedOffers
 from gdscache.store.outlets import Outlet
-from gdscache.store.parcel import Nobody, Parcel, Receipt, StoreJob
+from gdscache.store.parcel import Nobody, Parcel, Receipt, StoreJob, last_of
 
 if TYPE_CHECKING:
     from gdscache.config import StoreConfig
@@ -114,6 +100,11 @@ class StorePlanner:
         return self._landing.index
 
     @property
+    def writes(self) -> bool:
+        """Whether tiers of files are written to."""
+        return self._policy != "never"
+
+    @property
     def keys(self) -> Collection[bytes]:
         if len(self.outlets) == 1:
             return self.outlets[0].keys
@@ -134,7 +125,8 @@ class StorePlanner:
             known = set(missing)
             present = [number for number in range(len(pages)) if number not in known]
             if self._landing is None and self._policy == "never":  # no tier takes a page
-                there = [number for number in present if self._in_a_tier(pages[number].key)]
+                tiers = manager.tiers.values()
+                there = [number for number in present if any(pages[number].key in tier.index for tier in tiers)]
                 self._drop(pages, sorted({*present}.difference(there)), receipt, "no_tier")
                 present = there
             manager.counts["stores", "present"] += len(present)
@@ -150,9 +142,6 @@ class StorePlanner:
     def _retain_coming(self, pages: Sequence[Page], retention: Retention) -> None:
         for outlet in self.outlets:
             outlet.retain(pages, retention)
-
-    def _in_a_tier(self, key: bytes) -> bool:
-        return any(key in tier.index for tier in self._manager.tiers.values())
 
     def _drop(self, pages: Sequence[Page], numbers: Sequence[int], receipt: Receipt, cause: str) -> None:
         """These are not accepted."""
@@ -242,8 +231,7 @@ class StorePlanner:
         return landing.index.allocate_some(len(landing.index.lacking(pages)), pages=pages)
 
     def free(self, slots: Sequence[int]) -> None:
-        if slots:
-            self._index.free(slots)
+        self._index.free(slots)
 
     def place(
         self, job: StoreJob, at: int, end: int, slots: list[int], bounced: list[int], parcels: list[Parcel]
@@ -398,14 +386,15 @@ class StorePlanner:
         if pages and job.since is not None:
             measures.stored(target, len(job.pages) * self.extent_bytes, self.now() - job.since)
 
-    def written(self, parcel: Parcel, outlet: Outlet, rows: Sequence[int], cause: str) -> None:
+    def written(self, parcel: Parcel, outlet: Outlet, rows: Sequence[int], cause: str) -> list[int]:
         """A writer's outcome for pages: "" or the cause why its tier lacks them. `released` frees their slots.
 
-        May be called again after an exception.
+        Returns the rows that had no outcome before. May be called again after an exception.
         """
-        rows = parcel.open(outlet, rows)
+        left = parcel.left[outlet]
+        rows = sorted(left.intersection(rows))
         if not rows:
-            return
+            return rows
         job, entries = parcel.job, parcel.entries
         outlet.end(parcel.keys(rows), parcel.job.epoch)
         if not cause:
@@ -420,30 +409,27 @@ class StorePlanner:
             outlet.admission.not_written(len(rows))
         if cause:
             parcel.note(rows, cause)
-        elsewhere = parcel.open_elsewhere(outlet)
-        over = [row for row in rows if row not in elsewhere] if elsewhere else rows
+        over = last_of(rows, outlet, parcel.left)
         if entries is not None and self._index.dirty_pages:
             for row in over:
                 # a page refused for good is clean too, else it could never be evicted
                 self._index.mark_clean(entries[row])
         for why, some in parcel.by_cause(over).items():
             self.finish_pages(job, parcel.places_of(some), why)
-        parcel.end(outlet, rows)
+        left.difference_update(rows)
+        return rows
 
     def released(self, parcel: Parcel, outlet: Outlet, rows: Sequence[int]) -> list[int]:
         """An outlet no longer reads these pages' slots. Returns the rows that no outlet reads; the caller frees bounce
         slots."""
-        over = parcel.read(outlet, rows)
+        over = last_of(rows, outlet, parcel.reading)
         if over and parcel.entries is not None:
-            self._give_back(parcel, over, parcel.entries)
-        parcel.stop_reading(outlet, rows)
+            some = [parcel.entries[row] for row in over]
+            for lease in parcel.leases:
+                lease.release(some)
+            self._end_empty(parcel)
+        parcel.reading[outlet].difference_update(rows)
         return over
-
-    def _give_back(self, parcel: Parcel, rows: Sequence[int], entries: Sequence[Entry]) -> None:
-        some = [entries[row] for row in rows]
-        for lease in parcel.leases:
-            lease.release(some)
-        self._end_empty(parcel)
 
     def _end_empty(self, parcel: Parcel) -> None:
         for lease in parcel.leases:
@@ -567,24 +553,13 @@ class StorePlanner:
                 entries = entries[len(some) :]
                 ways, _ = self._offer([entry.page for entry in some], behind=behind)
                 for to, places in ways.items():
-                    self._leave([some[n] for n in places], epoch, retention, landing, to, parcels)
+                    leaving = [some[n] for n in places]
+                    if not to:
+                        for entry in leaving:
+                            index.mark_clean(entry)
+                        continue
+                    job = StoreJob(_NOBODY, range(len(leaving)), [e.page for e in leaving], epoch, retention)
+                    self._set_out(self._copied(job, job.numbers, leaving, landing, to), parcels)
+                    self.queued += len(leaving)
+                    self._cleaning += len(leaving)
         return parcels
-
-    def _leave(
-        self,
-        entries: Sequence[Entry],
-        epoch: int,
-        retention: Retention,
-        landing: Tier,
-        to: tuple[Outlet, ...],
-        parcels: list[Parcel],
-    ) -> None:
-        if not to:
-            for entry in entries:
-                landing.index.mark_clean(entry)
-            return
-        places = range(len(entries))
-        job = StoreJob(_NOBODY, places, [entry.page for entry in entries], epoch, retention)
-        self._set_out(self._copied(job, places, entries, landing, to), parcels)
-        self.queued += len(entries)
-        self._cleaning += len(entries)

@@ -10,14 +10,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from gdscache.arguments import remaining
 from gdscache.arrays import Int64Array
 from gdscache.errors import EngineClosedError
 from gdscache.index.free_slots import SlotShare
@@ -29,7 +28,6 @@ from gdscache.runtime.threads import Bell
 from gdscache.store.forwarder import Forwarder
 from gdscache.store.parcel import Parcel, Receipt, StoreJob
 from gdscache.store.plan import StorePlanner
-from gdscache.store.writer import TierWriter
 from gdscache.tiers.base import Lease
 from gdscache.tiers.manager import TierManager
 
@@ -87,19 +85,16 @@ class _Renumbered:
         self.finish(sorted(self._left), "error")
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class _Round:
-    """Pages of a store that have slots. `moving` brings their bytes; None: they are there."""
-
-    parcels: Sequence[Parcel]
-    moving: Moving | None
+_Round = tuple[
+    list[Parcel], Moving | None
+]  # pages of a store that have slots, and what brings their bytes, if not there
 
 
 class Storer:
     """Accepts stores and has them carried out. `drain` waits for them.
 
-    `spare`: slots of the bounce reserve for stores. `writers`: by the names of the tiers of files. `unfit` stores the
-    pages that do not fit into packed extents, from the planes again; it is closed with this one.
+    `spare`: slots of the bounce reserve for stores. `unfit` stores the pages that do not fit into packed extents, from
+    the planes again; it is closed with this one.
     """
 
     def __init__(
@@ -108,7 +103,6 @@ class Storer:
         planner: StorePlanner,
         executor: Executor,
         spare: SlotShare | None,
-        writers: Mapping[str, TierWriter],
         deadline: float,
         unfit: Storer | None = None,
     ) -> None:
@@ -122,9 +116,12 @@ class Storer:
         self._idle = Bell()
         self._dropping = False
         self._closed = False
-        self._forwarder = Forwarder(planner, writers, spare, self._idle, deadline)
         planner.now = executor.now
-        self._lane = executor.lane(Priority.STORE, lambda: manager.tell())
+        self._forwarder = Forwarder(manager, planner, executor, spare, deadline, self._idle)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._forwarder.close, drain=False)
+            self._lane = executor.lane(Priority.STORE, lambda: manager.tell())
+            undo.pop_all()
 
     # -- accepting ---------------------------------------------------------------------------------------------------
 
@@ -166,32 +163,31 @@ class Storer:
 
     def drain(self, seconds: float | None) -> bool:
         """Wait until every accepted store is done. False after `seconds`, or if the engine ends."""
-        until, manager = math.inf if seconds is None else time.monotonic() + seconds, self._manager
+        left, manager = remaining(seconds), self._manager
         while True:
             idle = self._idle.next
             with manager.lock:
                 if not (self._planner.queued or self._jobs):
                     break
-            left = until - time.monotonic()
-            if left <= 0 or manager.calls.broken_by:
+            most = left()
+            if most == 0 or manager.calls.broken_by:
                 return False
-            self._executor.pause(idle, min(left, _LOOK_S))
-        return self._unfit is None or self._unfit.drain(None if seconds is None else max(0.0, until - time.monotonic()))
+            self._executor.pause(idle, _LOOK_S if most is None else min(most, _LOOK_S))
+        return self._unfit is None or self._unfit.drain(left())
 
     def flush(self, seconds: float | None, change: AbstractContextManager[object] = _NOBODYS) -> bool:
         """`drain`, and write every page that is only in the CPU tier to the SSD, if the policy writes any.
 
         `change` surrounds the steps that change the engine.
         """
-        until = None if seconds is None else time.monotonic() + seconds
-        while self.drain(None if until is None else until - time.monotonic()):
+        left = remaining(seconds)
+        while self.drain(left()):
             with change, self._manager.lock:
                 if not self._forwarder.demote(self._planner.clean(everything=True)):
                     break
         else:
             return False
-        left = None if until is None else max(0.0, until - time.monotonic())
-        return self._unfit is None or self._unfit.flush(left, change)
+        return self._unfit is None or self._unfit.flush(left(), change)
 
     def offer_earned(self) -> None:
         """Send on pages that uses have made worth it and that are in memory. The manager's lock is held."""
@@ -223,10 +219,11 @@ class Storer:
         with self._manager.lock:
             self._closed = True
             self._dropping = not drain
-        with self._forwarder.closing(drain=drain):
-            self._lane.close()
-            if drain:
-                self.flush(None)
+        self._forwarder.begin_close(drain=drain)
+        self._lane.close()
+        if drain:
+            self.flush(None)
+        self._forwarder.close(drain=drain)
         if self._unfit is not None:
             self._unfit.close(drain=drain)
 
@@ -351,7 +348,7 @@ class Storer:
             with self._manager.lock:
                 self._planner.free(slots)
 
-    def _copy(self, job: _Job, parcels: Sequence[Parcel], *, last: bool) -> _Round:
+    def _copy(self, job: _Job, parcels: list[Parcel], *, last: bool) -> _Round:
         try:
             moving = None
             ways = [
@@ -366,14 +363,14 @@ class Storer:
         except BaseException:
             self._abandon(parcels)
             raise
-        return _Round(parcels, moving)
+        return parcels, moving
 
     def _land(self, job: _Job, round_: _Round) -> Steps[None]:
         """When a round's pages are copied and hashed, publish them, and forward the pages for the SSD."""
-        parcels, unfit = list(round_.parcels), set[int]()
+        (parcels, moving), unfit = round_, set[int]()
         try:
-            if round_.moving is not None:
-                unfit.update((yield from round_.moving.end()).unfit)
+            if moving is not None:
+                unfit.update((yield from moving.end()).unfit)
         except BaseException:
             self._abandon(parcels)
             raise

@@ -21,10 +21,10 @@ from gdscache.index.retention import DEFAULT, Retention
 from gdscache.index.table import Entry
 from gdscache.moves import Executor, Move, Moving, Priority, Steps, Way, failure
 from gdscache.pages.checksum import Checksums
-from gdscache.pages.keys import Page
 from gdscache.runtime.threads import log_failure
 from gdscache.store.batch_size import BatchSize
-from gdscache.tiers.base import DurableTier
+from gdscache.store.outlets import Outlet
+from gdscache.store.parcel import Parcel
 from gdscache.tiers.manager import TierManager
 from gdscache.tiers.quarantine import Late
 
@@ -32,31 +32,7 @@ _log = logging.getLogger("gdscache.store")
 _FLIGHTS = 3  # batches in flight, including the one that is committed
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class Outgoing:
-    """Pages of one namespace to write, from `slots` of the memory `space`, within `seconds` of their batch's begin. A
-    *row* is a page's number here.
-
-    Both callbacks get rows, once each, under the manager's lock. `finish`: "" for committed pages, else the cause.
-    `release`: nothing reads the slots any more, which is later if the write hangs. `retained`: see `Outlet`. `open`:
-    the rows without an outcome.
-    """
-
-    pages: Sequence[Page]
-    epoch: int
-    space: str
-    slots: Sequence[int]
-    finish: Callable[[Sequence[int], str], None]
-    release: Callable[[Sequence[int]], None] = lambda rows: None
-    seconds: float = 30.0
-    retained: Mapping[bytes, Retention] = dataclasses.field(default_factory=dict)
-    open: set[int] = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        self.open = set(range(len(self.pages)))
-
-
-_Part = tuple[Outgoing, Sequence[int]]  # rows of an `Outgoing` in a batch
+_Part = tuple[Parcel, Sequence[int]]  # rows of a parcel in a batch
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -70,8 +46,8 @@ class _WriteBatch:
     moving: Moving
     begun: float
 
-    def pages(self) -> list[tuple[Outgoing, int]]:
-        return [(out, row) for out, rows in self.parts for row in rows]
+    def pages(self) -> list[tuple[Parcel, int]]:
+        return [(parcel, row) for parcel, rows in self.parts for row in rows]
 
 
 class TierWriter:
@@ -82,10 +58,26 @@ class TierWriter:
     Many methods: three public ones, and the steps of a batch.
     """
 
-    def __init__(self, manager: TierManager, tier: DurableTier, executor: Executor, extent_bytes: int) -> None:
+    def __init__(
+        self,
+        manager: TierManager,
+        outlet: Outlet,
+        executor: Executor,
+        extent_bytes: int,
+        deadline: float,
+        written: Callable[[Parcel, Outlet, Sequence[int], str], Sequence[int]],
+        released: Callable[[Parcel, Outlet, Sequence[int]], None],
+    ) -> None:
+        """Both functions get rows of a parcel, under the manager's lock. `written(parcel, outlet, rows, cause)`: "" for
+        committed pages, else the cause; returns the rows that had no outcome before. `released`, once for each row:
+        nothing reads the slots any more, which is later if the write hangs."""
         self._manager = manager
-        self._tier = tier
+        self._outlet = outlet
+        self._tier = outlet.tier
         self._executor = executor
+        self._deadline = deadline
+        self._written = written
+        self._released = released
         self.size = BatchSize.of(extent_bytes)
         self._ready: deque[_Part] = deque()
         self._flying: deque[_WriteBatch] = deque()
@@ -95,12 +87,12 @@ class TierWriter:
         self._dropping = False
         self._lane = executor.lane(Priority.DEMOTION, manager.bring_in, 2)
 
-    def put(self, pages: Sequence[Outgoing]) -> None:
+    def put(self, parcels: Sequence[Parcel]) -> None:
         """Take all pages, or raise and take none."""
-        if pages:
+        if parcels:
             with self._manager.lock:
                 self._lane.start(self._run(), self._run)  # it waits for the lock
-                self._ready.extend((out, range(len(out.pages))) for out in pages)
+                self._ready.extend((parcel, parcel.rows) for parcel in parcels)
 
     def begin_close(self, *, drain: bool) -> None:
         """Begin no batch after the first that misses its deadline; without `drain`, begin none at all."""
@@ -138,10 +130,7 @@ class TierWriter:
                 try:
                     self._lose(flight)  # does nothing unless `_complete` raised
                 finally:
-                    try:
-                        self._forget(flight)
-                    finally:
-                        self._forget(flight)  # again, if an interrupt stopped the first
+                    self._forget(flight)
             self._manager.tell()
         return bool(batch) or flight is not None
 
@@ -159,15 +148,15 @@ class TierWriter:
         batch: list[_Part] = []
         room = self.size.pages
         while room and self._ready:
-            out, rows = self._ready[0]
-            if self._manager.clearing.epoch(out.pages[0].namespace) != out.epoch:
-                self._finish(out, rows, "cleared")  # the batch may have the same pages again, stored since
+            parcel, rows = self._ready[0]
+            if self._manager.clearing.epoch(parcel.job.namespace) != parcel.job.epoch:
+                self._finish(parcel, rows, "cleared")  # the batch may have the same pages again, stored since
                 self._ready.popleft()
                 continue
             self._ready.popleft()
-            batch.append((out, rows[:room]))
+            batch.append((parcel, rows[:room]))
             if len(rows) > room:
-                self._ready.appendleft((out, rows[room:]))
+                self._ready.appendleft((parcel, rows[room:]))
             room -= len(batch[-1][1])
         return batch
 
@@ -179,8 +168,8 @@ class TierWriter:
             off = quarantine.refuses(self._tier.name)
             cause = "closed" if self._dropping else quarantine.cause if off else f"{self._tier.name}_full"
             try:
-                pages = [] if self._dropping or off else [out.pages[row] for out, rows in batch for row in rows]
-                entries.update((entry.key, entry) for entry in self._tier.reserve(pages, self._retentions(batch)))
+                pages = [] if self._dropping or off else [parcel.pages[row] for parcel, rows in batch for row in rows]
+                entries |= {entry.key: entry for entry in self._tier.reserve(pages, self._retentions(batch))}
             except StorageError as error:
                 self._say("takes no pages", error, len(pages))
                 cause = self._refused(error)
@@ -196,10 +185,11 @@ class TierWriter:
     def _retentions(self, batch: Sequence[_Part]) -> dict[bytes, Retention]:
         found = {}
         with self._manager.lock:
-            if not self._manager.expiry.retains and not any(out.retained for out, _ in batch):
+            expiry, retained = self._manager.expiry, self._outlet.retained
+            if not expiry.retains and not retained:
                 return {}
-            for page, retained in ((out.pages[row], out.retained) for out, rows in batch for row in rows):
-                kept = self._manager.expiry.joined(page, retained.get(page.key, DEFAULT))
+            for page in (parcel.pages[row] for parcel, rows in batch for row in rows):
+                kept = expiry.joined(page, retained.get(page.key, DEFAULT))
                 if kept != DEFAULT:
                     found[page.key] = kept
         return found
@@ -209,16 +199,16 @@ class TierWriter:
         slot."""
         going: list[_Part] = []
         with self._manager.lock:
-            for out, rows in batch:
-                wanted, pages = self._manager.clearing.epoch(out.pages[0].namespace) == out.epoch, out.pages
+            for parcel, rows in batch:
+                pages = parcel.pages
                 placed = [row for row in rows if pages[row].key in entries]
                 if len(placed) < len(rows):
-                    self._finish(out, [row for row in rows if pages[row].key not in entries], cause)
-                if placed and not wanted:
-                    self._give_up([entries.pop(out.pages[row].key) for row in placed])
-                    self._finish(out, placed, "cleared")
+                    self._finish(parcel, [row for row in rows if pages[row].key not in entries], cause)
+                if placed and self._manager.clearing.epoch(parcel.job.namespace) != parcel.job.epoch:
+                    self._give_up([entries.pop(pages[row].key) for row in placed])
+                    self._finish(parcel, placed, "cleared")
                 elif placed:
-                    going.append((out, placed))
+                    going.append((parcel, placed))
             for key, kept in self._retentions(going).items():  # a store may have asked for more before the reservation
                 self._tier.retain(key, kept)
         return going
@@ -227,15 +217,15 @@ class TierWriter:
         ways, sums, moved = [], [], list[Entry]()
         for space, some in itertools.groupby(parts, lambda part: part[0].space):
             begun, slots = len(moved), list[int]()
-            for out, rows in some:
-                pages, at = out.pages, out.slots
+            for parcel, rows in some:
+                pages, at = parcel.pages, parcel.slots
                 slots += [at[row] for row in rows]
                 moved += [entries[pages[row].key] for row in rows]
             targets = np.array([entry.slot for entry in moved[begun:]], dtype=np.int64)
             ways.append(Way(space, self._tier.name, np.array(slots, dtype=np.int64), targets))
             sums.append(self._executor.checksums(space, slots))
             self._tier.expect(moved[begun:], sums[-1])
-        move = Move(Priority.DEMOTION, tuple(ways), min(out.seconds for out, _ in parts))
+        move = Move(Priority.DEMOTION, tuple(ways), self._deadline)
         whole, now = sums[0] if len(sums) == 1 else np.concatenate(sums), self._executor.now()
         return _WriteBatch(parts, moved, whole, self._executor.begin(move), now)
 
@@ -269,10 +259,10 @@ class TierWriter:
                 self._tier.index.drop(flight.entries[row])
             pages = flight.pages()
             where = [pages[row] for row in late]
-            held = {row: self._late(out, at, flight.entries[row]) for row, (out, at) in zip(late, where, strict=True)}
+            held = {row: self._late(*one, flight.entries[row]) for row, one in zip(late, where, strict=True)}
             self._manager.quarantine.hold(flight.moving, held)
-            for out, at in where:
-                self._end(out, (at,), cause)
+            for parcel, at in where:
+                self._written(parcel, self._outlet, (at,), cause)
 
     def _complete(self, flight: _WriteBatch) -> Steps[None]:
         causes, failed = yield from self._ended(flight)
@@ -336,37 +326,34 @@ class TierWriter:
         return _cause(error)
 
     def _finish_all(self, flight: _WriteBatch, causes: Sequence[str]) -> None:
-        left = iter(causes)
-        if not any(causes):
-            for out, rows in flight.parts:
-                self._finish(out, rows, "")
-            return
-        for out, rows in flight.parts:
-            by_cause: dict[str, list[int]] = {}
-            for row, cause in zip(rows, left, strict=False):
+        failed, left = any(causes), iter(causes)
+        for parcel, rows in flight.parts:
+            by_cause: dict[str, list[int]] = {} if failed else {"": [*rows]}
+            for row, cause in zip(rows, left, strict=False) if failed else ():
                 by_cause.setdefault(cause, []).append(row)
             for cause, some in by_cause.items():
                 if cause != "deadline":
-                    self._finish(out, some, cause)
+                    self._finish(parcel, some, cause)
 
     def _abandon(self, batch: Sequence[_Part], entries: dict[bytes, Entry]) -> None:
         with self._manager.lock:
             self._give_up(list(entries.values()))
-            for out, rows in batch:
-                self._finish(out, rows, "error")
+            for parcel, rows in batch:
+                self._finish(parcel, rows, "error")
 
     def _drop_unbegun(self, batch: Sequence[_Part]) -> None:
         """An exception ended the begin of a batch: drop its pages that are in no flight."""
         with self._manager.lock:
             flying = {page for flight in self._flying for page in flight.pages()}
-            self._abandon([(out, [row for row in rows if (out, row) not in flying]) for out, rows in batch], {})
+            left = [(parcel, [row for row in rows if (parcel, row) not in flying]) for parcel, rows in batch]
+            self._abandon(left, {})
 
     def _lose(self, flight: _WriteBatch) -> None:
         """An exception ended a flight whose I/O may still run: its pages end now, the quarantine keeps their slots."""
         with self._manager.lock:
-            if all(out.open.isdisjoint(rows) for out, rows in flight.parts):
+            if all(parcel.left[self._outlet].isdisjoint(rows) for parcel, rows in flight.parts):
                 return  # every page has its outcome
-            left = [row for row, (out, at) in enumerate(flight.pages()) if at in out.open]
+            left = [row for row, (parcel, at) in enumerate(flight.pages()) if at in parcel.left[self._outlet]]
             self._hold(flight, left, "error")
 
     def _forget(self, flight: _WriteBatch) -> None:
@@ -380,25 +367,18 @@ class TierWriter:
             self._tier.index.drop(entry)
         self._tier.index.release_all(entries)
 
-    def _finish(self, out: Outgoing, rows: Sequence[int], cause: str) -> None:
-        if ended := self._end(out, rows, cause):
-            out.release(ended)
+    def _finish(self, parcel: Parcel, rows: Sequence[int], cause: str) -> None:
+        if ended := self._written(parcel, self._outlet, rows, cause):
+            self._released(parcel, self._outlet, ended)
 
-    def _end(self, out: Outgoing, rows: Sequence[int], cause: str) -> list[int]:
-        ended = [row for row in rows if row in out.open]
-        if ended:
-            out.finish(ended, cause)
-            out.open.difference_update(ended)
-        return ended
-
-    def _late(self, out: Outgoing, row: int, entry: Entry) -> Late:
+    def _late(self, parcel: Parcel, row: int, entry: Entry) -> Late:
         """A write whose slots may be used again only when it has ended."""
 
         def ended() -> None:
             self._tier.index.release(entry)
-            out.release((row,))
+            self._released(parcel, self._outlet, (row,))
 
-        memory = f"{out.space}_stores" if out.space.startswith("bounce") else out.space
+        memory = f"{parcel.space}_stores" if parcel.space.startswith("bounce") else parcel.space
         return Late("write", memory, self._tier.name, entry.slot, ended)
 
 

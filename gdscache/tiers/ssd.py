@@ -223,7 +223,7 @@ class SsdTier(DurableTier):
             self.commit_waiting()
         with self.lock:
             self._touched_slots()  # before slots change hands: uses are of the pages that are present now
-            fresh = [p for p in pages if p.key not in self.index]
+            fresh = [pages[i] for i in self.index.lacking(pages)]
             kept = [retentions.get(page.key, DEFAULT) for page in fresh]
             # Behind the page that they follow if possible: reading the prefix then takes few long stretches.
             slots = self.index.take_free(len(fresh), self.index.slot(fresh[0].parent)) if fresh else []

@@ -58,7 +58,7 @@ def traced(open_host: OpenHost, slab: Path) -> Callable[..., Host]:
 
     yield opens
     for host in hosts:
-        if not host.engine._closed:
+        if not host.engine._closing.begun:
             settle(host.engine)
         host.engine.close()
 

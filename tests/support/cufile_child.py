@@ -38,7 +38,7 @@ from tests.support.cufile_parts import (
     StandIns,
 )
 from tests.support.helpers import WAIT, drop_from, make_config, prompt, run, running, until
-from tests.support.transport_parts import FILE_BYTES, SECTOR, odd_extents, random_bytes
+from tests.support.transport_suite import FILE_BYTES, SECTOR, odd_extents, random_bytes
 
 REQUESTS = 24
 BAD = 7  # of the requests of a batch

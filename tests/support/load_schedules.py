@@ -281,14 +281,14 @@ class Player:
             for thread in self.helpers:
                 thread.join(WAIT)
             self.over()
-            if not engine._closed:
+            if not engine._closing.begun:
                 PLAN.reset()
                 self.rested()
         finally:
             PLAN.reset()
             for thread in self.helpers:
                 thread.join(WAIT)
-            rested = not engine._closed
+            rested = not engine._closing.begun
             engine.close()
         close_kept(engine)
         self.closed()

@@ -16,7 +16,6 @@ from gdscache.limits import LIMITS, EngineLimits
 from gdscache.pages.keys import Page
 from gdscache.store.outlets import Outlet
 from gdscache.store.parcel import Parcel, Receipt
-from gdscache.store.writer import Outgoing
 from tests.support.helpers import SMALL
 from tests.support.traces import request
 
@@ -48,15 +47,16 @@ class Moved:
             self.demoted += sum(map(len, parcels))
             return parcels
 
-        def was_written(parcel: Parcel, outlet: Outlet, rows: Sequence[int], cause: str) -> None:
+        def was_written(parcel: Parcel, outlet: Outlet, rows: Sequence[int], cause: str) -> Sequence[int]:
+            ended = written(parcel, outlet, rows, cause)
             if cause:
-                self.not_written[cause] += len(rows)
-            written(parcel, outlet, rows, cause)
+                self.not_written[cause] += len(ended)
+            return ended
 
-        def put(pages: Sequence[Outgoing]) -> None:
-            self.to_ssd += sum(len(out.pages) for out in pages)
+        def put(parcels: Sequence[Parcel]) -> None:
+            self.to_ssd += sum(map(len, parcels))
             self.most_to_ssd = max(self.most_to_ssd, len(planner.keys))
-            writing(pages)
+            writing(parcels)
 
         planner.accept, planner.leaving, planner.written = accepted, left, was_written  # type: ignore[method-assign]
         if writer is not None:

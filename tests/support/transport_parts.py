@@ -1,4 +1,4 @@
-"""What the transport tests share: sizes, extents, and a machine without io_uring."""
+"""What the transport tests share: a machine without io_uring or a driver."""
 
 import ctypes
 import errno
@@ -12,9 +12,6 @@ from gdscache.native import move_pieces
 from gdscache.storage import files
 from gdscache.storage.base import Switch
 from gdscache.storage.files import NativeTransport
-from gdscache.testing.transport_suite import FILE_BYTES, SECTOR, odd_extents, random_bytes, soon
-
-__all__ = ["FILE_BYTES", "SECTOR", "has_libcuda", "odd_extents", "opened", "random_bytes", "refuse_ring", "soon"]
 
 
 def has_libcuda() -> bool:

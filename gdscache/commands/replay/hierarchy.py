@@ -32,7 +32,6 @@ from gdscache.store.earned_offers import EarnedOffers
 from gdscache.store.outlets import Outlet
 from gdscache.store.plan import StorePlanner
 from gdscache.store.storer import Storer
-from gdscache.store.writer import TierWriter
 from gdscache.tiers.manager import TierManager
 
 if TYPE_CHECKING:
@@ -127,8 +126,7 @@ class Hierarchy:
             measured=False,
         )
         self.planner = StorePlanner(self.manager, config.store, extent, outlets, earned)
-        writers = {"ssd": TierWriter(self.manager, self.ssd, self.executor, extent)} if self.ssd else {}
-        self.storer = Storer(self.manager, self.planner, self.executor, self.spare, writers, config.deadline)
+        self.storer = Storer(self.manager, self.planner, self.executor, self.spare, config.deadline)
         self.loads = LoadPlanner(self.manager, VirtualCondition(clock, lock), due=[self.storer.offer_earned])
         self._keep = config.ssd is None or config.ssd.route != "direct"
         self.ledger = Ledger()

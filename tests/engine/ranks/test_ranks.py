@@ -611,7 +611,8 @@ def test_no_page_of_a_load_in_parts_is_good_that_no_rank_was_told_of(
     def late(moving: RanksMoving, ways: Any, *, last: bool) -> None:
         links = [part.link for part in [*moving._parts.values()] if part.link.rank in hears]
         if len(moving) == 1:
-            moving._executor.cancel(moving, links)
+            for link in links:
+                link.channel.send(wire.pack({"do": "cancel", "id": moving.number}))
             until(lambda: {link.rank for link in links}.isdisjoint(moving._waiting), "the ranks answer")
         extend(moving, ways, last=last)
 

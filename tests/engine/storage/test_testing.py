@@ -28,7 +28,7 @@ from gdscache.storage.calls import begin
 from tests.support.faults import ExtentPart, Fault, FaultPlan, FaultRule, FaultyTransport, faulty
 from tests.support.helpers import kept, kept_on_ssd, until
 from tests.support.places import ROOT
-from tests.support.transport_parts import SECTOR
+from tests.support.transport_suite import SECTOR
 
 pytestmark = pytest.mark.suite
 
@@ -120,7 +120,7 @@ def example() -> str:
 
 def run_suite(directory: Path, code: str, wanted: dict[str, str]) -> dict[str, str]:
     """Run the suite over classes of the module `code`, of each the test named or, for "", all; what failed of each."""
-    lines = [code, "from gdscache.testing.transport_suite import TransportSuite"]
+    lines = [code, "from tests.support.transport_suite import TransportSuite"]
     for name in wanted:
         lines += [f"class Test{name}(TransportSuite):", "    def make_transport(self, threads):"]
         lines += [f"        return {name}(threads)"]
@@ -150,21 +150,6 @@ def test_the_suite_finds_broken_transports(tmp_path: Path) -> None:
 
 def test_the_transport_of_the_documentation_passes(tmp_path: Path) -> None:
     assert run_suite(tmp_path, example(), {"MyTransport": ""}) == {}
-
-
-def test_without_pytest_only_the_suite_is_missing() -> None:
-    code = """
-import sys
-sys.modules["pytest"] = None
-import gdscache.storage
-from gdscache.errors import MissingPackageError
-try:
-    import gdscache.testing.transport_suite
-except MissingPackageError as error:
-    print(error.hint)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert (done.stdout, done.stderr) == ("install gdscache[test]\n", "")
 
 
 # -- faults, request by request --------------------------------------------------------------------------------------

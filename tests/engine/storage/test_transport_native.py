@@ -18,7 +18,8 @@ from gdscache.storage.files import NativeTransport
 from tests.support.helpers import WAIT, OpenHost, prompt, until
 from tests.support.native_parts import has_ring
 from tests.support.processes import program
-from tests.support.transport_parts import opened, random_bytes
+from tests.support.transport_parts import opened
+from tests.support.transport_suite import random_bytes
 
 CHILD = """
 import errno, logging, sys

@@ -23,7 +23,7 @@ from gdscache.storage.base import DeviceMemory, Switch
 from gdscache.storage.calls import begin
 from gdscache.storage.nixl import NixlTransport
 from tests.support.posix_transport import PosixTransport
-from tests.support.transport_parts import FILE_BYTES, SECTOR, random_bytes, soon
+from tests.support.transport_suite import FILE_BYTES, SECTOR, random_bytes, soon
 
 installed = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
 

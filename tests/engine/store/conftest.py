@@ -32,6 +32,6 @@ def policy_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     yield opened
     PLAN.reset()
     for host in hosts:
-        if not host.engine._closed:
+        if not host.engine._closing.begun:
             settle(host.engine)
             host.engine.close()

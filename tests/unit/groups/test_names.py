@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gdscache.groups.base import Group, alignment, kept, lengths
-from gdscache.groups.names import GroupNames, GroupPage
+from gdscache.groups.names import Chain, GroupNames, GroupPage
 from gdscache.index.index import PageIndex
 from gdscache.index.table import PageState
 from tests.support.index_machine import name
@@ -99,7 +99,7 @@ def test_pages_come_in_the_order_of_their_ends_and_windows_first(groups: list[Gr
         assert one.page.namespace == spaces(groups)[one.group]
     if any(some.keeps == "all" for some in groups):
         parents = [one.page.parent for one in chain]
-        assert parents == [chain[0].page.namespace, *(one.page.key for one in chain[:-1])]
+        assert parents == [chain[0].page.namespace, *(one.page.key for one in [*chain][:-1])]
     else:
         assert all(one.page.parent == one.page.namespace for one in chain)
 
@@ -117,12 +117,13 @@ def test_a_page_follows_pages_of_its_pool_alone(groups: list[Group]) -> None:
     alone.extend([name("a", end) for end in range(1, 49)])
     assert chains[:1] == alone.chain(wanted[: len(groups)])
     assert {one.page.parent for one in chains[1]} == {spaces(both)[len(groups)]}
-    assert [one.page.parent for one in chains[2][1:]] == [one.page.key for one in chains[2][:-1]]
+    last = [*chains[2]]
+    assert [one.page.parent for one in last[1:]] == [one.page.key for one in last[:-1]]
     late = names.chain([[number for number in some if number >= 4] for some in wanted], [some[3] for some in chains])
-    assert late[2] == chains[2][4:]
+    assert [*late[2]] == last[4:]
 
 
-def put(index: PageIndex, chain: Sequence[GroupPage]) -> None:
+def put(index: PageIndex, chain: Chain) -> None:
     """Store what is not there."""
     new = [one.page for one in chain if one.page.key not in index]
     slots = index.allocate(len(new))

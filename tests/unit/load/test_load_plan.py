@@ -82,8 +82,8 @@ def test_a_plan_is_what_page_by_page_decisions_make(kinds: list[tuple[str, str]]
     plan = planner.plan([pages], "load", keep=keep, most=part)
     while not plan.whole:
         lengths = {len(some) for some in (plan, plan.statuses, plan.slots, plan.sources, plan.targets)}
-        assert lengths == {plan.asked.at}
-        assert plan.asked.left == len(pages) - len(plan)
+        assert lengths == {plan.at}
+        assert plan.left == len(pages) - len(plan)
         planner.go_on(plan, part)
     assert plan.requests == [range(len(decided))]
     rows = range(len(plan))

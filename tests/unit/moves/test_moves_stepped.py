@@ -28,7 +28,6 @@ from gdscache.store.earned_offers import EarnedOffers
 from gdscache.store.outlets import Outlet
 from gdscache.store.plan import StorePlanner
 from gdscache.store.storer import Storer
-from gdscache.store.writer import TierWriter
 from gdscache.tiers.manager import TierManager
 from tests.support.helpers import SEED, make_config
 from tests.support.stepped import SPACE, Order, SteppedExecutor, every_order, prompt, random_orders
@@ -108,8 +107,7 @@ class Run(Order):
         self.manager = TierManager(threading.RLock(), self.tiers, on_use=[earned.used])
         self.planner = StorePlanner(self.manager, config.store, 4096, outlets, earned)
         self.spare = SlotShare(small.spare)
-        writers = {tier.name: TierWriter(self.manager, tier, executor, 4096) for tier in self.manager.files}
-        self.storer = Storer(self.manager, self.planner, executor, self.spare, writers, config.deadline)
+        self.storer = Storer(self.manager, self.planner, executor, self.spare, config.deadline)
         self.receipts: list[Receipt] = []
         self.accepted: set[bytes] = set()  # keys, since the last clear
         self._blocks = 0
