@@ -1,5 +1,4 @@
-// A disk by io_uring, which is used by its system calls. Needs Linux 5.15, for timeouts of waits and a limit of the
-// kernel's threads.
+// A disk by io_uring's system calls. Needs Linux 5.15, for timeouts of waits and a limit of the kernel's threads.
 
 #include <fcntl.h>
 #include <linux/io_uring.h>

@@ -1,7 +1,7 @@
 // Additions of the tests' build for Python, as `gdscache._native.hooks`: executors that fail on order or are stepped by
 // hand, and copies of pages, which only tests call alone.
 
-#include "bind/executor.h"
+#include "bind/handles.h"
 #include "hash/xxh3.h"
 #include "moves/pages.h"
 #include "tests/faulty_disk.h"
@@ -42,8 +42,6 @@ struct Job {
     nb::object files, memory, layers, window, rows, slots, at, blocks;
     int64_t start = 0, stop = 0;
 };
-
-nb::object range_of(int64_t start, int64_t stop) { return nb::module_::import_("builtins").attr("range")(start, stop); }
 
 // What both kinds of jobs have.
 template <typename Found>
