@@ -12,9 +12,9 @@ from gdscache.native import move_pieces
 from gdscache.storage import native
 from gdscache.storage.base import Switch
 from gdscache.storage.native import NativeTransport
-from gdscache.testing.transport_suite import FILE_BYTES, SECTOR, odd_extents, random_bytes, soon
+from gdscache.testing.transport_suite import FILE_BYTES, SECTOR, odd_extents, random_bytes
 
-__all__ = ["FILE_BYTES", "SECTOR", "has_libcuda", "odd_extents", "opened", "random_bytes", "refuse_ring", "soon"]
+__all__ = ["FILE_BYTES", "SECTOR", "has_libcuda", "odd_extents", "opened", "random_bytes", "refuse_ring"]
 
 
 def has_libcuda() -> bool:

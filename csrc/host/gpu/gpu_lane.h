@@ -174,18 +174,10 @@ struct LaneSizes {
     size_t share, page, table, unbroken;
 };
 
-// `copies` runs the copy engine, `kernels` the kernels; events order them, segment by segment.
-//
-// A model's matrix products hold every processor until they end. Then each stream has one kernel begin, and the next one
-// waits for another product: so the kernels of chunks take several streams in turns, and no stream of kernels waits for
-// another. Each stream costs a little where the GPU has no other work: two are enough for loads, whose kernels are short,
-// and stores, which may pack, take three. Many more streams in a process share queues of the GPU's front end with the
-// model's, and wait for its whole work.
-//
-// The copy engine finishes the queue of one stream before it turns to another. So a model that copies the tokens of a
-// step to the host would wait for every queued store: 77 ms behind 4 GiB. `make_way` lets it pass: two streams copy in
-// turns, each behind the other's queue, and the engine looks at every stream when one of them has to wait. An event
-// between two streams of which one has no copies is no help: the driver sees through it.
+// `copies` runs the copy engine, `kernels` the kernels; events order them, segment by segment. docs/design/copies.md has the
+// measurements: the kernels of chunks take several streams in turns, none of which waits for another, since beside matrix
+// products each stream gets one kernel in; and two streams copy in turns, each behind the other's queue, so that a model's
+// small copies pass (`make_way`). Two streams of which one has no copies are no help: the driver sees through their events.
 //
 // `share` bytes of GPU memory are the ring. A chunk takes no more of it than its bytes, so that many small chunks can be
 // under way. Tables of `table` bytes a segment come on top. Loads' kernels go before the model's.
