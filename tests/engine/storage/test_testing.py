@@ -1,37 +1,25 @@
-"""The suite for transports finds broken ones, and the faults of our tests happen as their rules say."""
+"""The suite for transports finds broken ones, and faults of our tests come from a configuration or a file."""
 
 from __future__ import annotations
 
-import errno
-import functools
 import json
-import mmap
 import os
-import random
 import re
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gdscache import PageStatus
-from gdscache.errors import IOFailedError
 from gdscache.storage import Op
-from gdscache.storage.calls import begin
-from tests.support.faults import ExtentPart, Fault, FaultPlan, FaultyTransport, faulty
+from tests.support.faults import ExtentPart, Fault, FaultPlan, faulty
 from tests.support.helpers import kept, kept_on_ssd
 from tests.support.places import ROOT
-from tests.support.transport_parts import SECTOR
 
 pytestmark = pytest.mark.suite
-
-SIZE = 4 * SECTOR  # of a request here
-COUNT = 16
 
 PLAN = FaultPlan()
 Configured = faulty(PLAN)
@@ -163,101 +151,6 @@ except MissingPackageError as error:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("install gdscache[test]\n", "")
-
-
-# -- faults, request by request --------------------------------------------------------------------------------------
-
-
-class Bench:
-    """A faulty transport over `posix`, a file of `COUNT` requests, and memory of as many."""
-
-    def __init__(self, directory: Path) -> None:
-        self.path = directory / "data"
-        self.old = random.Random(1).randbytes(COUNT * SIZE)
-        self.new = random.Random(2).randbytes(COUNT * SIZE)
-        self.path.write_bytes(self.old)
-        self.plan = FaultPlan(seed=3, trace=True)
-        self.transport = FaultyTransport(2, plan=self.plan)
-        self.file = self.transport.open(self.path)
-        self.memory = memoryview(mmap.mmap(-1, COUNT * SIZE))
-
-    def run(self, op: Op) -> list[Any]:
-        """The answer of each call, or its error."""
-        return [call.exception(20) or call.result() for call in self.begin(op)]
-
-    def begin(self, op: Op) -> list[Future[int]]:
-        """Read all of the file into zeros, or write all of it anew from memory: each part by a call in a thread."""
-        self.memory[:] = bytes(COUNT * SIZE) if op is Op.READ else self.new
-        call = self.transport.read if op is Op.READ else self.transport.write
-        return [
-            begin("call", functools.partial(call, self.file, at, self.memory[at : at + SIZE]))
-            for at in range(0, COUNT * SIZE, SIZE)
-        ]
-
-    def moved(self, op: Op) -> bytes:
-        """What is there now: in memory after reads, in the file after writes."""
-        if op is Op.WRITE:
-            assert self.memory == self.new, "a write changed the caller's memory"
-            return self.path.read_bytes()
-        assert self.path.read_bytes() == self.old, "a read changed the file"
-        return bytes(self.memory)
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    made = Bench(tmp_path)
-    yield made
-    made.transport.close()
-
-
-HALF = SIZE // 2
-
-
-@pytest.mark.parametrize(
-    ("fault", "op", "error"),
-    [
-        (Fault.EIO, Op.READ, errno.EIO), (Fault.EIO, Op.WRITE, errno.EIO), (Fault.ENOSPC, Op.WRITE, errno.ENOSPC),
-        (Fault.SHORT, Op.READ, "short"), (Fault.SHORT, Op.WRITE, "short"), (Fault.FLIP, Op.READ, None),
-        (Fault.FLIP, Op.WRITE, None), (Fault.ZERO, Op.READ, None), (Fault.ZERO, Op.WRITE, None),
-        (Fault.LOST, Op.WRITE, None), (Fault.TORN, Op.WRITE, None), (Fault.DELAY, Op.READ, None),
-        (Fault.DELAY, Op.WRITE, None),
-    ],
-)  # fmt: skip
-def test_a_fault_does_what_it_says_to_its_request_alone(bench: Bench, fault: Fault, op: Op, error: object) -> None:
-    bad = 5
-    late = {"seconds": 0.1} if fault is Fault.DELAY else {}
-    chosen = bench.plan.rule(fault, where=lambda path, at: at == bad * SIZE, bit=8 * 4097 + 3, **late)
-    begun = time.monotonic()
-    with chosen as rule:
-        answers = bench.run(op)
-    good, stale = (bench.old, bytes(COUNT * SIZE)) if op is Op.READ else (bench.new, bench.old)
-    there = bench.moved(op)
-    pages = [there[at : at + SIZE] for at in range(0, COUNT * SIZE, SIZE)]
-    goods = [good[at : at + SIZE] for at in range(0, COUNT * SIZE, SIZE)]
-    assert [n for n in range(COUNT) if n != bad and (pages[n] != goods[n] or answers[n] != SIZE)] == []
-    page, right, before = pages[bad], goods[bad], stale[bad * SIZE :][:SIZE]
-    if isinstance(error, int):
-        assert isinstance(answers[bad], IOFailedError)
-        assert answers[bad].errno == error
-        assert f"offset {bad * SIZE} of {bench.path}" in answers[bad].message
-    else:
-        assert answers[bad] == (HALF if error == "short" else SIZE)
-    if fault is Fault.DELAY:
-        assert page == right
-        assert time.monotonic() - begun >= 0.1
-    elif fault in (Fault.SHORT, Fault.TORN):
-        assert page == right[:HALF] + before[HALF:]
-    elif fault is Fault.FLIP:
-        assert page == right[:4097] + bytes([right[4097] ^ 8]) + right[4098:]
-    elif fault is Fault.ZERO:
-        assert page == bytes(SIZE)
-    else:
-        assert page == before
-    assert rule.met == 1
-    assert bench.plan.describe() == {fault.value: 1}
-    assert len(bench.plan.ended) == COUNT
-    assert bench.run(op) == [SIZE] * COUNT, "the rule is gone"
-    assert bench.moved(op) == good
 
 
 # -- by name, and from a file ----------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import resource
 from pathlib import Path
@@ -64,14 +63,6 @@ def test_settings_out_of_range_start_no_thread(name: str, settings: dict[str, An
         NativeTransport(**settings, uring=name == "uring")
     assert len(os.listdir("/proc/self/fd")) == files
     until(lambda: len(os.listdir("/proc/self/task")) <= tasks, "threads end")
-
-
-def test_what_an_executor_needs_of_it(name: str, slab: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING), opened(name, 3, "auto") as transport:
-        file = transport.open(slab)
-        assert (transport.threads, transport.uring, transport.name) == (3, name == "uring", name)
-        assert os.path.samestat(os.fstat(file), slab.stat())
-        assert transport.describe()["threads"] == 3
 
 
 def test_a_closed_transport_flushes_nothing(name: str, slab: Path) -> None:
