@@ -308,47 +308,27 @@ private:
     }
 
     void event(uint64_t most, bool calm) {
-        switch (random_.below(calm ? 13 : 17)) {
-            case 0:
-            case 1:
-                if (model_.books.size() < most) begin();
-                break;
-            case 12:
-                if (!model_.books.empty()) extend_any();
-                break;
-            case 2:
-            case 3:
-            case 4: take_io(coin(2) ? 1 : 0); break;
-            case 5:
-            case 6:
-                if (!model_.ios.empty()) end_io(calm);
-                break;
-            case 7:
-            case 8: take_copy(random_.pick(kHands)); break;
-            case 9:
-            case 10:
-                if (!model_.copies.empty()) end_copy(calm);
-                break;
-            case 11:
-                if (!model_.books.empty()) forget(any(model_.books)->second);
-                break;
-            case 13:
-                if (const auto found = model_.books.empty() ? model_.books.end() : any(model_.books);
-                    found != model_.books.end() && moves_.knows(found->first) && coin(4)) {
-                    moves_.cancel(found->first);
-                    model_.cancel(found->first);
-                }
-                break;
-            case 14:
-                if (coin(6)) refuse(coin(2) ? Status::kPending : coin(2) ? Status::kSwitchedOff : Status::kLockLost);
-                break;
-            case 15:
-                now_ += random_.between(0, 12);
-                moves_.expire(now_);
-                model_.expire(now_);
-                break;
-            case 16: take_late(1 + random_.below(3)); break;
+        const uint64_t drawn = random_.below(calm ? 13 : 17);
+        if (drawn < 2 && model_.books.size() < most) begin();
+        if (drawn >= 2 && drawn < 5) take_io(coin(2) ? 1 : 0);
+        if (drawn >= 5 && drawn < 7 && !model_.ios.empty()) end_io(calm);
+        if (drawn >= 7 && drawn < 9) take_copy(random_.pick(kHands));
+        if (drawn >= 9 && drawn < 11 && !model_.copies.empty()) end_copy(calm);
+        if (drawn == 11 && !model_.books.empty()) forget(any(model_.books)->second);
+        if (drawn == 12 && !model_.books.empty()) extend_any();
+        if (drawn == 13 && !model_.books.empty()) {
+            const int64_t id = any(model_.books)->first;
+            if (moves_.knows(id) && coin(4)) moves_.cancel(id), model_.cancel(id);
         }
+        if (drawn == 14 && coin(6)) {
+            refuse(coin(2) ? Status::kPending : coin(2) ? Status::kSwitchedOff : Status::kLockLost);
+        }
+        if (drawn == 15) {
+            now_ += random_.between(0, 12);
+            moves_.expire(now_);
+            model_.expire(now_);
+        }
+        if (drawn == 16) take_late(1 + random_.below(3));
     }
 
     // Any step that may happen, until none may.
