@@ -46,7 +46,6 @@ class Job(NamedTuple):
     names: tuple[str, ...]
     macros: tuple[tuple[str, int | str], ...]
     arch: int
-    sources: Path = jit.SOURCES
 
     def __str__(self) -> str:
         macros = ",".join(f"{name}={value}" for name, value in self.macros)
@@ -120,8 +119,8 @@ class Compiler:
     def _start(self, directory: Path, major: int, jobs: Sequence[Job]) -> None:
         told = [
             {
-                "path": str(job.sources / job.source),
-                "macros": jit.defines(job.sources, **dict(job.macros)),
+                "path": str(jit.SOURCES / job.source),
+                "macros": jit.defines(**dict(job.macros)),
                 "arch": job.arch,
             }
             for job in jobs

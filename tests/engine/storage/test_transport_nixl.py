@@ -10,6 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -288,23 +290,12 @@ def test_a_transfer_that_hangs_at_its_begin_gives_back_at_its_end(
     assert agent.registered == []
 
 
-class Cuda:
+def on_gpu(address: int, nbytes: int) -> Any:
     """As much of a CUDA tensor as a transport looks at."""
-
-    class device:  # noqa: N801
-        type, index = "cuda", 3
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.address, self.nbytes = address, nbytes
-
-    def numel(self) -> int:
-        return self.nbytes
-
-    def element_size(self) -> int:
-        return 1
-
-    def data_ptr(self) -> int:
-        return self.address
+    device = SimpleNamespace(type="cuda", index=3)
+    return SimpleNamespace(
+        device=device, nbytes=nbytes, numel=lambda: nbytes, element_size=lambda: 1, data_ptr=lambda: address
+    )
 
 
 def test_gpu_memory_goes_through_gds_mt_where_it_is_registered(
@@ -323,10 +314,10 @@ def test_gpu_memory_goes_through_gds_mt_where_it_is_registered(
         assert set(agent.backends) == {"POSIX", "GDS_MT"}
         assert transport.memory_kinds == {"host", "cuda"}
         file = transport.open(slab)
-        ring = Cuda(1 << 30, 8 * SECTOR)
+        ring = on_gpu(1 << 30, 8 * SECTOR)
         transport.register(ring)
         with pytest.raises(errors.IOFailedError, match="already"):
-            transport.register(Cuda((1 << 30) + SECTOR, SECTOR))
+            transport.register(on_gpu((1 << 30) + SECTOR, SECTOR))
         assert transport.read(file, 0, DeviceMemory((1 << 30) + SECTOR, SECTOR, 3)) == SECTOR
         with pytest.raises(errors.IOFailedError) as caught:
             transport.read(file, SECTOR, DeviceMemory((1 << 30) + 7 * SECTOR, 2 * SECTOR, 3))
