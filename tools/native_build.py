@@ -53,8 +53,10 @@ _THEIRS = ("-w", "-fno-strict-aliasing")  # of nanobind's own source
 _LINK = ("-shared", "-pthread", "-Wl,-s")
 _WRAP = ("-Wl,--wrap=malloc", "-Wl,--wrap=free")  # see base/memory.cc
 _PROBE = """
+#include <linux/io_uring.h>
 #include <atomic>
 #include <span>
+io_uring_getevents_arg patience{0, 0, 0, IORING_REGISTER_IOWQ_MAX_WORKERS};
 struct Aggregate { int first, second; };
 using Pair = int __attribute__((vector_size(8)));
 int f(std::span<const int> s) { return std::atomic<int>(Aggregate(s[0], 1).first); }
@@ -109,13 +111,14 @@ LIBRARY = python().library()
 
 @functools.cache
 def system_compiler() -> tuple[str, ...]:
-    """`$CXX`, or this machine's C++ compiler; empty if none links C++20."""
+    """`$CXX`, or this machine's C++ compiler; empty if none links C++20, by headers of Linux 5.15 or later."""
     named = shlex.split(os.environ.get("CXX", ""))
     for command in (named,) if named else (["c++"], ["g++"], ["clang++"]):
         if shutil.which(command[0]) and _links(command):
             return tuple(command)
     if named:
-        raise BuildError(f"error: CXX is {shlex.join(named)}, which builds no C++20 library: set CXX to one that does")
+        lacks = "builds no C++20 library, or has headers of a Linux before 5.15"
+        raise BuildError(f"error: CXX is {shlex.join(named)}, which {lacks}: set CXX to one that does")
     return ()
 
 

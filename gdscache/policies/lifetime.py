@@ -196,6 +196,9 @@ class Lifetime(LifetimeOrder):
         monitor = self.monitor(self.CLASSES, len(order))
         self.begin(keys, order, monitor.sample, partial(_learn, monitor))
 
+    def remove(self, key: bytes) -> None:
+        self.evict_all(((key, None),))
+
     def deferring(self) -> Sequence[LifetimeOrder]:
         return (self,)
 

@@ -77,7 +77,7 @@ class Snapshot(EvictionPolicy):
         self.deferred = Lifetime()
         for key in self.keys:
             if any(order.is_deferred(key) for order in policy.deferring()):
-                self.deferred.insert(key)
+                self.deferred.insert_all([(key, b"")])
                 self.deferred.defer_all([key])
 
     def insert_all(self, pages: Sequence[tuple[bytes, bytes]]) -> None:

@@ -15,8 +15,7 @@
 
 namespace gdscache {
 
-// An error of the system, a driver or a check. `code`: an errno, or a greater number of cuFile's own. `hint`: what to
-// do.
+// An error of the system, a driver or a check. `code`: an errno, or a greater number of cuFile's. `hint`: what to do.
 struct Error : std::runtime_error {
     Error(int number, const std::string& why, const char* what_to_do = "see the message")
         : std::runtime_error(why), code(number), hint(what_to_do) {}
@@ -74,8 +73,7 @@ struct Event : Descriptor {
     }
 };
 
-// A library loaded at run time and never unloaded. Its functions, by name, convert to pointers of any type; a missing
-// one throws `Refused`.
+// A library loaded at run time, and never unloaded. A function, by name, converts to any pointer. Throws `Refused`.
 template <typename Refused>
 class Library {
 public:

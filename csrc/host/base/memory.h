@@ -6,8 +6,7 @@
 
 namespace gdscache {
 
-// Above 0, `new` of this thread does not throw. Initial-exec: a variable allocated at a thread's first access would
-// need memory.
+// Above 0, `new` of this thread does not throw. Initial-exec: the first access must not need memory.
 extern constinit thread_local int must_not_fail __attribute__((tls_model("initial-exec")));
 
 // While a `MustNotFail` lives, `new` of this thread does not throw: without memory of the system it takes some of a

@@ -194,6 +194,10 @@ T field(nb::handle of, const char* name) {
     return nb::cast<T>(of.attr(name));
 }
 
+inline nb::object range_of(int64_t start, int64_t stop) {
+    return nb::module_::import_("builtins").attr("range")(start, stop);
+}
+
 // The `start` and `stop` of a range.
 struct Range {
     explicit Range(nb::handle range) : start(field<int64_t>(range, "start")), stop(field<int64_t>(range, "stop")) {}
@@ -202,31 +206,7 @@ struct Range {
     int64_t start, stop;
 };
 
-// --- keys of pages
-
 constexpr size_t kKeyBytes = sizeof(Key);
-
-// The items of a list, a tuple or any other sequence, for the time of a call.
-class Items {
-public:
-    explicit Items(nb::handle given) : fast_(nb::steal(PySequence_Fast(given.ptr(), "pass a sequence"))) {
-        if (!fast_.is_valid()) throw nb::python_error();
-        list_ = PyList_Check(fast_.ptr());
-        size_ = list_ ? PyList_Size(fast_.ptr()) : PyTuple_Size(fast_.ptr());
-    }
-    Py_ssize_t size() const { return size_; }
-    // Raises Python's error if the sequence has become shorter.
-    PyObject* operator[](Py_ssize_t n) const {
-        PyObject* const item = list_ ? PyList_GetItem(fast_.ptr(), n) : PyTuple_GetItem(fast_.ptr(), n);
-        if (!item) throw nb::python_error();
-        return item;
-    }
-
-private:
-    nb::object fast_;
-    bool list_;
-    Py_ssize_t size_;
-};
 
 inline Key key_of(PyObject* bytes, bool whole = true) {
     char* data;
@@ -239,8 +219,6 @@ inline Key key_of(PyObject* bytes, bool whole = true) {
     return {data, static_cast<size_t>(size)};
 }
 
-// ---
-
 constexpr int64_t kSlice = 100'000'000;  // nanoseconds of a wait; signals are handled behind each
 
 using Text = std::optional<std::string>;
@@ -252,7 +230,6 @@ T* at(uint64_t address) {
 }
 
 // The parts of the module, a file each.
-void bind_pages(nb::module_& module);
 void bind_tables(nb::module_& module);
 void bind_policies(nb::module_& module);
 void bind_index(nb::module_& module);
@@ -262,8 +239,7 @@ void bind_executor(nb::module_& module);
 
 class Disk;
 
-// Only in the tests' build (tests/bind/hooks.cc), else null: functions for tests, and a disk between an executor and
-// its first disk.
+// Of the tests' build (tests/bind/hooks.cc), else null: functions, and a disk between an executor and its first one.
 [[gnu::weak, gnu::visibility("default")]] void bind_hooks(nb::module_& module);
 [[gnu::weak, gnu::visibility("default")]] std::unique_ptr<Disk> between(std::unique_ptr<Disk> disk);
 

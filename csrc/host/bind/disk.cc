@@ -1,5 +1,4 @@
-// Disks for Python, a Python transport as the caller of a disk of threads, the files and the GPU memory that cuFile knows,
-// and the bare loop.
+// Disks for Python, Python's transports as callers of a disk of threads, cuFile's files and memory, and the bare loop.
 
 #include "base/memory.h"
 #include "bind/handles.h"
@@ -128,28 +127,6 @@ std::unique_ptr<Disk> open_transport_disk(int threads, const nb::object& transpo
     return open_threads_disk(threads, "transport", make, most);
 }
 
-}  // namespace
-
-std::unique_ptr<Disk> open_disk_by(const Text& kind, int workers, const OpenCuFiles* cufile,
-                                   const nb::object& transport, std::vector<DeviceRange> devices) {
-    constexpr int kDepth = 8;  // pieces under way for each thread of the kernel
-    require(workers >= 1 && workers <= 1 << 10, "no sound number of threads");
-    if (!transport.is_none()) return open_transport_disk(workers, transport, std::move(devices));
-    const Unlocked others;
-    if (cufile) return open_cufile_disk(workers, cufile->shared());
-    if (!kind) return open_disk(workers, kDepth * workers);
-    return *kind == "ring" ? open_ring_disk(workers, kDepth * workers) : open_threads_disk(workers);
-}
-
-OpenCuFiles::OpenCuFiles(const char* driver, uint64_t context, const char* library, const Text& log_folder) {
-    require(context, "a device without a context");
-    const Unlocked others;  // cuFile may never answer
-    files = std::make_shared<CuFiles>(driver, at<void>(context), library);
-    files->open(chars(log_folder));
-}
-
-namespace {
-
 // A call outside the interpreter's lock. `close` may run meanwhile.
 template <auto kCall, typename... Arguments>
 void ask(const OpenCuFiles& self, Arguments... of) {
@@ -241,6 +218,24 @@ double bare(int file, bool write, int64_t nbytes, int64_t piece_bytes, int threa
 }
 
 }  // namespace
+
+std::unique_ptr<Disk> open_disk_by(const Text& kind, int workers, const OpenCuFiles* cufile,
+                                   const nb::object& transport, std::vector<DeviceRange> devices) {
+    constexpr int kDepth = 8;  // pieces under way for each thread of the kernel
+    require(workers >= 1 && workers <= 1 << 10, "no sound number of threads");
+    if (!transport.is_none()) return open_transport_disk(workers, transport, std::move(devices));
+    const Unlocked others;
+    if (cufile) return open_cufile_disk(workers, cufile->shared());
+    if (!kind) return open_disk(workers, kDepth * workers);
+    return *kind == "ring" ? open_ring_disk(workers, kDepth * workers) : open_threads_disk(workers);
+}
+
+OpenCuFiles::OpenCuFiles(const char* driver, uint64_t context, const char* library, const Text& log_folder) {
+    require(context, "a device without a context");
+    const Unlocked others;  // cuFile may never answer
+    files = std::make_shared<CuFiles>(driver, at<void>(context), library);
+    files->open(chars(log_folder));
+}
 
 void bind_disk(nb::module_& module) {
     module.attr("CUFILE_ERRORS") = kCuFileErrors;

@@ -1,12 +1,11 @@
 // The executor for Python: moves are handed over whole, and their ends come back in lists.
 
-#include "bind/executor.h"
-
 #include <fcntl.h>
 #include <linux/magic.h>
 #include <sys/vfs.h>
 
 #include "bind/checks.h"
+#include "bind/handles.h"
 
 namespace gdscache {
 namespace {
@@ -50,7 +49,22 @@ struct Means {
     nb::object transport;  // of Python's, with file numbers of its own; or none
 };
 
-nb::object range_of(int64_t start, int64_t stop) { return nb::module_::import_("builtins").attr("range")(start, stop); }
+// Call `take(until)` until it is true, or the time. Signals are handled. `with_lock`: the first slice keeps Python's lock.
+template <typename Take>
+void wait_for(Calls& calls, double seconds, Take take, bool with_lock = false) {
+    const Nanoseconds until = deadline(seconds);
+    for (;; with_lock = false) {
+        const Nanoseconds slice = std::min(until, now() + (with_lock ? kKept : kSlice));
+        {
+            std::optional<Unlocked> others;
+            if (!with_lock) others.emplace();
+            const Calls::Inside inside(calls);
+            if (inside.over) throw Stopped();
+            if (take(slice) || slice == until) return;
+        }
+        if (PyErr_CheckSignals() != 0) throw nb::python_error();
+    }
+}
 
 }  // namespace
 
@@ -242,28 +256,6 @@ void OpenExecutor::refuse(int status) {
     require(good, "no such verdict for pages without a read");
     executor().refuse(given);
 }
-
-namespace {
-
-// Call `take(until)` until it returns true, or until the time. Signals are handled. `with_lock`: the first slice keeps
-// the interpreter's lock.
-template <typename Take>
-void wait_for(Calls& calls, double seconds, Take take, bool with_lock = false) {
-    const Nanoseconds until = deadline(seconds);
-    for (;; with_lock = false) {
-        const Nanoseconds slice = std::min(until, now() + (with_lock ? kKept : kSlice));
-        {
-            std::optional<Unlocked> others;
-            if (!with_lock) others.emplace();
-            const Calls::Inside inside(calls);
-            if (inside.over) throw Stopped();
-            if (take(slice) || slice == until) return;
-        }
-        if (PyErr_CheckSignals() != 0) throw nb::python_error();
-    }
-}
-
-}  // namespace
 
 std::vector<std::pair<int64_t, int32_t>> OpenExecutor::take_late(double seconds, int64_t most) {
     require(most > 0, "no room for late pages");

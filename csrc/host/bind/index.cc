@@ -85,8 +85,7 @@ public:
         for (const nb::handle order : kept_) orders_.push_back(nb::cast<const LifetimeOrder*>(order));
     }
 
-    // Look at `keys`, the coldest first, until `wanted` pages are chosen. See `PageIndex._victims`. Returns the
-    // number of pages chosen by now.
+    // Look at `keys`, the coldest first, until `wanted` pages are chosen (`PageIndex._victims`). Returns their number.
     size_t look(nb::handle table, nb::handle keys, const nb::object& keep, size_t wanted, bool tails_only) {
         const Columns columns(table);
         const nb::object all = nb::steal(checked(PyObject_GetIter(keys.ptr())));
@@ -191,10 +190,8 @@ nb::object unlinked(const Columns& columns, PyObject* key, int64_t slot) {
 
 nb::tuple take_out(nb::handle table, nb::handle keys) {
     const Columns columns(table);
-    const Items items(keys);
     nb::list gone, slots;
-    for (Py_ssize_t n = 0; n < items.size(); ++n) {
-        const nb::object key = nb::borrow(items[n]);
+    for (const nb::handle key : nb::iter(keys)) {
         const int64_t slot = columns.at_rest(key.ptr());
         if (slot == kAbsent) break;
         if (PyDict_DelItem(columns.resting.ptr(), key.ptr()) != 0) throw nb::python_error();

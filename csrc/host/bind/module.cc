@@ -55,7 +55,6 @@ nb::object empty_array(const nb::object& shape, const nb::object& dtype) {
 NB_MODULE(_native, module) {
     nb::set_leak_warnings(false);  // objects alive at the process's end stay
     nb::register_exception_translator(gdscache::translate);
-    gdscache::bind_pages(module);
     gdscache::bind_tables(module);
     gdscache::bind_policies(module);
     gdscache::bind_index(module);

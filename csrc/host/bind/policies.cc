@@ -22,35 +22,48 @@ nb::list list_of(const std::vector<Key>& keys) {
 }
 
 std::vector<Key> keys_of(nb::handle given) {
-    const Items items(given);
     std::vector<Key> keys;
-    keys.reserve(static_cast<size_t>(items.size()));
-    for (Py_ssize_t n = 0; n < items.size(); ++n) keys.push_back(key_of(items[n]));
+    keys.reserve(nb::len(given));
+    for (const nb::handle key : nb::iter(given)) keys.push_back(key_of(key.ptr()));
     return keys;
 }
 
 // (key, other key) pairs. The other key may be None.
 template <typename Pair>
 std::vector<Pair> pairs_of(nb::handle given) {
-    const Items items(given);
     std::vector<Pair> pairs;
-    pairs.reserve(static_cast<size_t>(items.size()));
-    for (Py_ssize_t n = 0; n < items.size(); ++n) {
-        PyObject* const key = PyTuple_GetItem(items[n], 0);
-        PyObject* const other = key ? PyTuple_GetItem(items[n], 1) : nullptr;
+    pairs.reserve(nb::len(given));
+    for (const nb::handle both : nb::iter(given)) {
+        PyObject* const key = PyTuple_GetItem(both.ptr(), 0);
+        PyObject* const other = key ? PyTuple_GetItem(both.ptr(), 1) : nullptr;
         if (!other) throw nb::python_error();
         pairs.push_back({key_of(key), other == Py_None ? Key() : key_of(other, false)});
     }
     return pairs;
 }
 
-std::vector<Key> keys_at(nb::handle keys, const nb::object& order) {
-    const Items items(keys);
+std::vector<Key> keys_at(const nb::sequence& keys, const nb::object& order) {
     const Numbers<int64_t> places(order);
     std::vector<Key> found;
     found.reserve(static_cast<size_t>(places.size()));
-    for (int64_t n = 0; n < places.size(); ++n) found.push_back(key_of(items[places.data()[n]]));
+    for (int64_t n = 0; n < places.size(); ++n) {
+        found.push_back(key_of(nb::object(keys[static_cast<size_t>(places.data()[n])]).ptr()));
+    }
     return found;
+}
+
+// Methods of one key, of keys and of pairs, for Python.
+template <typename Of, auto kCall, bool kWhole = true>
+auto of_key(Of& self, nb::handle key) {
+    return (self.*kCall)(key_of(key.ptr(), kWhole));
+}
+template <typename Of, auto kCall>
+void of_keys(Of& self, nb::handle keys) {
+    (self.*kCall)(keys_of(keys));
+}
+template <typename Of, typename Pair, auto kCall>
+void of_pairs(Of& self, nb::handle pairs) {
+    (self.*kCall)(pairs_of<Pair>(pairs));
 }
 
 // An iterator in lists of keys of growing length: most callers look at few pages.
@@ -92,8 +105,8 @@ nb::tuple take(ReuseSample& sample) {
 }
 
 // `learn(pages, stored)` answers None, or (share, lifetimes of the lots from `share` on, lifetimes of those below).
-void begin(LifetimeOrder& order, nb::handle keys, const nb::object& places, std::shared_ptr<ReuseSample> sample,
-           nb::callable learn) {
+void begin(LifetimeOrder& order, const nb::sequence& keys, const nb::object& places,
+           std::shared_ptr<ReuseSample> sample, nb::callable learn) {
     using Answer = std::optional<std::tuple<int64_t, std::vector<int64_t>, std::vector<int64_t>>>;
     order.begin(keys_at(keys, places), std::move(sample),
                 [learn = std::move(learn)](int64_t pages, int64_t stored) -> std::optional<LifetimeOrder::Lifetimes> {
@@ -103,8 +116,6 @@ void begin(LifetimeOrder& order, nb::handle keys, const nb::object& places, std:
         return LifetimeOrder::Lifetimes{share, std::move(less), std::move(more)};
     });
 }
-
-nb::object key_or_none(const Key* key) { return key ? bytes_of(*key) : nb::none(); }
 
 }  // namespace
 
@@ -122,30 +133,11 @@ void bind_policies(nb::module_& module) {
     nb::class_<LifetimeOrder> order(module, "LifetimeOrder");
     order.def(nb::init<>())
         .def("begin", &begin, "keys"_a, "order"_a, "sample"_a, "learn"_a)
-        .def("insert",
-             [](LifetimeOrder& self, nb::handle key, nb::handle parent) {
-        const LifetimeOrder::New page{key_of(key.ptr()), key_of(parent.ptr(), false)};
-        self.insert({&page, 1});
-    }, "key"_a, "parent"_a = nb::bytes("", 0))
-        .def("insert_all",
-             [](LifetimeOrder& self, nb::handle pages) { self.insert(pairs_of<LifetimeOrder::New>(pages)); }, "pages"_a)
-        .def("touch",
-             [](LifetimeOrder& self, nb::handle key) {
-        const Key one = key_of(key.ptr());
-        self.touch({&one, 1});
-    }, "key"_a)
-        .def("touch_all", [](LifetimeOrder& self, nb::handle keys) { self.touch(keys_of(keys)); }, "keys"_a)
-        .def("remove",
-             [](LifetimeOrder& self, nb::handle key) {
-        const LifetimeOrder::Gone one{key_of(key.ptr()), {}};
-        self.evict({&one, 1});
-    }, "key"_a)
-        .def("evict_all", [](LifetimeOrder& self, nb::handle gone) { self.evict(pairs_of<LifetimeOrder::Gone>(gone)); },
-             "gone"_a)
-        .def("hasten", [](LifetimeOrder& self, nb::handle key) { self.hasten(key_of(key.ptr(), false)); }, "key"_a)
-        .def("is_deferred",
-             [](const LifetimeOrder& self, nb::handle key) { return self.is_deferred(key_of(key.ptr(), false)); },
-             "key"_a)
+        .def("insert_all", &of_pairs<LifetimeOrder, LifetimeOrder::New, &LifetimeOrder::insert>, "pages"_a)
+        .def("touch_all", &of_keys<LifetimeOrder, &LifetimeOrder::touch>, "keys"_a)
+        .def("evict_all", &of_pairs<LifetimeOrder, LifetimeOrder::Gone, &LifetimeOrder::evict>, "gone"_a)
+        .def("hasten", &of_key<LifetimeOrder, &LifetimeOrder::hasten, false>, "key"_a)
+        .def("is_deferred", &of_key<LifetimeOrder, &LifetimeOrder::is_deferred, false>, "key"_a)
         .def("defer_all",
              [](LifetimeOrder& self, nb::handle keys) {
         for (const Key& key : keys_of(keys)) self.defer(key);
@@ -170,16 +162,17 @@ void bind_policies(nb::module_& module) {
              [](LruShadow& self, nb::handle pages, int64_t most) {
         return self.insert(pairs_of<LruShadow::New>(pages), most);
     }, "pages"_a, "most"_a = INT64_MAX)
-        .def("touch", [](LruShadow& self, nb::handle keys) { self.touch(keys_of(keys)); }, "keys"_a)
-        .def("evict", [](LruShadow& self, nb::handle keys) { self.evict(keys_of(keys)); }, "keys"_a)
-        .def("drop", [](LruShadow& self, nb::handle key) { self.drop(key_of(key.ptr())); }, "key"_a)
-        .def("has_left", [](const LruShadow& self, nb::handle key) { return self.has_left(key_of(key.ptr())); },
-             "key"_a)
-        .def("owes", [](const LruShadow& self, nb::handle key) { return self.owes(key_of(key.ptr())); }, "key"_a)
-        .def("followed", [](const LruShadow& self, nb::handle key) { return self.followed(key_of(key.ptr())); },
-             "key"_a)
+        .def("touch", &of_keys<LruShadow, &LruShadow::touch>, "keys"_a)
+        .def("evict", &of_keys<LruShadow, &LruShadow::evict>, "keys"_a)
+        .def("drop", &of_key<LruShadow, &LruShadow::drop>, "key"_a)
+        .def("has_left", &of_key<LruShadow, &LruShadow::has_left>, "key"_a)
+        .def("followed", &of_key<LruShadow, &LruShadow::followed>, "key"_a)
         .def("recency", [](const LruShadow& self) { return list_of(self.recency()); })
-        .def("first", [](LruShadow& self) { return key_or_none(self.first()); })
+        .def("first",
+             [](LruShadow& self) {
+        const Key* const key = self.first();
+        return key ? bytes_of(*key) : nb::none();
+    })
         .def("walk", [](const LruShadow& self) { return new ShadowKeys(self); }, nb::keep_alive<0, 1>(),
              nb::rv_policy::take_ownership)
         .def("__len__", &LruShadow::size)

@@ -189,8 +189,7 @@ public:
     }
     void free_host(void* memory) const noexcept { functions_->host_free(memory); }
 
-    // Queue entries [first, last) of a list: by one call if the driver has batches and the host memory is page-locked
-    // (`pinned`).
+    // Queue entries [first, last) of a list: one call if the driver has batches, and host memory is page-locked (`pinned`).
     void copy(const CopyList& list, size_t first, size_t last, CudaStream stream, bool pinned) const {
         if (first == last) return;
         if (batch_ == nullptr || !pinned) {

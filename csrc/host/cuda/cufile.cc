@@ -58,6 +58,13 @@ constexpr std::pair<int32_t, const char*> kMeanings[] = {
     {5044, "an I/O error"},
 };
 
+void check(const char* name, Answer answer) {
+    if (answer.cufile == 0) return;
+    std::string why = std::string(name) + ": " + cufile_text(answer.cufile);
+    if (answer.cufile == kCudaError) why += " (" + std::to_string(answer.cuda) + ")";
+    throw CuFileError(why);
+}
+
 }  // namespace
 
 std::string cufile_text(int32_t error) {
@@ -80,17 +87,6 @@ struct CuFiles::Functions {
     ssize_t (*write)(CuFileHandle, const void*, size_t, off_t, off_t) = library["cuFileWrite"];
     Answer (*set_text)(int, const char*) = library.find("cuFileSetParameterString");  // since 1.14
 };
-
-namespace {
-
-void check(const char* name, Answer answer) {
-    if (answer.cufile == 0) return;
-    std::string why = std::string(name) + ": " + cufile_text(answer.cufile);
-    if (answer.cufile == kCudaError) why += " (" + std::to_string(answer.cuda) + ")";
-    throw CuFileError(why);
-}
-
-}  // namespace
 
 CuFiles::CuFiles(const char* driver, void* context, const char* library)
     : cuda_(driver, context), functions_(new Functions{{"libcufile", library, kName}}) {}

@@ -1,5 +1,4 @@
-// cuFile (GPUDirect Storage), loaded at run time: no toolkit is needed to build, and the library is untouched until its
-// first use.
+// cuFile (GPUDirect Storage), loaded at its first use: no toolkit is needed to build.
 //
 // Not ordered with any stream: a call touches the memory only between its begin and its return.
 
@@ -51,8 +50,7 @@ public:
     // The first address of the added memory that contains all of these bytes; none if there is no such memory.
     std::optional<uint64_t> memory(uint64_t address, size_t bytes) const;
 
-    // For threads that have entered the context. Moved bytes, or a negative error. `base`: the first address of added
-    // memory.
+    // For threads that have entered the context. Moved bytes, or a negative error. `base`: where added memory begins.
     int64_t move(bool write, CuFileHandle file, uint64_t base, size_t bytes, int64_t offset, int64_t base_offset) const;
 
 private:

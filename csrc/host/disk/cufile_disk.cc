@@ -12,21 +12,19 @@ public:
     explicit CuFileCaller(std::shared_ptr<const CuFiles> files) : files_(std::move(files)) {}
 
     int64_t transfer(const Piece& piece, const Call& call) override {
-        return move_stretches(call, true, memory_, [&](const OfGpu& stretch, int64_t offset) {
+        const auto memory = [this](const iovec& one) { return memory_of(one); };
+        return move_stretches(call, true, memory, [&](const OfGpu& stretch, int64_t offset) {
             if (stretch.memory) return move(piece, stretch, offset);
             return system_call(piece, {stretch.vectors, stretch.count, offset, stretch.bytes});
         });
     }
 
-    bool in_turn(const Piece& piece) const override { return keeps_lock(piece) && !memory_(piece.fragments[0]); }
+    bool in_turn(const Piece& piece) const override { return keeps_lock(piece) && !memory_of(piece.fragments[0]); }
 
 private:
-    struct MemoryOf {
-        std::optional<uint64_t> operator()(const iovec& one) const {
-            return files.memory(reinterpret_cast<uint64_t>(one.iov_base), one.iov_len);
-        }
-        const CuFiles& files;
-    };
+    std::optional<uint64_t> memory_of(const iovec& one) const {
+        return files_->memory(reinterpret_cast<uint64_t>(one.iov_base), one.iov_len);
+    }
 
     // Enter the context, for the life of the thread. False if the driver refuses; the next call tries again.
     bool enter() {
@@ -48,7 +46,6 @@ private:
     }
 
     const std::shared_ptr<const CuFiles> files_;
-    const MemoryOf memory_{*files_};
     std::optional<Cuda::Entered> entered_;
 };
 

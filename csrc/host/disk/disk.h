@@ -60,8 +60,7 @@ public:
     virtual void submit(std::span<const Piece> pieces) = 0;
 
     // Append answers, and wait up to `seconds` (below 0: for ever) for the first. Returns their number: 0 after a wake
-    // or the time. A negative errno when the disk is broken: requests that the kernel has then stay pending, and keep
-    // their memory for good.
+    // or the time. A negative errno when the disk is broken: the kernel's requests then keep their memory for good.
     virtual int reap(std::vector<Ended>& ended, double seconds) = 0;
 
     // End the wait of the running `reap`, or of the next. Any thread.
@@ -70,8 +69,7 @@ public:
     // Pieces that have not ended, and the most that may be under way.
     virtual size_t pending() const = 0;
     virtual size_t depth() const = 0;
-    // The number of pending pieces at which an executor keeps further ones back: enough that the disk never waits for
-    // it.
+    // The number of pending pieces at which an executor keeps further ones back: the disk never waits for it.
     virtual size_t room() const = 0;
     // Most fragments of a piece.
     virtual uint32_t most_fragments() const { return kMostFragments; }
@@ -164,8 +162,7 @@ void advance(const Piece& piece, const Part& part, int64_t answer, std::vector<E
 
 // --- the bare loop
 
-// The rate of a device for plain reads or writes, optionally with a copy of reads to other memory. `gdscache bench`
-// compares with it.
+// The rate of a device for plain reads or writes, perhaps with a copy of reads to other memory; for `gdscache bench`.
 struct BareLoop {
     int fd;
     Op op;

@@ -1,9 +1,7 @@
-// A disk by io_uring, which is used by its system calls.
-//
-// Needs Linux 5.15, for timeouts of waits and a limit of the kernel's threads. The structures are those of
-// <linux/io_uring.h>, declared here so that old headers do not matter.
+// A disk by io_uring's system calls. Needs Linux 5.15, for timeouts of waits and a limit of the kernel's threads.
 
 #include <fcntl.h>
+#include <linux/io_uring.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <time.h>
@@ -13,56 +11,12 @@
 #include <cmath>
 #include <cstring>
 #include <deque>
+#include <optional>
 
 #include "disk/disk.h"
 
 namespace gdscache {
 namespace {
-
-constexpr long kSetup = 425, kEnter = 426, kRegister = 427;  // the same on every architecture
-constexpr unsigned kClamp = 1u << 4;
-constexpr unsigned kGetEvents = 1u << 0, kExtArg = 1u << 3;
-constexpr unsigned kSingleMmap = 1u << 0, kHasExtArg = 1u << 8;  // features: Linux 5.4 and 5.11
-constexpr unsigned kAsync = 1u << 4;
-constexpr unsigned kMaxWorkers = 19;  // Linux 5.15
-constexpr off_t kOffEntries = 0x10000000;
-
-struct Offsets {
-    uint32_t head, tail, mask, entries;
-    uint32_t words[6];  // submission: flags, dropped, array; completion: overflow, completions, flags
-};
-
-struct Params {
-    uint32_t sq_entries, cq_entries, flags, sq_thread[2], features, wq_fd, reserved[3];
-    Offsets sq, cq;
-};
-
-struct Entry {
-    uint8_t opcode, flags;
-    uint16_t priority;
-    int32_t fd;
-    uint64_t offset, address;
-    uint32_t length, rw_flags;
-    uint64_t data, others[3];
-};
-
-struct Patience {
-    uint64_t mask;
-    uint32_t mask_size, reserved;
-    uint64_t timespec;
-};
-
-enum class Code : uint8_t { kReadv = 1, kWritev = 2, kRead = 22, kWrite = 23 };
-
-// As the kernel writes it: `result` is bytes or a negative errno.
-struct Completion {
-    uint64_t data;
-    int32_t result;
-    uint32_t flags;
-};
-
-static_assert(sizeof(Params) == 120 && sizeof(Entry) == 64 && sizeof(Completion) == 16 && sizeof(Patience) == 24 &&
-              sizeof(timespec) == 16);
 
 uint32_t acquire(const uint32_t* at) { return __atomic_load_n(at, __ATOMIC_ACQUIRE); }
 void release(uint32_t* at, uint32_t value) { __atomic_store_n(at, value, __ATOMIC_RELEASE); }
@@ -77,15 +31,17 @@ public:
     // For `entries` requests in flight, with at most `workers` threads of the kernel for files and as many for all else.
     // Reads a page of memory through the kernel. Throws `Error`.
     Ring(unsigned entries, unsigned workers) {
-        Params params{};
-        params.flags = kClamp;
-        fd_ = Descriptor(static_cast<int>(syscall(kSetup, entries, &params)));
+        io_uring_params params{};
+        params.flags = IORING_SETUP_CLAMP;
+        fd_ = Descriptor(static_cast<int>(syscall(SYS_io_uring_setup, entries, &params)));
         if (!fd_) refuse("io_uring_setup", errno);
-        if (!(params.features & kSingleMmap) || !(params.features & kHasExtArg) || params.sq_entries < entries) {
+        if (!(params.features & IORING_FEAT_SINGLE_MMAP) || !(params.features & IORING_FEAT_EXT_ARG) ||
+            params.sq_entries < entries) {
             throw Error(EINVAL, "this kernel's io_uring is too old, or too small");
         }
         unsigned limits[2] = {workers, workers};
-        if (syscall(kRegister, fd_.get(), kMaxWorkers, limits, 2) < 0) refuse("io_uring_register", errno);
+        if (syscall(SYS_io_uring_register, fd_.get(), IORING_REGISTER_IOWQ_MAX_WORKERS, limits, 2) < 0)
+            refuse("io_uring_register", errno);
         map(params);
         try_it();
     }
@@ -93,17 +49,17 @@ public:
 
     // Queue a request; there must be room. `length`: bytes, or vectors. `worker`: a kernel thread does the request from
     // the start; else `enter` begins it, and copies the bytes itself if no device is needed.
-    void put(Code code, int fd, int64_t offset, const void* address, uint32_t length, uint64_t data, bool worker) {
+    void put(uint8_t code, int fd, int64_t offset, const void* address, uint32_t length, uint64_t data, bool worker) {
         const uint32_t tail = *submit_tail_;  // only this thread writes it
-        Entry& entry = static_cast<Entry*>(entries_.get())[tail & submit_mask_];
+        io_uring_sqe& entry = static_cast<io_uring_sqe*>(entries_.get())[tail & submit_mask_];
         entry = {};
-        entry.opcode = static_cast<uint8_t>(code);
-        entry.flags = worker ? kAsync : 0;
+        entry.opcode = code;
+        entry.flags = worker ? IOSQE_ASYNC : 0;
         entry.fd = fd;
-        entry.offset = static_cast<uint64_t>(offset);
-        entry.address = reinterpret_cast<uint64_t>(address);
-        entry.length = length;
-        entry.data = data;
+        entry.off = static_cast<uint64_t>(offset);
+        entry.addr = reinterpret_cast<uint64_t>(address);
+        entry.len = length;
+        entry.user_data = data;
         release(submit_tail_, tail + 1);
         queued_++;
     }
@@ -112,18 +68,18 @@ public:
     // errno: -ETIME after the time, -EBUSY or -EAGAIN if completions must be taken first.
     int enter(unsigned wait, double seconds) {
         timespec until{};
-        Patience patience{};
-        unsigned flags = kGetEvents;
+        io_uring_getevents_arg patience{};
+        unsigned flags = IORING_ENTER_GETEVENTS;
         const bool bounded = wait && seconds >= 0;
         if (bounded) {
             const double whole = std::floor(std::min(seconds, 1e9));
             until = {static_cast<time_t>(whole), static_cast<long>((std::min(seconds, 1e9) - whole) * 1e9)};
-            patience.timespec = reinterpret_cast<uint64_t>(&until);
-            flags |= kExtArg;
+            patience.ts = reinterpret_cast<uint64_t>(&until);
+            flags |= IORING_ENTER_EXT_ARG;
         }
         for (;;) {
-            const long taken = syscall(kEnter, fd_.get(), queued_, wait, flags, bounded ? &patience : nullptr,
-                                       bounded ? sizeof patience : size_t{0});
+            const long taken = syscall(SYS_io_uring_enter, fd_.get(), queued_, wait, flags,
+                                       bounded ? &patience : nullptr, bounded ? sizeof patience : size_t{0});
             if (taken < 0) return -errno;
             queued_ -= static_cast<unsigned>(taken);
             if (!queued_) return 0;
@@ -132,7 +88,7 @@ public:
     }
 
     // The oldest completion, or null. `pop` it before the next.
-    const Completion* front() const {
+    const io_uring_cqe* front() const {
         const uint32_t head = *complete_head_;  // only this thread writes it
         return head == acquire(complete_tail_) ? nullptr : completions_ + (head & complete_mask_);
     }
@@ -140,13 +96,13 @@ public:
 
     bool has_queued() const { return queued_ != 0; }
 
-    // Take back the last queued request, unless the kernel has it. Its `data`, or null.
-    const uint64_t* take_back() {
-        if (!queued_) return nullptr;
+    // Take back the last queued request, unless the kernel has it. Its `data`, or none.
+    std::optional<uint64_t> take_back() {
+        if (!queued_) return std::nullopt;
         queued_--;
         const uint32_t tail = *submit_tail_ - 1;
         release(submit_tail_, tail);
-        return &static_cast<const Entry*>(entries_.get())[tail & submit_mask_].data;
+        return static_cast<const io_uring_sqe*>(entries_.get())[tail & submit_mask_].user_data;
     }
 
 private:
@@ -156,10 +112,10 @@ private:
     };
     using Mapped = Unique<void*, Unmap>;
 
-    void map(const Params& params) {
-        const uint32_t array = params.sq.words[2], completions = params.cq.words[1];
+    void map(const io_uring_params& params) {
+        const uint32_t array = params.sq_off.array, completions = params.cq_off.cqes;
         const size_t words = std::max<size_t>(array + sizeof(uint32_t) * params.sq_entries,
-                                              completions + sizeof(Completion) * params.cq_entries);
+                                              completions + sizeof(io_uring_cqe) * params.cq_entries);
         const auto mapped = [&](size_t bytes, off_t offset) {
             void* const at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd_.get(), offset);
             if (at == MAP_FAILED) refuse("mmap of an io_uring", errno);
@@ -167,15 +123,15 @@ private:
             return Mapped(at, {bytes});
         };
         rings_ = mapped(words, 0);
-        entries_ = mapped(sizeof(Entry) * params.sq_entries, kOffEntries);
+        entries_ = mapped(sizeof(io_uring_sqe) * params.sq_entries, IORING_OFF_SQES);
         uint8_t* const base = static_cast<uint8_t*>(rings_.get());
         const auto word = [&](uint32_t offset) { return reinterpret_cast<uint32_t*>(base + offset); };
-        submit_tail_ = word(params.sq.tail);
-        submit_mask_ = *word(params.sq.mask);
-        complete_head_ = word(params.cq.head);
-        complete_tail_ = word(params.cq.tail);
-        complete_mask_ = *word(params.cq.mask);
-        completions_ = reinterpret_cast<const Completion*>(base + completions);
+        submit_tail_ = word(params.sq_off.tail);
+        submit_mask_ = *word(params.sq_off.ring_mask);
+        complete_head_ = word(params.cq_off.head);
+        complete_tail_ = word(params.cq_off.tail);
+        complete_mask_ = *word(params.cq_off.ring_mask);
+        completions_ = reinterpret_cast<const io_uring_cqe*>(base + completions);
         for (uint32_t n = 0; n < params.sq_entries; n++) word(array)[n] = n;
     }
 
@@ -187,13 +143,13 @@ private:
         for (size_t n = 0; n < page.size(); n++) page[n] = static_cast<uint8_t>(n * 7 + n / 256);
         bool good = write(file.get(), page.data(), page.size()) == kAlignment;
         if (good) {
-            put(Code::kRead, file.get(), 0, got.data(), kAlignment, 1, true);
+            put(IORING_OP_READ, file.get(), 0, got.data(), kAlignment, 1, true);
             int answer;
             do answer = enter(1, -1);
             while (answer == -EINTR || answer == -EAGAIN || answer == -EBUSY);
             if (answer < 0) refuse("io_uring_enter", -answer);
-            const Completion* const ended = front();
-            good = ended && ended->data == 1 && ended->result == kAlignment && page == got;
+            const io_uring_cqe* const ended = front();
+            good = ended && ended->user_data == 1 && ended->res == kAlignment && page == got;
             if (ended) pop();
         }
         if (!good) throw Error(EIO, "io_uring reads other bytes than were written");
@@ -204,7 +160,7 @@ private:
     // Indices that both sides read and one side writes: the entries they cover are written before, and read after.
     uint32_t *submit_tail_ = nullptr, *complete_head_ = nullptr, *complete_tail_ = nullptr;
     uint32_t submit_mask_ = 0, complete_mask_ = 0;
-    const Completion* completions_ = nullptr;
+    const io_uring_cqe* completions_ = nullptr;
     unsigned queued_ = 0;
 };
 
@@ -254,17 +210,10 @@ public:
                 refused_.push_back({piece.tag, 0, piece.count, EINVAL, 0});
                 continue;
             }
-            uint32_t number = static_cast<uint32_t>(left_.size());
-            if (unused_.empty()) {
-                left_.push_back(0);
-            } else {
-                number = unused_.back();
-                unused_.pop_back();
-            }
-            left_[number] = piece.count;
+            const auto left = std::make_shared<uint32_t>(piece.count);
             parts_.clear();
             begin(piece, parts_);
-            for (const Part& part : parts_) queue_.push_back({piece, part, number});
+            for (const Part& part : parts_) queue_.push_back({piece, part, left});
         }
         fill();
         if (ring_ && ring_->has_queued()) ring_->enter(0, 0);  // the next `reap` sees its answer too
@@ -314,10 +263,10 @@ private:
     struct Waiting {
         Piece piece;
         Part part;
-        uint32_t number;  // of the piece, in `left_`
+        std::shared_ptr<uint32_t> left;  // fragments of the piece that have not ended
     };
     struct Flight : Waiting {
-        iovec one;
+        iovec one{};
     };
 
     // A failed ring, while the kernel has requests of it.
@@ -331,7 +280,7 @@ private:
     }
 
     void listen() {
-        ring_->put(Code::kRead, event_.get(), 0, &signal_, sizeof signal_, kWake, false);
+        ring_->put(IORING_OP_READ, event_.get(), 0, &signal_, sizeof signal_, kWake, false);
         listening_ = true;
     }
 
@@ -355,10 +304,10 @@ private:
         const bool worker = flight.piece.copied || flight.part.tries;
         const int fd = flight.piece.fd;
         if (call.count == 1) {
-            ring_->put(reads ? Code::kRead : Code::kWrite, fd, call.offset, call.vectors->iov_base,
+            ring_->put(reads ? IORING_OP_READ : IORING_OP_WRITE, fd, call.offset, call.vectors->iov_base,
                        static_cast<uint32_t>(call.bytes), slot, worker);
         } else {
-            const Code code = reads ? Code::kReadv : Code::kWritev;
+            const uint8_t code = reads ? IORING_OP_READV : IORING_OP_WRITEV;
             ring_->put(code, fd, call.offset, call.vectors, call.count, slot, worker);
         }
     }
@@ -372,38 +321,36 @@ private:
     // Returns the number of completions that were flights.
     size_t take(Ring& ring, bool old, std::vector<Ended>& ended) {
         size_t flights = 0;
-        while (const Completion* const completion = ring.front()) {
-            const Completion got = *completion;
+        while (const io_uring_cqe* const completion = ring.front()) {
+            const io_uring_cqe got = *completion;
             ring.pop();
-            if (got.data == kWake) {
+            if (got.user_data == kWake) {
                 if (!old) listening_ = false;
                 woken_ = true;
                 continue;
             }
             flights++;
-            const Flight flight = flights_[got.data];
-            free_.push_back(static_cast<uint32_t>(got.data));
+            const Flight flight = flights_[got.user_data];
+            free_.push_back(static_cast<uint32_t>(got.user_data));
             const size_t from = ended.size();
             parts_.clear();
-            advance(flight.piece, flight.part, got.result, ended, parts_);
-            for (const Part& part : parts_) again_.push_back({flight.piece, part, flight.number});
-            answered(flight.number, ended, from);
+            advance(flight.piece, flight.part, got.res, ended, parts_);
+            for (const Part& part : parts_) again_.push_back({flight.piece, part, flight.left});
+            answered(*flight.left, ended, from);
         }
         return flights;
     }
 
-    void answered(uint32_t number, std::vector<Ended>& ended, size_t from) {
-        for (size_t n = from; n < ended.size(); n++) left_[number] -= ended[n].count;
-        if (left_[number] || from == ended.size()) return;
-        unused_.push_back(number);
-        pending_--;
+    void answered(uint32_t& left, const std::vector<Ended>& ended, size_t from) {
+        for (size_t n = from; n < ended.size(); n++) left -= ended[n].count;
+        if (!left && from != ended.size()) pending_--;
     }
 
     // The ring failed. Requests that the kernel does not have begin again, on another ring.
     void failed(int error) {
         size_t flights = flights_.size() - free_.size();
         for (const Old& old : old_) flights -= old.flights;
-        while (const uint64_t* const data = ring_->take_back()) {
+        while (const std::optional<uint64_t> data = ring_->take_back()) {
             if (*data == kWake) continue;
             const Flight& flight = flights_[*data];
             again_.push_front(flight);
@@ -441,7 +388,7 @@ private:
             for (const Waiting& next : *from) {
                 const size_t at = ended.size();
                 ended.push_back({next.piece.tag, next.part.first, next.part.count, error_, 0});
-                answered(next.number, ended, at);
+                answered(*next.left, ended, at);
             }
             from->clear();
         }
@@ -473,8 +420,6 @@ private:
     Clock::time_point next_try_;
     std::vector<uint32_t> free_;  // of `flights_`
     std::deque<Waiting> queue_, again_;
-    std::vector<uint32_t> left_;  // fragments that have not ended, by piece number
-    std::vector<uint32_t> unused_;  // free piece numbers
     size_t pending_ = 0;
     std::vector<Ended> refused_;  // unsound pieces
     std::vector<Part> parts_;

@@ -25,8 +25,7 @@ using MakeCaller = std::function<std::unique_ptr<Caller>()>;
 // preadv or pwritev.
 int64_t system_call(const Piece& piece, const Call& call);
 
-// Whether a system call for a piece holds a file's lock, on which other threads would spin: the kernel copies the
-// written bytes.
+// Whether a call for a piece holds a file's lock, on which other threads would spin: the kernel copies written bytes.
 inline bool keeps_lock(const Piece& piece) { return piece.op == Op::kWrite && piece.copied; }
 
 // Fragments of a call in one memory that go together. `Memory`: tells memories apart; false for the host's.
@@ -39,32 +38,25 @@ struct Stretch {
     int64_t bytes;
 };
 
-// The first stretch of some fragments, each behind the last; with `scattered` those of the host may lie anywhere.
-// `memory(fragment)`: the fragment's memory.
-template <typename Of>
-auto first_stretch(const iovec* vectors, uint32_t count, bool scattered, const Of& memory) {
-    const auto at = [&](uint32_t n) { return reinterpret_cast<uint64_t>(vectors[n].iov_base); };
-    Stretch<decltype(memory(*vectors))> found{memory(*vectors), at(0), vectors, 0, 0};
-    const bool anywhere = scattered && !found.memory;
-    do {
-        found.bytes += static_cast<int64_t>(vectors[found.count++].iov_len);
-    } while (found.count < count && memory(vectors[found.count]) == found.memory &&
-             (anywhere || at(found.count) == found.address + static_cast<uint64_t>(found.bytes)));
-    return found;
-}
-
-// Move a call stretch by stretch by `move(stretch, offset)`. Returns bytes from the call's beginning on, or the error
-// of its first stretch.
+// Move a call stretch by stretch by `move(stretch, offset)`: fragments each behind the last; with `scattered` those of the
+// host may lie anywhere. `memory(fragment)`: the fragment's memory. Returns bytes from the call's beginning on, or the
+// error of its first stretch.
 template <typename Of, typename Move>
 int64_t move_stretches(const Call& call, bool scattered, const Of& memory, const Move& move) {
+    const auto at = [&](uint32_t n) { return reinterpret_cast<uint64_t>(call.vectors[n].iov_base); };
     int64_t moved = 0;
     for (uint32_t n = 0; n < call.count;) {
-        const auto stretch = first_stretch(call.vectors + n, call.count - n, scattered, memory);
+        Stretch<decltype(memory(*call.vectors))> stretch{memory(call.vectors[n]), at(n), call.vectors + n, 0, 0};
+        const bool anywhere = scattered && !stretch.memory;
+        do {
+            stretch.bytes += static_cast<int64_t>(call.vectors[n++].iov_len);
+            stretch.count++;
+        } while (n < call.count && memory(call.vectors[n]) == stretch.memory &&
+                 (anywhere || at(n) == stretch.address + static_cast<uint64_t>(stretch.bytes)));
         const int64_t answer = move(stretch, call.offset + moved);
         if (answer < 0) return moved ? moved : answer;  // the rest is tried again, and answers the error
         moved += answer;
         if (answer < stretch.bytes) break;
-        n += stretch.count;
     }
     return moved;
 }

@@ -119,8 +119,6 @@ StreamTimes Gpu::finish(QueuedCopies& queued, uint64_t* sums, uint8_t* unfit) {
     return times;
 }
 
-// --- times
-
 CudaEvent Gpu::timed_event() {
     const std::lock_guard held(times_lock_);
     if (timed_.empty()) {
@@ -132,8 +130,7 @@ CudaEvent Gpu::timed_event() {
     return event;
 }
 
-// Record events before (`which` 0) and behind (1) a transfer's work, on each stream that it needs. Its kernels begin in
-// one stream, and end in several.
+// Record events before (`which` 0) and behind (1) a transfer's work, on each of its streams: kernels end in several.
 void Gpu::mark(const Transfer& transfer, const Lane& lane, QueuedCopies& queued, int which) {
     const auto record = [&](int kind, CudaStream stream) {
         std::vector<CudaEvent>& events = queued.times[2 * kind + which];
@@ -169,8 +166,6 @@ StreamTimes Gpu::times_of(const QueuedCopies& queued) {
     }
     return times;
 }
-
-// --- points
 
 Points& Gpu::points_of(int64_t point) {
     Points* const all[] = {&loads_.done, &stores_.done, &loads_.read, &stores_.read};

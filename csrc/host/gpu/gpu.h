@@ -32,8 +32,7 @@ struct PageKernels {
 
 // Sizes in bytes. `moved`: of one kernel over the bus (each start and end costs some 30 us of bus time). `looked`: of a
 // kernel that takes checksums behind copies (each wait for them costs some 15 us). `looked_last`: of the last such
-// kernel of a load, when the copies are over. `unbroken`: of copies before others' may pass (each pass costs some 2
-// us).
+// kernel of a load, when the copies are over. `unbroken`: of copies before others' may pass (some 2 us a pass).
 struct ChunkSizes {
     int64_t moved = 512 << 20, looked = 256 << 20, looked_last = 32 << 20, unbroken = 32 << 20;
     int64_t rows = 16;  // pages of one copy, a row each: 32 and more slow matrix products down
@@ -92,8 +91,7 @@ using StreamTimes = std::array<StreamTime, 2>;  // of the copies, and of the ker
 // Copies of one pool's pages, both ways at once, one transfer a way at a time. Thread-safe.
 class Gpu {
 public:
-    // `staging` bytes of GPU memory are the ring: half for loads, half for stores. Its opening and closing threads have
-    // entered. Throws CudaError.
+    // `staging`: bytes of the ring, half for loads. Its opening and closing threads have entered. Throws CudaError.
     Gpu(const Cuda& cuda, GpuPlanes planes, const PageKernels& kernels, const ChunkSizes& sizes, size_t staging);
 
     const Cuda& cuda() const { return cuda_; }

@@ -4,6 +4,7 @@
 
 #include <bit>
 #include <deque>
+#include <map>
 #include <mutex>
 #include <span>
 
@@ -133,15 +134,9 @@ public:
 
     Buffer take(size_t bytes) {
         const size_t size = std::bit_ceil(std::max(bytes, kSmallest));
-        const auto power = static_cast<size_t>(std::countr_zero(size));
         {
             const std::lock_guard held(lock_);
-            if (free_.size() <= power) free_.resize(power + 1);
-            if (!free_[power].empty()) {
-                void* const memory = free_[power].back();
-                free_[power].pop_back();
-                return {memory, size};
-            }
+            if (const auto free = free_.extract(size)) return {free.mapped(), size};
         }
         OwnHostMemory memory(cuda_.allocate_host(size), {&cuda_});
         const std::lock_guard held(lock_);
@@ -151,7 +146,7 @@ public:
     void give(Buffer buffer) {
         if (buffer.memory == nullptr) return;
         const std::lock_guard held(lock_);
-        free_[static_cast<size_t>(std::countr_zero(buffer.bytes))].push_back(buffer.memory);
+        free_.emplace(buffer.bytes, buffer.memory);
     }
 
 private:
@@ -159,8 +154,8 @@ private:
 
     const Cuda& cuda_;
     std::mutex lock_;
-    std::vector<OwnHostMemory> all_;        // buffers in use included
-    std::vector<std::vector<void*>> free_;  // by the power of two of their size
+    std::vector<OwnHostMemory> all_;  // buffers in use included
+    std::multimap<size_t, void*> free_;  // by size
 };
 
 // The place of one chunk of a transfer at a time: bytes of the ring, and a table. Addresses are of the GPU's. `copied` is
@@ -179,22 +174,13 @@ struct LaneSizes {
     size_t share, page, table, unbroken;
 };
 
-// `copies` runs the copy engine, `kernels` the kernels; events order them, segment by segment.
-//
-// A model's matrix products hold every processor until they end. Then each stream has one kernel begin, and the next one
-// waits for another product: so the kernels of chunks take several streams in turns, and no stream of kernels waits for
-// another. Each stream costs a little where the GPU has no other work: two are enough for loads, whose kernels are short,
-// and stores, which may pack, take three. Many more streams in a process share queues of the GPU's front end with the
-// model's, and wait for its whole work.
-//
-// The copy engine finishes the queue of one stream before it turns to another. So a model that copies the tokens of a
-// step to the host would wait for every queued store: 77 ms behind 4 GiB. `make_way` lets it pass: two streams copy in
-// turns, each behind the other's queue, and the engine looks at every stream when one of them has to wait. An event
-// between two streams of which one has no copies is no help: the driver sees through it.
+// `copies` runs the copy engine, `kernels` the kernels; events order them, segment by segment. docs/design/copies.md has the
+// measurements: the kernels of chunks take several streams in turns, none of which waits for another, since beside matrix
+// products each stream gets one kernel in; and two streams copy in turns, each behind the other's queue, so that a model's
+// small copies pass (`make_way`). Two streams of which one has no copies are no help: the driver sees through their events.
 //
 // `share` bytes of GPU memory are the ring. A chunk takes no more of it than its bytes, so that many small chunks can be
-// under way. Tables of `table` bytes a segment come on top. The kernels of loads go before the model's. A queueing thread
-// holds `lock`, and has entered.
+// under way. Tables of `table` bytes a segment come on top. Loads' kernels go before the model's.
 class Lane {
 public:
     Lane(const Cuda& cuda, const LaneSizes& sizes, bool for_loads)
@@ -279,14 +265,19 @@ public:
     void drain() const {
         try {
             const Cuda::Entered entered(cuda_);
-            for (const OwnStream& stream : streams_) wait_for(stream);
+            for (const OwnStream& stream : streams_) {
+                try {
+                    cuda_.synchronize(stream.get());
+                } catch (const CudaError&) {  // its context is broken: nothing runs there any more
+                }
+            }
         } catch (const CudaError&) {  // refused again: the context has ended, and its work with it
         }
     }
 
     const bool loads;
     const size_t unbroken;
-    std::mutex lock;
+    std::mutex lock;  // of queueing threads, which have entered
     CudaStream copies = nullptr, kernels = nullptr;  // of a turn: `make_way` and `next_kernels` change them
     const size_t most, table_bytes;  // of a chunk
     int64_t turn = 0;  // of the queueing thread
@@ -298,13 +289,6 @@ private:
     static constexpr size_t kLoadStreams = 2, kStoreStreams = 3;  // of kernels
     static constexpr size_t kSegments = 8;
     static constexpr size_t kChunks = 4;  // of the largest size in the ring: more than kernels may wait in streams
-
-    void wait_for(const OwnStream& stream) const {
-        try {
-            cuda_.synchronize(stream.get());
-        } catch (const CudaError&) {  // its context is broken: nothing runs there any more
-        }
-    }
 
     static constexpr size_t aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 

@@ -177,8 +177,7 @@ private:
         return true;
     }
 
-    // If the copy engine alone moves the bytes, a kernel takes checksums of the planes: after a load's copies, and during
-    // a store's.
+    // If the copy engine alone moves the bytes, a kernel takes the planes' checksums: behind a load's copies, beside a store's.
     void load(const Chunk& chunk) const {
         const Segment& segment = *chunk.segment;
         for (const CudaEvent event : segment.after) cuda_.follow(lane_.copies, event);
@@ -219,8 +218,7 @@ private:
         cuda_.copy(list, 0, list.size(), stream, true);
     }
 
-    // Copy a chunk's pages between extents and ring, neighbours joined. A load's table goes with the first copy: alone it
-    // would take as long as a large one.
+    // Copy a chunk's pages between extents and ring, neighbours joined. A load's table goes along: alone it takes as long.
     void stage(const Chunk& chunk) const {
         CopyList list;
         list.most = lane_.unbroken;
@@ -255,8 +253,7 @@ private:
     }
 
     // Copy straight between extents and planes. Pages with equal steps go by one call a piece, a row a page: a short call,
-    // which matters because threads that launch a model's kernels wait for the same lock. Other pages go one by one, in
-    // lists.
+    // which matters because threads that launch a model's kernels wait for the same lock. Other pages go in lists.
     void copy_pieces(int64_t first, int64_t end) const {
         const int64_t count = end - first;
         std::vector<int64_t> pages(static_cast<size_t>(count));
@@ -399,8 +396,7 @@ private:
             const int64_t most = blocks ? 4 * blocks : kernels_.processors * kPackedBlocks;
             return start(kernel, most, pieces, kPackedThreads, sizeof arguments);
         }
-        // Each layer of a page gets a team of warps with four spans a warp, or all warps of a block. A team of two is half
-        // idle: one warp only folds.
+        // A page's layer gets a team of warps, four spans a warp, or a block's warps. Of two warps one would only fold.
         int32_t threads = 256;
         while (threads < 1024 && pieces * threads < kSumsLeast) threads *= 2;
         const auto spans = static_cast<uint64_t>(up(tiles, 8));

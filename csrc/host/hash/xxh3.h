@@ -27,8 +27,7 @@ struct Arm {
     const char* name;  // "scalar", "avx2", "neon"
     // Add `stripes` stripes at `in`, without the last of the input, which is added apart. `out`: null.
     Add add;
-    // The same, and copy them to `out`. The sum is of the written bytes, even if another thread writes to `in`
-    // meanwhile.
+    // The same, and copy them to `out`. The sum is of the written bytes, even if other threads write to `in`.
     Add add_copy;
     // The same past the processor's caches; `out` is a multiple of 64. Other threads see it after `stream_fence`.
     Add add_stream;

@@ -1,6 +1,7 @@
 #include "moves/executor.h"
 
 #include <limits>
+#include <unordered_map>
 
 #include "base/quiet.h"
 #include "hash/xxh3.h"
@@ -14,38 +15,29 @@ constexpr Span::Kind kKinds[] = {Span::Kind::kScatter, Span::Kind::kGather, Span
 
 }  // namespace
 
-Executor::Held::Call Executor::Held::call() {
+bool Executor::Held::let_go(bool always) {
     News news = executor_.moves_.take_news();
     if (executor_.traced_ && news.ended) executor_.keep_ready();
     const int64_t job = executor_.limits_.copy_bytes, idle = executor_.idle_;
     news.copies = std::min((news.copies + job - 1) / job, idle);
     if (std::exchange(all_, false)) news = {true, true, idle, true, true, true, true};
-    return {news, (news.io ? ~uint64_t{0} : news.room ? executor_.moves_.crowded() : 0) & ~own_};
-}
-
-void Executor::Held::wake(const Call& call) {
-    if (call.news.ended) executor_.ended_.notify_all();
-    if (call.news.late) executor_.late_.notify_all();
-    if (call.news.loads) executor_.loads_.notify_all();
-    if (call.news.stores) executor_.stores_.notify_all();
-    for (int64_t n = 0; n < call.news.copies; ++n) executor_.copies_.notify_one();
-    for (size_t n = 0; n < executor_.disks_.size(); ++n) {
-        if (executor_.disks_[n] && (call.disks >> n & 1) != 0) executor_.disks_[n]->wake();
-    }
-}
-
-void Executor::Held::let_go() {
-    const Call some = call();
+    const uint64_t disks = (news.io ? ~uint64_t{0} : news.room ? executor_.moves_.crowded() : 0) & ~own_;
+    const bool some = news.ended || news.late || news.loads || news.stores || news.copies != 0 || disks != 0;
+    if (!some && !always) return false;
     lock_.unlock();
-    wake(some);
+    if (news.ended) executor_.ended_.notify_all();
+    if (news.late) executor_.late_.notify_all();
+    if (news.loads) executor_.loads_.notify_all();
+    if (news.stores) executor_.stores_.notify_all();
+    for (int64_t n = 0; n < news.copies; ++n) executor_.copies_.notify_one();
+    for (size_t n = 0; n < executor_.disks_.size(); ++n) {
+        if (executor_.disks_[n] && (disks >> n & 1) != 0) executor_.disks_[n]->wake();
+    }
+    return true;
 }
 
 bool Executor::Held::woke() {
-    const Call some = call();
-    const News& news = some.news;
-    if (!news.ended && !news.late && !news.loads && !news.stores && !news.copies && !some.disks) return false;
-    lock_.unlock();
-    wake(some);
+    if (!let_go(false)) return false;
     lock_.lock();
     return true;
 }
@@ -232,6 +224,170 @@ void Executor::copy(const CopyJob& job, std::vector<uint64_t>* found, std::vecto
         }
     }
     if (store == Store::kStreamed) stream_fence();
+}
+
+// --- the I/O threads: jobs become pieces of files, and the pieces' answers become ends of pages
+
+// A part of each page of a job: bytes of the extent, and the layers that lie wholly in it.
+struct Executor::Share {
+    int64_t start, stop;
+    int32_t first, last;
+};
+
+// A job on its way through the disk.
+struct Executor::Flight {
+    IoJob job;
+    std::vector<Share> shares;
+    Runs runs;                     // a request for each share of each page, page by page
+    struct Page {
+        uint32_t left = 0;  // fragments under way
+        int32_t error = 0;
+        int32_t summed = 0;  // layers
+    };
+    std::vector<Page> pages;
+    std::vector<Look> looks;       // in the order of fragments
+    std::vector<size_t> looks_at;  // the first look of each run, and behind them the number of looks
+    std::vector<uint64_t> sums;    // (pages, layers)
+    size_t open = 0;               // pages under way
+    Nanoseconds begin = 0;
+
+    uint32_t page_of(uint32_t fragment) const { return runs.requests[fragment] / static_cast<uint32_t>(shares.size()); }
+    const Share& share_of(uint32_t fragment) const { return shares[runs.requests[fragment] % shares.size()]; }
+};
+
+std::unique_ptr<Executor::Flight> Executor::flight(IoJob job, const Disk& disk) const {
+    auto flight = std::make_unique<Flight>();
+    const Place& files = places_[job.files];
+    uint8_t* const memory = places_[job.memory].memory;
+    const int64_t count = std::ssize(files.files);
+    const int64_t total = (job.stop - job.start) * static_cast<int64_t>(job.pages.size());
+    const int64_t limit = files.io_bytes ? total : run_bytes(total, static_cast<int>(disk.depth()));
+    flight->shares = shares(job, limit);
+    std::vector<Request> requests;
+    requests.reserve(job.pages.size() * flight->shares.size());
+    for (const Transfer& page : job.pages) {
+        const int64_t number = page.slot / files.stretch, within = page.slot % files.stretch;
+        const int64_t extent = (number / count * files.stretch + within) * limits_.extent_bytes;
+        for (const Share& share : flight->shares) {
+            const auto address = reinterpret_cast<uint64_t>(memory + page.at + (share.start - job.start));
+            requests.push_back({files.files[number % count], extent + share.start, address, share.stop - share.start});
+        }
+    }
+    flight->runs = cut_and_merge(requests, limit, disk.most_fragments());
+    flight->pages.resize(job.pages.size());
+    flight->open = job.pages.size();
+    for (uint32_t n = 0; n < flight->runs.requests.size(); ++n) ++flight->pages[flight->page_of(n)].left;
+    if (job.sums) add_looks(*flight, job);
+    flight->job = std::move(job);
+    flight->begin = now();
+    return flight;
+}
+
+// One share for the whole job. With checksums: shares of up to `limit` bytes that end with a layer and on a sector,
+// where the layers allow it. A larger share is cut later, and its checksums are not taken while it is read.
+std::vector<Executor::Share> Executor::shares(const IoJob& job, int64_t limit) const {
+    if (!job.sums) return {{job.start, job.stop, job.first, job.last}};
+    std::vector<Share> made{{job.start, job.start, job.first, job.first}};
+    for (int32_t layer = job.first; layer < job.last; ++layer) {
+        const int64_t stop = layer + 1 == job.last ? job.stop : limits_.bounds[layer + 1];
+        if (layer + 1 != job.last && stop % kAlignment != 0) continue;
+        if (stop - made.back().start > limit && made.back().stop != made.back().start) {
+            made.push_back({made.back().stop, made.back().stop, made.back().last, made.back().last});
+        }
+        made.back().stop = stop;
+        made.back().last = layer + 1;
+    }
+    return made;
+}
+
+// A look for each layer of each share that is one fragment.
+void Executor::add_looks(Flight& flight, const IoJob& job) const {
+    const Runs& runs = flight.runs;
+    flight.sums.resize(job.pages.size() * limits_.layers);
+    for (const Run& run : runs.runs) {
+        flight.looks_at.push_back(flight.looks.size());
+        for (uint32_t n = run.first; n < run.first + run.count; ++n) {
+            const Share& share = flight.share_of(n);
+            if (static_cast<int64_t>(runs.fragments[n].iov_len) != share.stop - share.start) continue;
+            const auto* const memory = static_cast<const uint8_t*>(runs.fragments[n].iov_base) - share.start;
+            uint64_t* const sums = flight.sums.data() + flight.page_of(n) * static_cast<size_t>(limits_.layers);
+            for (int32_t layer = share.first; layer < share.last; ++layer) {
+                const int64_t at = limits_.bounds[layer], bytes = limits_.bounds[layer + 1] - at;
+                flight.looks.push_back({memory + at, static_cast<size_t>(bytes), sums + layer});
+            }
+        }
+    }
+    flight.looks_at.push_back(flight.looks.size());
+}
+
+void Executor::disk_loop(int32_t number) {
+    Disk& disk = *disks_[number];
+    std::unordered_map<uint32_t, std::unique_ptr<Flight>> flights;
+    uint32_t next_flight = 0;
+    std::vector<Piece> pieces;
+    std::vector<Ended> ended;
+    std::vector<IoEnd> ends, looked;
+    Held held(*this, number);
+    while (!closing_ || !flights.empty()) {
+        pieces.clear();
+        const auto room = [&] { return disk.pending() + pieces.size() < disk.room(); };
+        while (const IoJob* const job = !closing_ && room() ? moves_.take_io(number) : nullptr) {
+            held.let_go();
+            auto made = flight(*job, disk);
+            const Place& files = places_[made->job.files];
+            for (size_t n = 0; n < made->runs.runs.size(); ++n) {
+                const Run& run = made->runs.runs[n];
+                const uint64_t tag = uint64_t{next_flight} << 32 | n;
+                pieces.push_back({tag, made->runs.fragments.data() + run.first, run.count, run.fd, run.offset,
+                                  made->job.write ? Op::kWrite : Op::kRead, files.copied});
+                if (made->looks.empty()) continue;
+                const size_t at = made->looks_at[n];
+                pieces.back().looks = std::span(made->looks).subspan(at, made->looks_at[n + 1] - at);
+            }
+            flights.emplace(next_flight++, std::move(made));
+            held.take_again();
+        }
+        held.let_go();
+        if (!pieces.empty()) disk.submit(pieces);
+        ended.clear();
+        if (disk.reap(ended, 1.0) < 0) std::this_thread::sleep_for(std::chrono::milliseconds(100));  // a broken disk
+        held.take_again();
+        for (const Ended& some : ended) {
+            const auto flight_number = static_cast<uint32_t>(some.tag >> 32);
+            Flight* const owner = flights.at(flight_number).get();
+            const uint32_t first = owner->runs.runs[static_cast<uint32_t>(some.tag)].first;
+            ends.clear(), looked.clear();
+            int64_t moved = some.moved;
+            for (uint32_t n = 0; n < some.count; ++n) {
+                const uint32_t fragment = first + some.first + n;
+                const uint32_t number_of = owner->page_of(fragment);
+                Flight::Page& page = owner->pages[number_of];
+                const int64_t wanted = static_cast<int64_t>(owner->runs.fragments[fragment].iov_len);
+                int32_t error = some.error;
+                if (error == 0 && moved < wanted) error = kShort;
+                moved -= std::min(moved, wanted);
+                if (page.error == 0) page.error = error;
+                const Share& share = owner->share_of(fragment);
+                if (some.looked && wanted == share.stop - share.start) page.summed += share.last - share.first;
+                if (--page.left != 0) continue;
+                const bool all = page.summed == limits_.layers;
+                (all ? looked : ends).push_back({static_cast<int32_t>(number_of), page.error});
+            }
+            const auto end = [&](const std::vector<IoEnd>& pages, const uint64_t* sums) {
+                owner->open -= pages.size();
+                if (!pages.empty()) moves_.io_ended(owner->job.id, pages.data(), std::ssize(pages), sums);
+            };
+            end(ends, nullptr);
+            end(looked, owner->sums.data());
+            if (owner->open == 0) {
+                const IoJob& done = owner->job;
+                const auto pages = static_cast<int64_t>(done.pages.size());
+                keep({done.write ? Span::Kind::kWrite : Span::Kind::kRead, done.first, done.last, done.move, pages,
+                      pages * (done.stop - done.start), owner->begin, now()});
+                flights.erase(flight_number);
+            }
+        }
+    }
 }
 
 }  // namespace gdscache

@@ -44,7 +44,7 @@ struct Span {
         kLoadCopies,
         kLoadKernels,
         kStoreCopies,
-        kStoreKernels,
+        kStoreKernels
     };
     Kind kind;
     int32_t first, last;  // layers
@@ -67,8 +67,7 @@ public:
 
     // False if its number is taken.
     bool begin(MoveSpec spec);
-    // Add ways to a load that was begun open. `last`: no more follow. False if the move is not open, or would have too
-    // many rows.
+    // Add ways to an open load. `last`: no more follow. False if the move is not open, or would have too many rows.
     bool extend(int64_t move, std::vector<Way> ways, bool last);
     bool knows(int64_t move) { return Held(*this)->knows(move); }
     bool cancel(int64_t move) { return Held(*this)->cancel(move); }
@@ -111,8 +110,7 @@ private:
     struct Flight;
     struct Share;
 
-    // The lock. Threads that wait for news of its holder are woken after it is released: a thread woken earlier would
-    // only wait for the lock.
+    // The lock. Threads that wait for news of its holder are woken after its release: before it they would wait again.
     class Held {
     public:
         // `disk`: the calling disk's thread, which needs no wake.
@@ -122,7 +120,8 @@ private:
             if (lock_.owns_lock()) let_go();
         }
         Moves* operator->() const { return &executor_.moves_; }
-        void let_go();
+        // Release the lock, unless there is no news and not `always`, and wake waiting threads. Returns whether it was.
+        bool let_go(bool always = true);
         void take_again() { lock_.lock(); }
         // Whether a thread was woken. The lock was released for it, so the awaited state may have come.
         bool woke();
@@ -132,13 +131,6 @@ private:
         void wake_all() { all_ = true; }
 
     private:
-        struct Call {
-            News news;  // `copies`: threads
-            uint64_t disks;  // a bit each
-        };
-        Call call();
-        void wake(const Call& call);
-
         const MustNotFail reserve_;  // an operation that stops halfway leaves its state torn
         Executor& executor_;
         const uint64_t own_;
@@ -164,8 +156,7 @@ private:
     const HostPlanes* const pool_;
     std::mutex lock_;
     // For ends of moves and groups, ends of late I/O, foreign copies of loads, foreign copies of stores, and copies of
-    // ours. A needless notify costs its caller too: it may wait for threads that were notified before and are not awake
-    // yet.
+    // ours. A needless notify costs its caller too: it may wait for notified threads that are not awake yet.
     std::condition_variable ended_, late_, loads_, stores_, copies_;
     int32_t idle_ = 0;  // threads of ours that wait for copies
     Moves moves_;

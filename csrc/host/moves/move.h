@@ -28,7 +28,7 @@ enum class Status : uint8_t {
     kLockLost,
     kCancelled,
     kAborted,
-    kUnfit,
+    kUnfit
 };
 
 // The smaller value goes first on a device that both need.
@@ -37,8 +37,7 @@ constexpr int kPriorities = 4;
 
 // A place for bytes. `foreign`: planes and memory of a GPU; other threads take copies of them as jobs and report their
 // ends (Moves::take_copy). `sums`: uint64 (slots, layers), or null. Stores write the checksums of a memory's slots
-// there. A transport that reads files with such a table writes the checksums of a page's bytes there before it reports
-// the page's end.
+// there, and a transport that reads files those of a page's bytes before it reports the page's end.
 struct Space {
     enum class Kind : uint8_t { kPlanes, kMemory, kFiles };
     Kind kind;
@@ -81,8 +80,7 @@ struct MoveSpec {
     bool open = false;            // of a load: more ways follow (Moves::extend)
 };
 
-// The memory from which, to which or in which a way's bytes are copied or checked. `reserve`: the memory of reads that
-// pass through.
+// The memory of a way's bytes that are copied or checked. `reserve`: the memory of reads that pass through.
 inline int32_t memory_of(const Way& way, Space::Kind source, Space::Kind target, int32_t reserve) {
     if (source == Space::Kind::kPlanes) return way.target;
     if (source != Space::Kind::kFiles) return way.source;
@@ -128,8 +126,7 @@ enum class Copy : uint8_t { kScatter, kGather, kDigest };
 enum class Hands : uint8_t { kOurs, kForeign, kForeignLoads, kForeignStores };
 
 // Layers [first, last) of some pages. `slot`: in the memory, or in the pages' common window [window, window +
-// window_slots) of the reserve. `at`: the first byte of layer `first`. `blocks`: (pages, page_blocks); empty for
-// `kDigest`.
+// window_slots) of the reserve. `at`: the first byte of layer `first`. `blocks`: (pages, page_blocks), or none.
 struct CopyJob {
     int64_t id = 0, move = 0;
     Copy copy = Copy::kScatter;

@@ -6,11 +6,11 @@
 
 #pragma once
 
+#include <algorithm>
 #include <map>
 
 #include "disk/disk.h"
 #include "moves/move.h"
-#include "moves/reserve.h"
 
 namespace gdscache {
 
@@ -48,6 +48,39 @@ struct Outcome {
     std::vector<int32_t> late;                 // rows whose I/O had not ended
     bool broken = false;                       // a copy failed: pages may have no verdict
     std::string why;                           // the failed copy's error
+};
+
+// The bounce reserve of loads, which pages pass through: slots [first, first + slots) of a memory.
+class Reserve {
+public:
+    // `fence`: the memory is registered in pieces of `fence` slots, and no run crosses a border; 0: one piece.
+    Reserve(int64_t first, int64_t slots, int64_t fence) : first_(first), fence_(fence), used_(slots, false) {}
+
+    int64_t slots() const { return static_cast<int64_t>(used_.size()); }
+    int64_t free() const { return std::count(used_.begin(), used_.end(), false); }
+
+    // Take up to `most` free adjacent slots from `*slot` on: the first run of `most`, else the longest. Returns their
+    // number; 0 if no slot is free. Taking the first run keeps the bytes in the processor's cache.
+    int64_t take(int64_t most, int64_t* slot) {
+        int64_t best = 0, best_at = 0;
+        for (int64_t at = 0; at < slots() && best < most;) {
+            int64_t end = at;
+            while (end < slots() && !used_[end] && end - at < most && !(end > at && fenced(end))) ++end;
+            if (end - at > best) best = end - at, best_at = at;
+            at = std::max(end, at + 1);
+        }
+        std::fill_n(used_.begin() + best_at, best, true);
+        *slot = first_ + best_at;
+        return best;
+    }
+
+    void give(int64_t slot, int64_t count) { std::fill_n(used_.begin() + (slot - first_), count, false); }
+
+private:
+    bool fenced(int64_t at) const { return fence_ != 0 && (first_ + at) % fence_ == 0; }
+
+    int64_t first_, fence_;
+    std::vector<bool> used_;
 };
 
 class Moves {
@@ -144,7 +177,7 @@ private:
     void tell_all(const Move& move);
     void landed(Move& move, Flight& flight, int32_t page, const uint64_t* sums = nullptr);
     void may_be_copied(Move& move, int32_t group, int32_t way);
-    bool too_few(const Move& move, int32_t group, int32_t way) const;
+    bool too_few(Move& move, int32_t group, int32_t way) const;
     void announce(Move& move, int32_t group);
     const CopyJob* fill_copy(Move& move, int32_t group, int32_t way, bool foreign);
     void judge(Move& move, int32_t row, Status status);

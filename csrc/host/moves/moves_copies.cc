@@ -12,8 +12,7 @@ constexpr int64_t kLarge = 8 << 20;  // bytes of a move that no processor's cach
 
 }  // namespace
 
-// Put the pages of one window first, in the order of its slots, so that they are one copy. A window whose reads have
-// all ended goes before others.
+// Put the pages of one window first, in the order of its slots: they are one copy. A whole window goes before others.
 void Moves::Move::Copyable::gather_window() {
     const auto whole = std::ranges::find_if(landed, &Landed::is_whole);
     const Flight* const of = (whole == landed.end() ? landed.begin() : whole)->flight;
@@ -47,8 +46,7 @@ bool Moves::foreign(const Move& move, const Way& way) const {
     return spaces_[way.target].kind == Space::Kind::kPlanes && !move.cancelled && spaces_[way.target].foreign;
 }
 
-// Note a copy or a check for the threads that copy a way's pages. `bytes`: the work for threads of ours, 1 if it may be
-// none.
+// Note a copy or a check for the threads that copy a way's pages. `bytes`: for threads of ours; 1 if it may be none.
 void Moves::tell(const Move& move, const Way& way, int64_t bytes) {
     if (!foreign(move, way)) news_.copies += bytes;
     else if (move.work == Work::kGather) news_.stores = true;
@@ -67,7 +65,7 @@ void Moves::may_be_copied(Move& move, int32_t group, int32_t way) {
 
 // Whether a group's foreign copy of read pages should wait for more to land: each copy has a cost. Pages that pass
 // through the reserve wait until one window is whole, and no longer: the next reads need its slots.
-bool Moves::too_few(const Move& move, int32_t group, int32_t way) const {
+bool Moves::too_few(Move& move, int32_t group, int32_t way) const {
     const Way& of = move.spec.ways[way];
     if (!reads(of) || move.ios == 0 || move.group[group].unread == 0 || !foreign(move, of)) return false;
     if (passes(of)) return std::ranges::none_of(move.copies(group, way).landed, &Move::Landed::is_whole);
@@ -114,8 +112,7 @@ const CopyJob* Moves::fill_copy(Move& move, int32_t group_number, int32_t way_nu
             const int32_t row = first_row + static_cast<int32_t>(copyable.resident);
             if (move.pending(row)) copied(move, row, group_number);
         }
-        // None of these lies in the reserve: pages that pass through it go into planes, and a cancelled move has a
-        // verdict on each of them.
+        // None lies in the reserve: its pages go into planes, and a cancelled move has a verdict on each of them.
         for (const Move::Landed& landed : std::exchange(copyable.landed, {})) copied(move, landed.row, group_number);
         end_if_done(move);
         return nullptr;

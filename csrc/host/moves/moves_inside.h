@@ -89,7 +89,6 @@ struct Moves::Move {
     bool pending(int32_t number) const { return outcome.statuses[number] == Status::kPending; }
     size_t cell(int32_t number, int32_t of) const { return static_cast<size_t>(number) * groups() + of; }
     Copyable& copies(int32_t of, int32_t by) { return copyable[static_cast<size_t>(by) * groups() + of]; }
-    const Copyable& copies(int32_t of, int32_t by) const { return copyable[static_cast<size_t>(by) * groups() + of]; }
 
     // The way with the next I/O: the first of those at the least group. The number of ways if none has any.
     int32_t next_way() const {

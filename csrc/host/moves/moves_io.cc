@@ -145,8 +145,7 @@ bool Moves::crowds(int32_t disk) {
     return false;
 }
 
-// `fits` for a write. Writes take at most half of the room, or the size of two jobs if that is more, so that reads
-// always find some.
+// `fits` for a write. Writes leave room for reads: they take half of it, or the size of two jobs if that is more.
 bool Moves::fits_write(int64_t bytes, int32_t files) {
     const int64_t job = std::max(io_bytes(files), limits_.extent_bytes);
     const bool share = writing_ == 0 || writing_ + bytes <= std::max(limits_.flying_bytes / 2, 2 * job);

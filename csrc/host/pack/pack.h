@@ -1,5 +1,4 @@
-// Bfloat16 values in 12 bits each, without loss, as docs/format.md has them. The functions are pure, allocate nothing and
-// are safe on any bytes.
+// Bfloat16 values in 12 bits each, without loss (docs/format.md). Pure, without allocations, safe on any bytes.
 
 #pragma once
 

@@ -35,10 +35,6 @@ public:
     using Name = decltype(Row::key);
     static constexpr uint32_t kNone = UINT32_MAX;
 
-    Table() = default;
-    Table(Table&&) = default;
-    Table& operator=(Table&&) = default;
-
     Row& operator[](uint32_t id) { return chunks_[id / kChunk][id % kChunk]; }
     const Row& operator[](uint32_t id) const { return chunks_[id / kChunk][id % kChunk]; }
     size_t size() const { return made_ - free_.size(); }
@@ -119,20 +115,8 @@ public:
 
     uint32_t first() const { return first_; }
     int64_t size() const { return size_; }
-    void push_back(Table<Row>& rows, uint32_t id) {
-        rows[id].before = last_;
-        rows[id].after = kNone;
-        (last_ == kNone ? first_ : rows[last_].after) = id;
-        last_ = id;
-        ++size_;
-    }
-    void push_front(Table<Row>& rows, uint32_t id) {
-        rows[id].before = kNone;
-        rows[id].after = first_;
-        (first_ == kNone ? last_ : rows[first_].before) = id;
-        first_ = id;
-        ++size_;
-    }
+    void push_back(Table<Row>& rows, uint32_t id) { insert(rows, id, last_, kNone); }
+    void push_front(Table<Row>& rows, uint32_t id) { insert(rows, id, kNone, first_); }
     void remove(Table<Row>& rows, uint32_t id) {
         const Row& row = rows[id];
         (row.before == kNone ? first_ : rows[row.before].after) = row.after;
@@ -141,6 +125,14 @@ public:
     }
 
 private:
+    void insert(Table<Row>& rows, uint32_t id, uint32_t before, uint32_t after) {
+        rows[id].before = before;
+        rows[id].after = after;
+        (before == kNone ? first_ : rows[before].after) = id;
+        (after == kNone ? last_ : rows[after].before) = id;
+        ++size_;
+    }
+
     uint32_t first_ = kNone, last_ = kNone;
     int64_t size_ = 0;
 };

@@ -16,8 +16,7 @@
 namespace gdscache {
 
 // Pages on levels, lowest level first, within a level the earliest arrival first. Unused pages stay in place and are
-// overtaken: nothing is ever recounted. Deferred pages keep their level's number, aside. Restored pages go before all
-// others until their first use.
+// overtaken. Deferred pages keep their level's number, aside. Until their first use restored pages go before all others.
 class LifetimeOrder {
 public:
     static constexpr int64_t kSteps = 32;  // of a period

@@ -155,12 +155,11 @@ public:
     int64_t hits() const { return used + debt(); }  // LRU's hits
     int64_t left() const { return left_.size(); }
     int64_t owed() const { return owed_; }
-    bool has_left(const Key& key) const { return place_of(key) == Place::kLeft; }
-    bool owes(const Key& key) const {
+    bool has_left(const Key& key) const {
         const uint32_t id = rows_.find(key);
-        return id != kNone && rows_[id].owed;
+        return id != kNone && rows_[id].place == Place::kLeft;
     }
-    // whether pages of the shadow follow one
+    // Whether pages of the shadow follow one.
     bool followed(const Key& key) const {
         const uint32_t id = rows_.find(key);
         return id != kNone && rows_[id].children;
@@ -318,10 +317,6 @@ public:
     };
 
 private:
-    Place place_of(const Key& key) const {
-        const uint32_t id = rows_.find(key);
-        return id == kNone ? Place::kNone : rows_[id].place;
-    }
     List<Page>& list_of(Place place) {
         return place == Place::kRecent ? recent_ : place == Place::kAside ? aside_ : left_;
     }
@@ -338,8 +333,7 @@ private:
         if (rows_[id].parent != kNone) ++rows_[rows_[id].parent].children;
         if (size() > room) give_up(size() - room);
     }
-    // A page is stored behind `id`, which LRU may have given up: LRU takes it and the pages before it back, since lookups
-    // need them.
+    // A page is stored behind `id`. If LRU has given `id` up, it takes it back, and the pages before it.
     void follow(uint32_t id) {
         while (id != kNone && rows_[id].place == Place::kLeft) {
             const uint32_t parent = rows_[id].parent;

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <thread>
+#include <utility>
 #include <vector>
 
 // For checks that run millions of times: one that holds costs no more than its condition.
@@ -32,9 +33,18 @@ public:
     // Below `end`, which is not 0.
     uint64_t below(uint64_t end) { return next() % end; }
 
+    int64_t between(int64_t least, int64_t most) {
+        return least + static_cast<int64_t>(below(static_cast<uint64_t>(most - least + 1)));
+    }
+
     template <typename T, size_t n>
     T pick(const T (&values)[n]) {
         return values[below(n)];
+    }
+
+    template <typename T>
+    void shuffle(std::vector<T>& values) {
+        for (size_t n = values.size(); n-- > 1;) std::swap(values[n], values[below(n + 1)]);
     }
 
     std::vector<uint8_t> bytes(size_t size) {

@@ -4,7 +4,7 @@
 
 #include <string>
 
-#include "tests/fake_kernels.h"
+#include "tests/fake_driver.h"
 
 #define DRIVER extern "C" __attribute__((visibility("default")))
 // Count the call, and fail if ordered. Most calls need a context.

@@ -10,7 +10,6 @@
 #include <cerrno>
 #include <condition_variable>
 #include <cstddef>
-#include <cstring>
 #include <map>
 #include <mutex>
 #include <set>

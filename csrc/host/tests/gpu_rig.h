@@ -2,55 +2,35 @@
 
 #pragma once
 
-#include <dlfcn.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
-#include <memory>
 #include <string>
-#include <type_traits>
 
+#include "gpu/gpu.h"
 #include "tests/check.h"
 #include "tests/fake_cuda.h"
 
 namespace gdscache::test {
 
 // A library beside the test's binary. Opening it by its path gives the same one.
-class Beside {
-public:
-    explicit Beside(const char* name) {
+struct Beside : Library<std::runtime_error> {
+    explicit Beside(const std::string& by) : Library("test", by.c_str()), path(by) {}
+
+    static std::string beside(const char* name) {
         char self[4096];
         const ssize_t size = readlink("/proc/self/exe", self, sizeof self);
         REQUIRE((size > 0 && size < static_cast<ssize_t>(sizeof self)));
-        path = std::string(self, static_cast<size_t>(size));
-        path = path.substr(0, path.rfind('/') + 1) + name;
-        library_ = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-        if (!library_) FAIL(std::string(dlerror()));
+        const std::string own(self, static_cast<size_t>(size));
+        return own.substr(0, own.rfind('/') + 1) + name;
     }
 
-    // A function, which converts to a pointer of its type.
-    struct Found {
-        void* address;
-        template <typename Pointer>
-        operator Pointer() const {
-            return reinterpret_cast<Pointer>(address);
-        }
-    };
-    Found operator[](const char* name) const {
-        void* const address = dlsym(library_, name);
-        REQUIRE(address);
-        return {address};
-    }
-
-    std::string path;
-
-private:
-    void* library_;
+    const std::string path;
 };
 
 struct Driver : Beside {
-    Driver() : Beside("libfake_cuda.so") {}
+    Driver() : Beside(beside("libfake_cuda.so")) {}
 
     decltype(&fake_batches) batches = (*this)["fake_batches"];
     decltype(&fake_fail) fail = (*this)["fake_fail"];
@@ -77,15 +57,6 @@ struct Driver : Beside {
         }
     }
 };
-
-inline int64_t between(Random& random, int64_t least, int64_t most) {
-    return least + static_cast<int64_t>(random.below(static_cast<uint64_t>(most - least + 1)));
-}
-
-template <typename T>
-void shuffle(Random& random, std::vector<T>& values) {
-    for (size_t n = values.size(); n-- > 1;) std::swap(values[n], values[random.below(n + 1)]);
-}
 
 // Memory of the GPU, or of the host, that a test owns.
 class Bytes {
@@ -126,5 +97,44 @@ private:
 };
 
 enum class Kernels { kNone, kPlain, kSums, kLooks };
+
+// The fake driver's kernels for some planes, with their table in memory of the GPU.
+class LoadedKernels {
+public:
+    LoadedKernels(const Driver& driver, const GpuPlanes& planes, int32_t vector)
+        : driver_(driver), vector_(vector), table_(8 * (4 * planes.layers + 6 * planes.planes.size())) {
+        auto* words = reinterpret_cast<int64_t*>(table_.data());
+        const auto add = [&](std::initializer_list<int64_t> row) { words = std::ranges::copy(row, words).out; };
+        for (int32_t n = 0; n < planes.layers; n++) {
+            const int64_t first = planes.first_plane[n], begin = planes.bounds[n];
+            add({first, planes.first_plane[n + 1] - first, begin, planes.bounds[n + 1] - begin});
+        }
+        for (const PlaneRuns& one : planes.planes) {
+            add({one.base, one.block_stride, one.run_stride, one.run_bytes, one.runs_per_block, one.end});
+        }
+        address_ = table_.give_to_device(driver);
+        driver.vector(vector);
+    }
+
+    PageKernels get(Kernels wanted, int32_t processors, bool sums = true, bool looks = true) const {
+        if (wanted == Kernels::kNone) return {};
+        const auto by = [&](int32_t which) { return driver_.kernel(which); };
+        return {by(kGather),
+                by(kScatter),
+                by(kGatherSums),
+                by(kScatterSums),
+                address_,
+                vector_,
+                processors,
+                wanted >= Kernels::kSums && sums,
+                wanted >= Kernels::kLooks && looks};
+    }
+
+private:
+    const Driver& driver_;
+    const int32_t vector_;
+    Bytes table_;
+    uint64_t address_;
+};
 
 }  // namespace gdscache::test

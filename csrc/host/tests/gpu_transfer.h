@@ -4,8 +4,8 @@
 #pragma once
 
 #include <numeric>
+#include <optional>
 
-#include "gpu/gpu.h"
 #include "moves/pages.h"
 #include "tests/gpu_rig.h"
 
@@ -17,27 +17,25 @@ struct GpuPool {
         constexpr int64_t kTokenCounts[] = {1, 2, 3, 16}, kRowBytes[] = {1, 2, 3, 9, 24, 64, 100};
         constexpr int32_t kVectors[] = {1, 2, 4, 8, 16};
         vector = random.pick(kVectors);
-        int64_t tokens = random.pick(kTokenCounts), page_blocks = between(random, 1, 4);
+        int64_t tokens = random.pick(kTokenCounts), page_blocks = random.between(1, 4);
         const bool wide_pages = random.below(8) == 0;  // their indices do not fit into a launch
-        if (wide_pages) tokens = 1, page_blocks = between(random, 400, 1000);
-        pages = between(random, 6, wide_pages ? 12 : 24);
-        const int64_t blocks = page_blocks * pages + between(random, 0, 3);
-        const int64_t layers = between(random, 1, 4);
+        if (wide_pages) tokens = 1, page_blocks = random.between(400, 1000);
+        pages = random.between(6, wide_pages ? 12 : 24);
+        const int64_t blocks = page_blocks * pages + random.between(0, 3);
+        const int64_t layers = random.between(1, 4);
         const bool forwards = random.below(2) == 0;  // every block of every plane lies behind the one before
         planes.bounds = {0};
         planes.first_plane = {0};
-        std::vector<int64_t> words, plane_words;
         for (int64_t layer = 0; layer < layers; layer++) {
             int64_t at = 0;
-            const int64_t begin = static_cast<int64_t>(planes.planes.size());
             for (uint64_t n = 1 + random.below(3); n-- > 0;) {
                 const int64_t row = (wide_pages ? 1 : random.pick(kRowBytes)) * vector;
-                const int64_t gap = random.below(2) ? 0 : vector * between(random, 0, 3);
+                const int64_t gap = random.below(2) ? 0 : vector * random.between(0, 3);
                 const bool swapped = random.below(3) == 0, backwards = !forwards && random.below(4) == 0;
                 const int64_t token = (row + gap) * (swapped ? blocks : 1);
                 int64_t block = (row + gap) * (swapped ? 1 : tokens), first = 0;
                 if (backwards) first = (blocks - 1) * block, block = -block;
-                const int64_t offset = vector * between(random, 0, 3);
+                const int64_t offset = vector * random.between(0, 3);
                 memory.push_back(std::make_unique<Bytes>(static_cast<size_t>((row + gap) * blocks * tokens + offset)));
                 const std::vector<uint8_t> content = random.bytes(memory.back()->size());
                 std::copy(content.begin(), content.end(), memory.back()->data());
@@ -47,15 +45,11 @@ struct GpuPool {
                 const int64_t end = at + row * tokens * page_blocks;
                 planes.planes.push_back({static_cast<int64_t>(base), block, token, together ? row * tokens : row,
                                          together ? 1 : tokens, at, end});
-                const PlaneRuns& made = planes.planes.back();
-                plane_words.insert(plane_words.end(),
-                                   {made.base, block, token, made.run_bytes, made.runs_per_block, end});
                 there.push_back({memory.back()->data() + first + offset, block, token, row});
                 mirrored.push_back({mirror.back().data() + first + offset, block, token, row});
                 at = end;
             }
             planes.first_plane.push_back(static_cast<int32_t>(planes.planes.size()));
-            words.insert(words.end(), {begin, planes.first_plane.back() - begin, planes.bounds.back(), at});
             planes.bounds.push_back(planes.bounds.back() + at);
             can_sum = can_sum && at > 240;
             can_look = can_look && at > 240 && at % 16 == 0;
@@ -63,31 +57,17 @@ struct GpuPool {
         planes.layers = static_cast<int32_t>(layers);
         planes.page_blocks = static_cast<int32_t>(page_blocks);
         planes.blocks = blocks;
-        planes.extent_bytes = planes.bounds.back() + vector * between(random, 0, 9);
+        planes.extent_bytes = planes.bounds.back() + vector * random.between(0, 9);
         pool = {there, planes.first_plane, blocks, tokens, page_blocks};
         mirror_pool = pool;
         mirror_pool.planes = mirrored;
         check(pool);
-        words.insert(words.end(), plane_words.begin(), plane_words.end());
-        table = std::make_unique<Bytes>(words.size() * 8);
-        std::memcpy(table->data(), words.data(), words.size() * 8);
-        table_address = table->give_to_device(driver);
-        driver.vector(vector);
+        loaded.emplace(driver, planes, vector);
     }
 
     // The wanted kernels, as far as these layers allow.
-    PageKernels kernels(const Driver& driver, Kernels wanted, int32_t processors) const {
-        if (wanted == Kernels::kNone) return {};
-        const auto loaded = [&](int32_t which) { return driver.kernel(which); };
-        return {loaded(kGather),
-                loaded(kScatter),
-                loaded(kGatherSums),
-                loaded(kScatterSums),
-                table_address,
-                vector,
-                processors,
-                wanted >= Kernels::kSums && can_sum,
-                wanted >= Kernels::kLooks && can_look};
+    PageKernels kernels(Kernels wanted, int32_t processors) const {
+        return loaded->get(wanted, processors, can_sum, can_look);
     }
 
     // A size of GPU memory with which a ring is as small as possible, or larger.
@@ -121,8 +101,7 @@ struct GpuPool {
     std::vector<std::unique_ptr<Bytes>> memory;
     std::vector<std::vector<uint8_t>> mirror;
     std::vector<PlaneMemory> there, mirrored;
-    std::unique_ptr<Bytes> table;
-    uint64_t table_address = 0;
+    std::optional<LoadedKernels> loaded;
 };
 
 enum class Extents { kPinned, kPageable, kDevice };
@@ -137,31 +116,31 @@ public:
         sums = random_.below(2) == 0;
         route = static_cast<Route>(random_.below(3));
         first = static_cast<int32_t>(random_.below(static_cast<uint64_t>(planes.layers)));
-        last = static_cast<int32_t>(between(random_, first + 1, planes.layers));
+        last = static_cast<int32_t>(random_.between(first + 1, planes.layers));
         if (random_.below(30) == 0) last = first;
         std::vector<int64_t> chosen = pages;
         const bool tidy = random_.below(3) == 0;  // neighbours, as before anything was given back
-        if (!tidy) shuffle(random_, chosen);
+        if (!tidy) random_.shuffle(chosen);
         if (random_.below(3) == 0) std::sort(chosen.begin(), chosen.end());
         const bool few = !tidy && random_.below(2) == 0;
         chosen.resize(static_cast<size_t>(
-            between(random_, random_.below(30) ? 1 : 0, few ? 1 : static_cast<int64_t>(chosen.size()))));
+            random_.between(random_.below(30) ? 1 : 0, few ? 1 : static_cast<int64_t>(chosen.size()))));
         for (const int64_t page : chosen) {
             std::vector<int64_t> some(static_cast<size_t>(planes.page_blocks));
             std::iota(some.begin(), some.end(), page * planes.page_blocks);
-            if (!tidy && random_.below(2)) shuffle(random_, some);
+            if (!tidy && random_.below(2)) random_.shuffle(some);
             blocks.insert(blocks.end(), some.begin(), some.end());
         }
         count = static_cast<int64_t>(chosen.size());
-        const auto step = [&](int64_t most) { return random_.below(2) ? 0 : pool_.vector * between(random_, 0, most); };
+        const auto step = [&](int64_t most) { return random_.below(2) ? 0 : pool_.vector * random_.between(0, most); };
         const bool window = random_.below(2) == 0;
         origin = window ? planes.bounds[first] - step(5) : 0;
         stride = window ? planes.bounds[last] - origin + step(5) : planes.extent_bytes;
         if (stride < pool_.vector) stride = pool_.vector;
-        const int64_t n_slots = std::max<int64_t>(1, count + between(random_, 0, 3));
+        const int64_t n_slots = std::max<int64_t>(1, count + random_.between(0, 3));
         slots.resize(static_cast<size_t>(n_slots));
         std::iota(slots.begin(), slots.end(), 0);
-        if (!tidy && random_.below(2)) shuffle(random_, slots);
+        if (!tidy && random_.below(2)) random_.shuffle(slots);
         slots.resize(static_cast<size_t>(count));
         kind = static_cast<Extents>(random_.below(3));
         const int64_t offset = step(3);
@@ -170,7 +149,7 @@ public:
         std::copy(content.begin(), content.end(), memory_->data());
         expected_ = content;
         base_ = offset;
-        if (kind == Extents::kPinned && random_.below(2)) fence = between(random_, 1, 5);
+        if (kind == Extents::kPinned && random_.below(2)) fence = random_.between(1, 5);
         if (kind == Extents::kPinned) {
             memory_->pin(driver, static_cast<size_t>(offset), static_cast<size_t>(fence * stride));
         }

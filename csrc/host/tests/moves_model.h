@@ -168,12 +168,12 @@ public:
             if (!(other.key() < book.key())) continue;
             REQUIRE_FAST(book.store ? !can_write(other, disk, true) : !can_read(other, disk));
         }
-        const bool write_waits = std::any_of(books.begin(), books.end(),
-                                             [&](const auto& entry) { return can_write(entry.second, disk, false); });
-        const bool write_could = std::any_of(books.begin(), books.end(),
-                                             [&](const auto& entry) { return can_write(entry.second, disk, true); });
-        const bool read_could =
-            std::any_of(books.begin(), books.end(), [&](const auto& entry) { return can_read(entry.second, disk); });
+        const auto any = [&](const auto& may) {
+            return std::ranges::any_of(books, [&](const auto& entry) { return may(entry.second); });
+        };
+        const bool write_waits = any([&](const Booked& one) { return can_write(one, disk, false); });
+        const bool write_could = any([&](const Booked& one) { return can_write(one, disk, true); });
+        const bool read_could = any([&](const Booked& one) { return can_read(one, disk); });
         if (book.store) {
             REQUIRE_FAST(!read_could || write_due());
             reads_in_row_ = reads_beside_ = 0;

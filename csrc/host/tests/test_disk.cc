@@ -2,10 +2,8 @@
 // at once. With a count of rounds it is the fuzz of `make sanitize`.
 
 #include <fcntl.h>
-#include <sys/mman.h>
 #include <sys/resource.h>
 
-#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
@@ -17,7 +15,6 @@
 #include "disk/disk.h"
 #include "disk/threads_disk.h"
 #include "tests/disks.h"
-#include "tests/faulty_disk.h"
 
 using namespace gdscache;
 using namespace gdscache::test;
@@ -156,69 +153,6 @@ void abandon(Open open) {
         disk->submit(pieces);
         disk.reset();
     }
-    close(file);
-}
-
-void odd(Open open) {
-    const std::vector<uint8_t> content = Random(3).bytes(10000);
-    const int file = temporary(content);
-    void* const nowhere = mmap(nullptr, 4096, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    std::vector<uint8_t> memory(5 * 4096);
-    iovec fragments[5];
-    for (size_t n = 0; n < 5; n++) fragments[n] = {memory.data() + n * 4096, 4096};
-    fragments[1].iov_base = nowhere;
-    const auto disk = open(4);
-    const Piece piece{1, fragments, 5, file, 0, Op::kRead, true};
-    disk->submit({&piece, 1});
-    std::vector<Ended> ended;
-    while (disk->pending()) REQUIRE(disk->reap(ended, 10) >= 0);
-    int64_t moved[5], errors[5];
-    for (const Ended& answer : ended) {
-        for (uint32_t n = answer.first; n < answer.first + answer.count; n++) {
-            moved[n] = answer.count == 1 ? answer.moved : 4096;
-            errors[n] = answer.error;
-        }
-    }
-    const int64_t expected[5] = {4096, 0, 10000 - 8192, 0, 0}, expected_errors[5] = {0, EFAULT, 0, 0, 0};
-    REQUIRE((std::equal(moved, moved + 5, expected) && std::equal(errors, errors + 5, expected_errors)));
-    munmap(nowhere, 4096);
-    close(file);
-}
-
-void faults(Open open) {
-    const std::vector<uint8_t> content = Random(4).bytes(1 << 16);
-    const int file = temporary(content);
-    const auto fault = [file](int64_t begin, int64_t end, Failing what, int64_t value = 0) {
-        return Fault{file, begin, end, what, value};
-    };
-    const auto disk = open_faulty_disk(
-        open(4), {fault(0, 8192, Failing::kError, EIO), fault(8192 + 100, 2 * 8192, Failing::kShortMove),
-                  fault(2 * 8192 + 4096, 3 * 8192, Failing::kTorn), fault(3 * 8192 + 5, 3 * 8192 + 6, Failing::kFlip),
-                  fault(4 * 8192, 5 * 8192, Failing::kLate, 5), fault(5 * 8192, 6 * 8192, Failing::kHang)});
-    std::vector<uint8_t> memory(7 * 8192);
-    iovec fragments[14];
-    std::vector<Piece> pieces;
-    for (uint64_t n = 0; n < 7; n++) {
-        for (size_t k = 0; k < 2; k++) fragments[2 * n + k] = {memory.data() + n * 8192 + k * 4096, 4096};
-        pieces.push_back({n, fragments + 2 * n, 2, file, static_cast<int64_t>(n * 8192), Op::kRead, true});
-    }
-    disk->submit(pieces);
-    std::vector<Ended> ended;
-    std::jthread releaser([&] { disk->release(); });
-    while (disk->pending()) REQUIRE(disk->reap(ended, 10) >= 0);
-    releaser.join();
-    int64_t moved[7] = {};
-    for (const Ended& answer : ended) {
-        moved[answer.tag] += answer.moved;
-        REQUIRE(answer.error == (answer.tag == 0 ? EIO : 0));
-    }
-    const int64_t expected[7] = {0, 100, 8192, 8192, 8192, 8192, 8192};
-    REQUIRE(std::equal(moved, moved + 7, expected));
-    REQUIRE(memory[3 * 8192 + 5] == (content[3 * 8192 + 5] ^ 1));
-    REQUIRE(!std::memcmp(memory.data() + 4 * 8192, content.data() + 4 * 8192, 3 * 8192));
-    const uint8_t* const torn = memory.data() + 2 * 8192;
-    REQUIRE(!std::memcmp(torn, content.data() + 2 * 8192, 4096));
-    REQUIRE(std::all_of(torn + 4096, torn + 8192, std::logical_not()));
     close(file);
 }
 
@@ -391,7 +325,7 @@ void cuts(Random& random) {
         requests.push_back({fd, begin, (n + 1) << 32, bytes});
         ends[fd] = begin + bytes;
     }
-    for (size_t n = requests.size(); n-- > 1;) std::swap(requests[n], requests[random.below(n + 1)]);
+    random.shuffle(requests);
     const Runs made = cut_and_merge(requests, limit, most);
     std::vector<int64_t> covered(requests.size());
     uint32_t next = 0;
@@ -436,8 +370,6 @@ TEST_CASE("sound and hostile pieces, by two disks at once") {
     });
 }
 
-TEST_CASE("an end of file within a fragment, and an invalid address") { each_disk(ring, threads, odd); }
-TEST_CASE("a disk that fails on order") { each_disk(ring, threads, faults); }
 TEST_CASE("nothing touches memory after the end of a busy disk") { each_disk(ring, threads, abandon); }
 TEST_CASE("a ring that fails for good") { each_disk(ring, threads, ring_that_fails); }
 

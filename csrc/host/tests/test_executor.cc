@@ -4,7 +4,7 @@
 #include <numeric>
 
 #include "tests/disks.h"
-#include "tests/executor_caller.h"
+#include "tests/executor_rig.h"
 
 using namespace gdscache;
 using namespace gdscache::test;
@@ -56,20 +56,6 @@ void faults(Open open) {
     const Outcome written = rig.finish(rig.begin(Priority::kStore, after(60), {down}, whole));
     const std::vector<std::pair<int32_t, int32_t>> failed{{1, ENOSPC}};
     REQUIRE((written.errors == failed && written.late.empty()));
-}
-
-void cut(Open open) {
-    auto disk = open_faulty_disk(open());
-    FaultyDisk* const faulty = disk.get();
-    Rig rig(std::move(disk), 1, 4, 100);
-    const int64_t bytes = rig.limits.extent_bytes;
-    REQUIRE(bytes > 2 << 20);  // three pieces
-    const Way way = reads(rig, 2);
-    faulty->fail({fault(rig, 0, Failing::kError, EIO, bytes / 2, bytes / 2 + 1), fault(rig, 1, Failing::kLate, 30)});
-    const int64_t move = rig.begin(Priority::kLoad, after(60), {way}, groups_of(rig.limits, {0}));
-    const Outcome outcome = rig.finish(move);
-    REQUIRE(outcome.statuses[0] == Status::kIoError);
-    REQUIRE(outcome.statuses[1] == Status::kLoaded);
 }
 
 // Pages that stay where they are read are checked by their reader, if pieces end with layers and sectors, else by
@@ -171,7 +157,6 @@ TEST_CASE("pages go out of planes into memory and files, and come back by all ro
 }
 
 TEST_CASE("a fault costs its own page; a hanging one is told at its end") { each_disk(ring, threads, faults); }
-TEST_CASE("a page in several pieces has come when all of them have") { each_disk(ring, threads, cut); }
 TEST_CASE("a wrong byte of any layer is found") { each_disk(ring, threads, looks); }
 TEST_CASE("moves without any I/O end at once") { each_disk(ring, threads, refusals); }
 TEST_CASE("`stop` releases all waiting threads, and I/O ends first") { each_disk(ring, threads, stops); }

@@ -172,15 +172,15 @@ void check_pool(const Driver& driver, uint64_t seed) {
         {
             const Cuda::Entered entered(cuda);
             const size_t staging = pool.staging(random);
-            const auto size = [&] { return static_cast<int64_t>(between(random, 1, 8)) * pool.planes.extent_bytes; };
+            const auto size = [&] { return static_cast<int64_t>(random.between(1, 8)) * pool.planes.extent_bytes; };
             ChunkSizes sizes;
             if (random.below(2) == 0) {
                 Random other(~seed);  // keeps the other draws unchanged
-                const int64_t unbroken = static_cast<int64_t>(between(other, 1, 8)) * pool.planes.extent_bytes / 3 + 1;
-                sizes = {size(), size(), size(), unbroken, between(random, 1, 12)};
+                const int64_t unbroken = static_cast<int64_t>(other.between(1, 8)) * pool.planes.extent_bytes / 3 + 1;
+                sizes = {size(), size(), size(), unbroken, random.between(1, 12)};
             }
-            gpu.emplace(cuda, pool.planes, pool.kernels(driver, kernels, static_cast<int32_t>(between(random, 1, 8))),
-                        sizes, staging);
+            gpu.emplace(cuda, pool.planes, pool.kernels(kernels, static_cast<int32_t>(random.between(1, 8))), sizes,
+                        staging);
         }
         const bool traced = random.below(3) == 0;
         if (traced) gpu->trace();
@@ -211,45 +211,6 @@ void check_pool(const Driver& driver, uint64_t seed) {
     driver.check_empty();
 }
 
-// Tables of block indices too long for a launch, while segments are reused before the kernels have looked: looks at
-// pages that the copy engine brought into the planes, one page a transfer.
-void check_looks(const Driver& driver, uint64_t count) {
-    driver.batches(13);
-    for (uint64_t seed = 0; count > 0; seed++) {
-        Random random(seed);
-        GpuPool pool(driver, random);
-        if (!pool.can_look || pool.planes.page_blocks <= 440) continue;
-        count--;
-        const Cuda cuda(driver.path.c_str(), driver.context());
-        const Cuda::Entered entered(cuda);
-        Gpu gpu(cuda, pool.planes, pool.kernels(driver, Kernels::kLooks, 4), ChunkSizes{}, pool.staging(random));
-        std::vector<std::unique_ptr<OneTransfer>> transfers;
-        std::vector<QueuedCopies> queued;
-        driver.hold(1);
-        for (int64_t page = 0; page < pool.pages;) {
-            auto made = std::make_unique<OneTransfer>(driver, pool, random, std::vector{page}, true);
-            if (made->kind != Extents::kPinned || made->count != 1 || made->first == made->last) continue;
-            made->load = made->sums = true;
-            made->route = Route::kCopyEngine;
-            made->fill_planes();
-            made->fill_mirror();
-            made->foresee();
-            queued.push_back(gpu.queue(made->copies()));
-            transfers.push_back(std::move(made));
-            page++;
-        }
-        driver.delay(200);
-        driver.hold(0);
-        for (size_t n = 0; n < queued.size(); n++) {
-            std::vector<uint64_t> found(transfers[n]->n_sums());
-            gpu.finish(queued[n], found.data());
-            transfers[n]->check_sums(found);
-            transfers[n]->check_planes();
-        }
-        driver.delay(0);
-    }
-}
-
 void check_times(const Driver& driver, int count) {
     driver.batches(13);
     for (uint64_t seed = 0; count > 0; seed++) {
@@ -260,8 +221,7 @@ void check_times(const Driver& driver, int count) {
         if (transfer.count != 2 || transfer.first == transfer.last || transfer.kind == Extents::kDevice) continue;
         const Cuda cuda(driver.path.c_str(), driver.context());
         const Cuda::Entered entered(cuda);
-        Gpu gpu(cuda, pool.planes, pool.kernels(driver, Kernels::kPlain, 4), ChunkSizes{1, 1, 1, 1},
-                pool.staging(random));
+        Gpu gpu(cuda, pool.planes, pool.kernels(Kernels::kPlain, 4), ChunkSizes{1, 1, 1, 1}, pool.staging(random));
         gpu.trace();
         transfer.load = count-- % 2 == 0;
         transfer.sums = false;
@@ -311,11 +271,10 @@ void check_overtaking(const Driver& driver, uint64_t seed) {
     {
         const Cuda::Entered entered(cuda);
         ChunkSizes sizes;
-        const auto bytes = [&] { return static_cast<int64_t>(between(random, 1, 4)) * pool.planes.extent_bytes; };
-        if (random.below(2)) sizes = {bytes(), bytes(), bytes(), bytes() / 2 + 1, between(random, 1, 12)};
+        const auto bytes = [&] { return static_cast<int64_t>(random.between(1, 4)) * pool.planes.extent_bytes; };
+        if (random.below(2)) sizes = {bytes(), bytes(), bytes(), bytes() / 2 + 1, random.between(1, 12)};
         const auto kernels = static_cast<Kernels>(random.below(4));
-        gpu.emplace(cuda, pool.planes, pool.kernels(driver, kernels, 4), sizes,
-                    pool.staging(random) * (1 + random.below(4)));
+        gpu.emplace(cuda, pool.planes, pool.kernels(kernels, 4), sizes, pool.staging(random) * (1 + random.below(4)));
     }
     struct Page {
         std::unique_ptr<Model> model;
@@ -355,8 +314,8 @@ void check_overtaking(const Driver& driver, uint64_t seed) {
         });
         for (uint64_t left = 60; left > 0;) {
             std::vector<int64_t> some = pool.all();
-            shuffle(random, some);
-            some.resize(random.below(4) ? 1 : static_cast<size_t>(between(random, 1, 4)));
+            random.shuffle(some);
+            some.resize(random.below(4) ? 1 : static_cast<size_t>(random.between(1, 4)));
             auto made = std::make_unique<OneTransfer>(driver, pool, random, some, random.below(4) != 0);
             if (made->count == 0 || made->first == made->last) continue;
             if (kind < 3 && made->kind != static_cast<Extents>(kind)) continue;
@@ -388,7 +347,7 @@ void check_overtaking(const Driver& driver, uint64_t seed) {
             while (true) {
                 try {
                     for (const char* const function : kQueues) {
-                        if (fails && random.below(60) == 0) driver.fail(function, between(random, 0, 12));
+                        if (fails && random.below(60) == 0) driver.fail(function, random.between(0, 12));
                     }
                     queued.push_back(gpu->queue(made->copies()));
                     break;
@@ -417,87 +376,6 @@ void check_overtaking(const Driver& driver, uint64_t seed) {
     const Cuda::Entered entered(cuda);
     gpu.reset();
     driver.delay(0);
-}
-
-void check_failures(const Driver& driver) {
-    Random random(1);
-    driver.batches(13);
-    GpuPool pool(driver, random);
-    const Cuda cuda(driver.path.c_str(), driver.context());
-    const Cuda::Entered entered(cuda);
-    {
-        Gpu gpu(cuda, pool.planes, pool.kernels(driver, Kernels::kPlain, 4), ChunkSizes{}, pool.staging(random));
-        std::unique_ptr<OneTransfer> transfer;
-        do transfer = std::make_unique<OneTransfer>(driver, pool, random, pool.all(), false);
-        while (transfer->kind == Extents::kDevice || transfer->count == 0 || transfer->first == transfer->last);
-        transfer->load = true, transfer->route = Route::kStaged;
-        driver.fail("cuLaunchKernel", 0);
-        driver.fail("cuEventCreate", 0);
-        driver.hold(1);
-        std::atomic<bool> over = false;
-        std::jthread caller([&] {
-            try {
-                gpu.queue(transfer->copies());
-                FAIL_CHECK("queued, though the driver failed");
-            } catch (const CudaError&) {
-                over = true;
-            }
-        });
-        std::this_thread::sleep_for(std::chrono::milliseconds(20));
-        CHECK(!over);
-        driver.hold(0);
-        caller.join();
-        driver.fail("cuEventCreate", -1);
-    }
-    driver.check_empty(1);
-}
-
-void check_points(const Driver& driver) {
-    Random random(3);
-    driver.batches(13);
-    driver.delay(0);
-    GpuPool pool(driver, random);
-    const Cuda cuda(driver.path.c_str(), driver.context());
-    const Cuda::Entered entered(cuda);
-    {
-        Points points(cuda, 2);
-        const CudaStream stream = cuda.open_stream(false), other = cuda.open_stream(true);
-        const CudaEvent event = cuda.open_event(EventUse::kOrder);
-        const auto record = [&](int64_t turn, std::vector<CudaStream> streams) { return points.record(streams, turn); };
-        CHECK((points.last() == 0 && points.reached(0)));
-        points.await(0);
-        std::vector<int64_t> given;
-        driver.hold(1);
-        for (int n = 0; n < 5; n++) given.push_back(record(2 + 3 * n, {stream}));
-        for (size_t n = 0; n < given.size(); n++) {
-            CHECK(given[n] % Points::kStep == 2);
-            if (n > 0) CHECK(given[n] > given[n - 1]);
-            CHECK(!points.reached(given[n]));
-        }
-        CHECK(points.last() == given.back());
-        points.follow(other, given[2]);
-        cuda.record(event, other);
-        CHECK(!cuda.happened(event));
-        std::vector<std::jthread> waiting;
-        for (const int64_t point : given) {
-            waiting.emplace_back([&, point] {
-                const Cuda::Entered inside(cuda);
-                points.await(point);
-                CHECK(points.reached(point));
-            });
-        }
-        driver.hold(0);
-        waiting.clear();
-        cuda.await(event);
-        CHECK(points.reached(given.back()));
-        for (int n = 0; n < 100; n++) points.await(record(20 + n, {stream, other}));
-        CHECK(driver.living(kEvents) <= 8);
-        points.follow(other, given[0]);
-        cuda.close_event(event);
-        cuda.close_stream(stream);
-        cuda.close_stream(other);
-    }
-    driver.check_empty(1);
 }
 
 void check_ways(const Driver& driver) {
@@ -530,8 +408,6 @@ void check_ways(const Driver& driver) {
 
 }  // namespace
 
-TEST_CASE("points are in order, and a wait for one ends with it") { check_points(Driver()); }
-TEST_CASE("looks with long tables of blocks") { check_looks(Driver(), 1 + setting("ROUNDS", 300) / 50); }
 TEST_CASE("the time of kernels ends with the last of them, in any stream") { check_times(Driver(), 4); }
 
 TEST_CASE("transfers overtake others that wait") {
@@ -544,7 +420,6 @@ TEST_CASE("transfers overtake others that wait") {
 }
 
 TEST_CASE("copies go on in the other stream after `unbroken` bytes, behind all of those") { check_ways(Driver()); }
-TEST_CASE("what was queued has ended when a call throws, though an event fails too") { check_failures(Driver()); }
 
 TEST_CASE("pools, extents and routes at random") {
     const Driver driver;

@@ -11,23 +11,23 @@ using namespace gdscache::test;
 namespace {
 
 // Functions that end something are missing: their errors are not reported, and their objects go with the process.
-constexpr const char* kFunctions[] = {"cuCtxPushCurrent_v2",
-                                      "cuCtxGetStreamPriorityRange",
-                                      "cuStreamCreateWithPriority",
-                                      "cuStreamSynchronize",
-                                      "cuStreamWaitEvent",
-                                      "cuEventCreate",
-                                      "cuEventRecord",
-                                      "cuEventQuery",
-                                      "cuEventSynchronize",
-                                      "cuEventElapsedTime",
-                                      "cuMemAlloc_v2",
-                                      "cuMemHostAlloc",
-                                      "cuMemcpyBatchAsync",
-                                      "cuMemcpyAsync",
-                                      "cuMemcpy2DAsync_v2",
-                                      "cuMemcpyDtoH_v2",
-                                      "cuLaunchKernel"};
+constexpr const char* kAll[] = {"cuCtxPushCurrent_v2",
+                                "cuCtxGetStreamPriorityRange",
+                                "cuStreamCreateWithPriority",
+                                "cuStreamSynchronize",
+                                "cuStreamWaitEvent",
+                                "cuEventCreate",
+                                "cuEventRecord",
+                                "cuEventQuery",
+                                "cuEventSynchronize",
+                                "cuEventElapsedTime",
+                                "cuMemAlloc_v2",
+                                "cuMemHostAlloc",
+                                "cuMemcpyBatchAsync",
+                                "cuMemcpyAsync",
+                                "cuMemcpy2DAsync_v2",
+                                "cuMemcpyDtoH_v2",
+                                "cuLaunchKernel"};
 
 struct Shape {
     uint64_t seed;
@@ -40,7 +40,7 @@ public:
     Scenario(const Driver& driver, const Shape& shape) : driver_(driver), random_(shape.seed), pool_(driver, random_) {
         const Cuda cuda(driver.path.c_str(), driver.context());
         std::optional<Gpu> gpu;
-        const PageKernels kernels = pool_.kernels(driver, shape.kernels, 2);
+        const PageKernels kernels = pool_.kernels(shape.kernels, 2);
         again([&] {
             const Cuda::Entered entered(cuda);
             const int64_t before = driver.living(kEvents) + driver.living(kStreams) + driver.living(kDeviceMemory);
@@ -123,7 +123,7 @@ private:
 int64_t fail_each(const Driver& driver, const Shape& shape, Random& random, uint64_t most) {
     driver.batches(shape.batches);
     int64_t all = 0;
-    for (const char* const function : kFunctions) {
+    for (const char* const function : kAll) {
         driver.fail(function, -1);
         const int64_t before = driver.calls(function);
         Scenario(driver, shape);

@@ -3,12 +3,90 @@
 
 #include <numeric>
 
-#include "tests/gpu_copier.h"
+#include "gpu/gpu_server.h"
+#include "tests/executor_rig.h"
+#include "tests/gpu_rig.h"
 
 using namespace gdscache;
 using namespace gdscache::test;
 
 namespace {
+
+// Foreign planes and memory of a rig are those of the fake driver's GPU, in the same bytes.
+class GpuCopier : public Copier {
+public:
+    static constexpr int64_t kFence = 4;  // slots of a registration, as in the rig's reserve
+
+    GpuCopier(const Driver& driver, Kernels kernels, bool pinned)
+        : driver_(driver), wanted_(kernels), pinned_(pinned) {}
+    ~GpuCopier() override { end(); }
+
+    void prepare(Rig& rig, std::vector<Place>& places) override {
+        GpuPlanes planes;
+        planes.layers = rig.limits.layers;
+        planes.page_blocks = rig.limits.page_blocks;
+        planes.blocks = rig.pool.blocks;
+        planes.extent_bytes = rig.limits.extent_bytes;
+        planes.bounds = rig.limits.bounds;
+        planes.first_plane = rig.first_plane;
+        for (int32_t n = 0; n < planes.layers; n++) {
+            const PlaneMemory& plane = rig.planes[n];
+            const int64_t bytes = rig.limits.bounds[n + 1] - rig.limits.bounds[n], run = plane.block_stride;
+            adopt(plane.base, static_cast<size_t>(run * planes.blocks));
+            const auto base = static_cast<int64_t>(reinterpret_cast<uint64_t>(plane.base) | kDeviceBit);
+            planes.planes.push_back({base, run, plane.token_stride, run, 1, 0, bytes});
+        }
+        loaded_.emplace(driver_, planes, 4);
+        for (const int32_t space : {kCpu, kBounce}) {
+            if (!pinned_) continue;
+            places[space].pinned = true;
+            places[space].fence = kFence;
+            const int64_t slots = places[space].slots;
+            for (int64_t slot = 0; slot < slots; slot += kFence) {
+                const int64_t count = std::min(kFence, slots - slot);
+                driver_.pin(rig.at(space, slot), static_cast<size_t>(count * rig.limits.extent_bytes));
+                told_.push_back(rig.at(space, slot));
+            }
+        }
+        adopt(rig.memory[kForeignCpu].data(), rig.memory[kForeignCpu].size());
+        places[kForeignCpu].memory =
+            reinterpret_cast<uint8_t*>(reinterpret_cast<uint64_t>(rig.memory[kForeignCpu].data()) | kDeviceBit);
+        cuda_.emplace(driver_.path.c_str(), driver_.context());
+        const Cuda::Entered entered(*cuda_);
+        gpu_.emplace(*cuda_, std::move(planes), loaded_->get(wanted_, 3), ChunkSizes{},
+                     static_cast<size_t>(6 * rig.limits.extent_bytes));
+    }
+
+    void begin(Rig& rig) override { server_.emplace(*rig.executor, *gpu_); }
+    void await(int64_t point) override { gpu_->await(point); }
+
+    void end() override {
+        server_.reset();
+        if (gpu_) {
+            const Cuda::Entered entered(*cuda_);
+            gpu_.reset();
+        }
+        for (void* const one : std::exchange(told_, {})) driver_.forget(one);
+        loaded_.reset();
+    }
+
+    Gpu& gpu() { return *gpu_; }
+
+private:
+    void adopt(uint8_t* memory, size_t bytes) {
+        driver_.device(memory, bytes);
+        told_.push_back(memory);
+    }
+
+    const Driver& driver_;
+    const Kernels wanted_;
+    const bool pinned_;
+    std::optional<LoadedKernels> loaded_;
+    std::vector<void*> told_;
+    std::optional<Cuda> cuda_;
+    std::optional<Gpu> gpu_;
+    std::optional<GpuServer> server_;
+};
 
 std::unique_ptr<Disk> disk() { return open_threads_disk(3); }
 
@@ -164,22 +242,6 @@ void events(const Driver& driver) {
     cuda.close_stream(stream);
 }
 
-void faults(const Driver& driver) {
-    auto by = open_faulty_disk(disk());
-    FaultyDisk* const faulty = by.get();
-    GpuRig of(driver, Kernels::kSums, true, std::move(by), 1);
-    faulty->fail({fault(of.rig, 0, Failing::kError, EIO), fault(of.rig, 1, Failing::kFlip, 0, 5, 6),
-                  fault(of.rig, 3, Failing::kLate, 5)});
-    Way way = reads(of.rig, 6);
-    way.target = kForeignPlanes;
-    const Outcome outcome =
-        of.rig.finish(of.rig.begin(Priority::kLoad, after(60), {way}, groups_of(of.rig.limits, {0})));
-    const Status expected[] = {Status::kIoError, Status::kChecksum, Status::kLoaded,
-                               Status::kLoaded,  Status::kLoaded,   Status::kLoaded};
-    REQUIRE((std::equal(expected, expected + 6, outcome.statuses.begin()) && !outcome.broken));
-    REQUIRE(of.rig.executor->free_slots() == kReserve);
-}
-
 // An executor that ends while copies are under way: nothing touches the memory afterwards. Each move has blocks and slots
 // of its own, which belong to it until its end.
 void abandon(const Driver& driver, uint64_t seed) {
@@ -190,7 +252,7 @@ void abandon(const Driver& driver, uint64_t seed) {
         GpuRig of(driver, static_cast<Kernels>(random.below(4)), random.below(2) == 0);
         Way ways[] = {out_of_memory(of.rig, kEach), reads(of.rig, kEach), into_memory(kEach)};
         ways[1].target = kForeignPlanes;
-        for (int64_t n = between(random, 1, kMoves); n-- > 0;) {
+        for (int64_t n = random.between(1, kMoves); n-- > 0;) {
             Way& one = ways[n % 3];
             const bool loads = n % 3 != 2;
             std::vector<int64_t>& blocks = loads ? one.targets : one.sources;
@@ -215,7 +277,6 @@ TEST_CASE("groups are ready behind their points while nothing has begun") {
 }
 
 TEST_CASE("copies come behind the events of their move, whenever these happen") { events(Driver()); }
-TEST_CASE("pages that a disk fails cost only themselves") { faults(Driver()); }
 
 TEST_CASE("nothing touches memory after the end of an executor with copies under way") {
     for (uint64_t seed = 0; seed < 12; seed++) abandon(Driver(), seed);

@@ -9,7 +9,6 @@
 #include <chrono>
 #include <cstring>
 #include <map>
-#include <memory>
 #include <new>
 #include <thread>
 

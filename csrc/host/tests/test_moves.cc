@@ -13,44 +13,40 @@ enum : int32_t { kPlanes, kForeignPlanes, kCpu, kForeignCpu, kBounce, kSsd, kOth
 
 constexpr Hands kHands[] = {Hands::kOurs, Hands::kForeignLoads, Hands::kForeignStores, Hands::kForeign};
 
-int64_t between(Random& random, int64_t least, int64_t most) {
-    return least + static_cast<int64_t>(random.below(static_cast<uint64_t>(most - least + 1)));
-}
-
 int64_t rounded_up(int64_t bytes) { return (bytes + kSector - 1) / kSector * kSector; }
 
 World drawn_world(Random& random) {
     World world;
     Limits& limits = world.limits;
-    limits.layers = static_cast<int32_t>(between(random, 1, 5));
-    limits.page_blocks = static_cast<int32_t>(between(random, 1, 3));
+    limits.layers = static_cast<int32_t>(random.between(1, 5));
+    limits.page_blocks = static_cast<int32_t>(random.between(1, 3));
     const int64_t least = random.below(3) ? kSector : 1;  // layers below a sector may have no read of their own
     limits.bounds.push_back(0);
     for (int32_t n = 0; n < limits.layers; n++) {
-        limits.bounds.push_back(limits.bounds.back() + between(random, least, 40));
+        limits.bounds.push_back(limits.bounds.back() + random.between(least, 40));
     }
     limits.extent_bytes = rounded_up(limits.bounds.back());
     for (int64_t* limit : {&limits.io_bytes, &limits.copy_bytes, &limits.foreign_copy_bytes}) {
-        *limit = between(random, 1, 6 * limits.extent_bytes);
+        *limit = random.between(1, 6 * limits.extent_bytes);
     }
-    limits.flying_bytes = between(random, 1, 12 * limits.extent_bytes);
-    if (random.below(2)) limits.copies = between(random, 1, 20);
+    limits.flying_bytes = random.between(1, 12 * limits.extent_bytes);
+    if (random.below(2)) limits.copies = random.between(1, 20);
     for (int32_t space = 0; space < kSpaces; space++) {
         world.spaces.push_back({space < kCpu ? Kind::kPlanes : space < kSsd ? Kind::kMemory : Kind::kFiles});
         world.sums.emplace_back(kSlots * limits.layers);
     }
     for (const int32_t space : {kForeignPlanes, kForeignCpu}) world.spaces[space].foreign = true;
     world.spaces[kOtherSsd].disk = 1;
-    if (random.below(2)) world.spaces[kOtherSsd].io_bytes = between(random, 1, 6 * limits.extent_bytes);
+    if (random.below(2)) world.spaces[kOtherSsd].io_bytes = random.between(1, 6 * limits.extent_bytes);
     for (const int32_t space : {kSsd, kOtherSsd}) {
         for (uint64_t& sum : world.sums[space]) sum = random.next();
     }
     world.spaces[kBounce].foreign = random.below(3) == 0;
     for (int32_t n = 0; n < kSpaces; n++) world.spaces[n].sums = world.sums[n].data();
     world.reserve_space = kBounce;
-    world.first = between(random, 0, 9);
-    world.slots = between(random, 1, random.below(2) ? 4 : 20);
-    world.fence = random.below(2) ? 0 : between(random, 1, 6);
+    world.first = random.between(0, 9);
+    world.slots = random.between(1, random.below(2) ? 4 : 20);
+    world.fence = random.below(2) ? 0 : random.between(1, 6);
     return world;
 }
 
@@ -99,7 +95,7 @@ private:
     std::vector<int64_t> places(int64_t count) {
         std::vector<int64_t> drawn;
         while (static_cast<int64_t>(drawn.size()) < count) {
-            const int64_t place = between(random_, 0, kSlots - 1);
+            const int64_t place = random_.between(0, kSlots - 1);
             if (std::find(drawn.begin(), drawn.end(), place) == drawn.end()) drawn.push_back(place);
         }
         return drawn;
@@ -110,7 +106,7 @@ private:
         constexpr int32_t kAnySsd[] = {kSsd, kOtherSsd};
         Way way;
         const int64_t blocks = world_.limits.page_blocks;
-        way.pages = between(random_, coin(5) ? 0 : 1, 9);
+        way.pages = random_.between(coin(5) ? 0 : 1, 9);
         const bool out_of_memory = work == 2 || coin(4);
         way.source = random_.pick(work == 1 ? kAnyPlanes : out_of_memory ? kAnyCpu : kAnySsd);
         const bool file = way.source >= kSsd;
@@ -132,15 +128,15 @@ private:
         MoveSpec spec;
         spec.id = static_cast<int64_t>(model_.books.size() + 1) * 7;
         spec.priority = static_cast<Priority>(random_.below(kPriorities));
-        spec.until = coin(3) ? std::numeric_limits<Nanoseconds>::max() : now_ + between(random_, 1, 60);
+        spec.until = coin(3) ? std::numeric_limits<Nanoseconds>::max() : now_ + random_.between(1, 60);
         const int work = static_cast<int>(random_.below(5)) - 2;  // 1 gathers, 2 writes, else loads
-        for (int64_t n = between(random_, coin(9) ? 0 : 1, 3); n-- > 0;) {
+        for (int64_t n = random_.between(coin(9) ? 0 : 1, 3); n-- > 0;) {
             Way way = drawn_way(std::max(work, 0));
             spec.ways.push_back(std::move(way));
         }
         for (uint64_t n = random_.below(3); n-- > 0;) spec.after.push_back(random_.next());
         for (int32_t first = 0; first < limits.layers;) {
-            const int32_t last = static_cast<int32_t>(between(random_, first + 1, limits.layers));
+            const int32_t last = static_cast<int32_t>(random_.between(first + 1, limits.layers));
             const int64_t at = limits.bounds[first], end = limits.bounds[last];
             const int64_t stop = rounded_up(end);
             const auto route = [&] { return static_cast<int32_t>(random_.below(3)); };
@@ -156,7 +152,7 @@ private:
     // More ways of a move, perhaps the last of them.
     void extend(const Booked& book, bool last) {
         std::vector<Way> ways;
-        for (int64_t n = between(random_, 0, 2); n-- > 0;) ways.push_back(drawn_way(0));
+        for (int64_t n = random_.between(0, 2); n-- > 0;) ways.push_back(drawn_way(0));
         model_.extend(book.id, ways, last);
         REQUIRE_FAST(moves_.extend(book.id, std::move(ways), last));
         REQUIRE_FAST(last || moves_.rows(book.id) == static_cast<int64_t>(book.rows.size()));
@@ -270,7 +266,7 @@ private:
         const auto found = any(model_.copies);
         const CopyJob job = found->second.job;
         if (!found->second.queued && coin(2)) {
-            point_ += between(random_, 1, 4);
+            point_ += random_.between(1, 4);
             REQUIRE_FAST(moves_.copy_queued(job.id, point_) && !moves_.copy_queued(job.id + 1000000, point_));
             model_.copy_queued(job.id, point_);
             return;
@@ -312,47 +308,27 @@ private:
     }
 
     void event(uint64_t most, bool calm) {
-        switch (random_.below(calm ? 13 : 17)) {
-            case 0:
-            case 1:
-                if (model_.books.size() < most) begin();
-                break;
-            case 12:
-                if (!model_.books.empty()) extend_any();
-                break;
-            case 2:
-            case 3:
-            case 4: take_io(coin(2) ? 1 : 0); break;
-            case 5:
-            case 6:
-                if (!model_.ios.empty()) end_io(calm);
-                break;
-            case 7:
-            case 8: take_copy(random_.pick(kHands)); break;
-            case 9:
-            case 10:
-                if (!model_.copies.empty()) end_copy(calm);
-                break;
-            case 11:
-                if (!model_.books.empty()) forget(any(model_.books)->second);
-                break;
-            case 13:
-                if (const auto found = model_.books.empty() ? model_.books.end() : any(model_.books);
-                    found != model_.books.end() && moves_.knows(found->first) && coin(4)) {
-                    moves_.cancel(found->first);
-                    model_.cancel(found->first);
-                }
-                break;
-            case 14:
-                if (coin(6)) refuse(coin(2) ? Status::kPending : coin(2) ? Status::kSwitchedOff : Status::kLockLost);
-                break;
-            case 15:
-                now_ += between(random_, 0, 12);
-                moves_.expire(now_);
-                model_.expire(now_);
-                break;
-            case 16: take_late(1 + random_.below(3)); break;
+        const uint64_t drawn = random_.below(calm ? 13 : 17);
+        if (drawn < 2 && model_.books.size() < most) begin();
+        if (drawn >= 2 && drawn < 5) take_io(coin(2) ? 1 : 0);
+        if (drawn >= 5 && drawn < 7 && !model_.ios.empty()) end_io(calm);
+        if (drawn >= 7 && drawn < 9) take_copy(random_.pick(kHands));
+        if (drawn >= 9 && drawn < 11 && !model_.copies.empty()) end_copy(calm);
+        if (drawn == 11 && !model_.books.empty()) forget(any(model_.books)->second);
+        if (drawn == 12 && !model_.books.empty()) extend_any();
+        if (drawn == 13 && !model_.books.empty()) {
+            const int64_t id = any(model_.books)->first;
+            if (moves_.knows(id) && coin(4)) moves_.cancel(id), model_.cancel(id);
         }
+        if (drawn == 14 && coin(6)) {
+            refuse(coin(2) ? Status::kPending : coin(2) ? Status::kSwitchedOff : Status::kLockLost);
+        }
+        if (drawn == 15) {
+            now_ += random_.between(0, 12);
+            moves_.expire(now_);
+            model_.expire(now_);
+        }
+        if (drawn == 16) take_late(1 + random_.below(3));
     }
 
     // Any step that may happen, until none may.

@@ -1,7 +1,6 @@
 // Gather and scatter against a copy byte by byte, for pools of any widths and strides.
 
 #include <algorithm>
-#include <cstring>
 #include <numeric>
 #include <utility>
 
@@ -68,9 +67,7 @@ void check_page(Random& random) {
     check(pool);
     std::vector<int64_t> blocks(static_cast<size_t>(pool.blocks));
     std::iota(blocks.begin(), blocks.end(), 0);
-    if (random.below(2)) {
-        for (size_t n = blocks.size() - 1; n > 0; n--) std::swap(blocks[n], blocks[random.below(n + 1)]);
-    }
+    if (random.below(2)) random.shuffle(blocks);
     const int64_t first = static_cast<int64_t>(random.below(static_cast<uint64_t>(pool.layers())));
     const int64_t last = first + 1 + static_cast<int64_t>(random.below(static_cast<uint64_t>(pool.layers() - first)));
     const Store store = random.below(2) ? Store::kStreamed : Store::kCached;

@@ -43,12 +43,6 @@ def write(directory: Path, tree: Tree) -> Path:
     return directory
 
 
-def surroundings(**variables: str) -> dict[str, str]:
-    """The environment of a process that is told nothing of where to cache, but for these variables."""
-    places = ("GDSCACHE_CACHE_DIR", "XDG_CACHE_HOME")
-    return {name: value for name, value in os.environ.items() if name not in places} | variables
-
-
 # -- what names a compiled kernel ------------------------------------------------------------------------------------
 
 TREE = {"a.cu": b"one two", "b.cuh": b"three", "c.cuh": b""}
@@ -326,16 +320,12 @@ def kept_in(place: Path) -> list[Path]:
     return [path for path in place.rglob("*") if path.is_file()]
 
 
-def in_cache(place: Path) -> dict[str, str]:
-    return {"GDSCACHE_CACHE_DIR": str(place)}
-
-
-def fill(sources: Path, processes: int = 1, **environment: str) -> list[int]:
+def fill(sources: Path, cache: Path, processes: int) -> list[int]:
     """What each of so many processes finds in memory that it filled with VALUE; they build the kernel all at once."""
     running = [
         subprocess.Popen(
             [sys.executable, "-c", FILL, str(sources)],
-            env=surroundings(**environment),
+            env=os.environ | {"GDSCACHE_CACHE_DIR": str(cache)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -363,8 +353,8 @@ def fill(sources: Path, processes: int = 1, **environment: str) -> list[int]:
 @pytest.mark.usefixtures("gpu")
 def test_processes_that_build_at_once_all_get_the_kernel(tmp_path: Path, sources: Path) -> None:
     cache = tmp_path / "cache"
-    assert fill(sources, 4, **in_cache(cache)) == [7] * 4
+    assert fill(sources, cache, 4) == [7] * 4
     assert len(kept_in(cache)) == 1, "one kernel, and nothing half-written beside it"
     (compiled,) = kept_in(cache)
     compiled.write_bytes(compiled.read_bytes()[:1000])
-    assert fill(sources, **in_cache(cache)) == [7], "a kernel that was cut short is compiled again"
+    assert fill(sources, cache, 1) == [7], "a kernel that was cut short is compiled again"

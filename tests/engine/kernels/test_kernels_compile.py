@@ -46,7 +46,6 @@ class Job(NamedTuple):
     names: tuple[str, ...]
     macros: tuple[tuple[str, int | str], ...]
     arch: int
-    sources: Path = jit.SOURCES
 
     def __str__(self) -> str:
         macros = ",".join(f"{name}={value}" for name, value in self.macros)
@@ -120,8 +119,8 @@ class Compiler:
     def _start(self, directory: Path, major: int, jobs: Sequence[Job]) -> None:
         told = [
             {
-                "path": str(job.sources / job.source),
-                "macros": jit.defines(job.sources, **dict(job.macros)),
+                "path": str(jit.SOURCES / job.source),
+                "macros": jit.defines(**dict(job.macros)),
                 "arch": job.arch,
             }
             for job in jobs
@@ -214,45 +213,3 @@ def test_a_wrapper_says_what_it_builds(source: str) -> None:
     text = "".join(path.read_text(encoding="utf-8") for path in [jit.SOURCES / source, *jit.SOURCES.glob("*.cuh")])
     for macro in {macro for macros in variants for macro in macros}:
         assert re.search(rf"\b{macro}\b", text), f"{source} does not know {macro}"
-
-
-# That the above can fail.
-
-SOURCES = {
-    "good.cu": """extern "C" __global__ void fill(int* out) { out[threadIdx.x] = OFFSET; }
-extern "C" __global__ void refill(int* out) { out[threadIdx.x] += OFFSET; }
-""",
-    "broken.cu": 'extern "C" __global__ void fill(int* out) { out[threadIdx.x] = 1 }\n',
-    "mangled.cu": "__global__ void fill(int* out) { out[threadIdx.x] = 1; }\n",
-    "careless.cu": 'extern "C" __global__ void fill(int* out) { int unused; out[threadIdx.x] = 1; }\n',
-}
-OFFSET = (("OFFSET", 1),)
-CASES = {
-    Job("good.cu", ("fill", "refill"), OFFSET, 75): "",
-    Job("good.cu", ("fill", "other"), OFFSET, 90): "has no ['other'], only ['fill', 'refill']",
-    Job("good.cu", ("fill",), (), 90): 'identifier "OFFSET" is undefined',
-    Job("good.cu", ("fill",), OFFSET, 76): "does not compile",
-    Job("broken.cu", ("fill",), OFFSET, 90): "broken.cu(1): error: expected",
-    Job("mangled.cu", ("fill",), OFFSET, 120): "has no ['fill']",
-    Job("careless.cu", ("fill",), OFFSET, 90): "compiles with warnings: careless.cu(1)",
-}
-
-
-@pytest.fixture(scope="module")
-def trying(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[int, Compiler]]]:
-    """The directory of `SOURCES`, and `CASES` on their way there."""
-    sources = tmp_path_factory.mktemp("sources")
-    for name, text in SOURCES.items():
-        (sources / name).write_text(text, encoding="utf-8")
-    for started in compilers(lambda _: [case._replace(sources=sources) for case in CASES], sources):
-        yield sources, started
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("major", MAJORS, ids="cuda{}".format)
-def test_what_is_wrong_is_found(major: int, case: Job, trying: tuple[Path, dict[int, Compiler]]) -> None:
-    directory_of(major)
-    sources, started = trying
-    found = fault(started[major].outcome(case._replace(sources=sources)), case.names)
-    assert CASES[case] in found
-    assert bool(found) == bool(CASES[case]), found

@@ -1,5 +1,4 @@
-"""Pieces of files that the library moves by a disk of its own, io_uring's or the one of threads; and the bare loop.
-Disks themselves: csrc/host/tests/test_disk.cc."""
+"""Pieces of files that the library's disks move for Python, and the bare loop. Disks: csrc/host/tests/test_disk.cc."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from gdscache.arrays import address, integers
 from gdscache.errors import DeviceError, NativeCallError, RefusedDiskError
 from gdscache.native import bare_loop, move_pieces
 from tests.support import fake_gpu
-from tests.support.native_parts import aligned, has_ring, open_files
+from tests.support.native_parts import has_ring
 
 DATA = random.Random(5).randbytes(300_001)
 SECTOR = 4096
@@ -52,26 +51,6 @@ def moved(kind: Kind | None, *pieces: Piece, write: bool = False, copied: bool =
 def sectors(file: int, memory: npt.NDArray[np.uint8], places: list[int]) -> list[Piece]:
     """The sectors of a file from its begin on, at these places in memory."""
     return [(file, n * SECTOR, address(memory) + place * SECTOR, SECTOR) for n, place in enumerate(places)]
-
-
-@pytest.mark.parametrize("direct", [False, True])
-def test_pieces_move_both_ways(kind: Kind, tmp_path: Path, direct: bool) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(bytes(64 * SECTOR))
-    try:
-        file = os.open(path, os.O_RDWR | (os.O_DIRECT if direct else 0))
-    except OSError as error:
-        pytest.skip(f"no O_DIRECT here: {error}")
-    source, target = aligned(64 * SECTOR), aligned(64 * SECTOR)
-    source[:] = np.frombuffer(random.Random(2).randbytes(len(source)), np.uint8)
-    places = random.Random(3).sample(range(64), 64)
-    for memory, write in ((source, True), (target, False)):
-        pieces = sectors(file, memory, places)
-        random.Random(4).shuffle(pieces)
-        assert moved(kind, *pieces, write=write, copied=not direct) == [[0, SECTOR]] * 64
-    assert np.array_equal(source, target)
-    assert path.read_bytes() == source.reshape(64, -1)[places].tobytes()
-    os.close(file)
 
 
 def test_an_error_costs_no_neighbour(kind: Kind, file: int, tmp_path: Path) -> None:
@@ -109,18 +88,6 @@ def test_calls_that_make_no_sense_are_refused(kind: Kind, file: int) -> None:
             move_pieces(kind, workers, np.empty((0, 4), np.int64), write=False)
     with pytest.raises(NativeCallError, match="no such disk"):
         move_pieces("tape", 4, np.empty((0, 4), np.int64), write=False)  # type: ignore[arg-type]
-
-
-def test_many_calls_leave_nothing(kind: Kind, file: int) -> None:
-    memory = np.zeros(64, np.uint8)
-    moved(kind)
-    files = open_files()
-    for n in range(100):
-        assert moved(kind, *[(file, 0, address(memory), 64)] * (n % 9)) == [[0, 64]] * (n % 9)
-    assert open_files() == files
-    # The kernel's own threads (iou-wrk) stay for some seconds.
-    names = [task.joinpath("comm").read_text(encoding="utf-8") for task in Path("/proc/self/task").iterdir()]
-    assert [name for name in names if name.startswith("gds-disk")] == []
 
 
 def refused(**fields: Any) -> int | None:

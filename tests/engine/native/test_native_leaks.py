@@ -24,7 +24,7 @@ from gdscache.moves import PLANES, Move, Moving, Priority, Way
 from tests.support.executor_machine import Heard
 from tests.support.helpers import WAIT, Host, drop_from, make_config, prompt, settle, until
 from tests.support.hooks import hooks
-from tests.support.native_parts import HANG, LATE, has_ring, open_files
+from tests.support.native_parts import HANG, has_ring, open_files
 from tests.support.pairs import pairs
 from tests.support.processes import Child
 from tests.support.small_executor import EXTENT, PAGES, Small, a_load
@@ -96,21 +96,6 @@ def test_executors_that_come_and_go_leave_nothing(path: Path, uring: bool, times
     with Child(come_and_go, path, uring, times) as child:
         assert child.receive(3600) == "nothing is left"
         child.end()
-
-
-@pytest.mark.parametrize("uring", DISKS)
-def test_a_close_waits_for_the_moves_that_are_under_way(path: Path, uring: bool) -> None:
-    """What has begun comes to its end before the close does; then nothing writes to memory that others have by now."""
-    small = Small(path, uring=uring, faulty=True)
-    small.fail((-1, 0, 1 << 40, LATE, 150))
-    pages = np.arange(PAGES, dtype=np.int64)
-    small.executor.begin(Move(Priority.PREFETCH, (Way("ssd", "cpu", pages, pages),), WAIT), (), Heard())
-    until(lambda: bytes(small.memory.memory(0)) != bytes(EXTENT), "the read of the first page arrives")
-    begun = time.monotonic()
-    small.executor.close()  # the answer is still to come
-    assert 0.02 < time.monotonic() - begun < WAIT / 2
-    assert bytes(small.memory.flat) == path.read_bytes()
-    small.close()
 
 
 def test_an_engine_that_is_closed_has_given_its_memory_back(open_host: Callable[..., Host], slab: Path) -> None:

@@ -1,39 +1,25 @@
-"""The suite for transports finds broken ones, and the faults of our tests happen as their rules say."""
+"""The suite for transports finds broken ones, and faults of our tests come from a configuration or a file."""
 
 from __future__ import annotations
 
-import errno
-import functools
 import json
 import os
-import random
 import re
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from gdscache import PageStatus
-from gdscache.cuda.host_memory import HostBuffer
-from gdscache.errors import IOFailedError, TransportUnavailableError
 from gdscache.storage import Op
-from gdscache.storage.base import memory_of, part
-from gdscache.storage.calls import begin
-from tests.support.faults import ExtentPart, Fault, FaultPlan, FaultRule, FaultyTransport, faulty
-from tests.support.helpers import kept, kept_on_ssd, until
+from tests.support.faults import ExtentPart, Fault, FaultPlan, faulty
+from tests.support.helpers import kept, kept_on_ssd
 from tests.support.places import ROOT
-from tests.support.transport_suite import SECTOR
 
 pytestmark = pytest.mark.suite
-
-SIZE = 4 * SECTOR  # of a request here
-COUNT = 16
 
 PLAN = FaultPlan()
 Configured = faulty(PLAN)
@@ -150,215 +136,6 @@ def test_the_suite_finds_broken_transports(tmp_path: Path) -> None:
 
 def test_the_transport_of_the_documentation_passes(tmp_path: Path) -> None:
     assert run_suite(tmp_path, example(), {"MyTransport": ""}) == {}
-
-
-# -- faults, request by request --------------------------------------------------------------------------------------
-
-
-class Bench:
-    """A faulty transport over `inner`, a file of `COUNT` requests, and memory of as many."""
-
-    def __init__(self, directory: Path, inner: Any, kind: str) -> None:
-        self.path = directory / "data"
-        self.old = random.Random(1).randbytes(COUNT * SIZE)
-        self.new = random.Random(2).randbytes(COUNT * SIZE)
-        self.path.write_bytes(self.old)
-        self.plan = FaultPlan(seed=3, trace=True)
-        self.transport = FaultyTransport(2, plan=self.plan, inner=inner)
-        self.file = self.transport.open(self.path)
-        self.host = HostBuffer(COUNT * SIZE, "off")
-        self.whole: Any = self.host.view
-        if kind == "cuda":
-            self.whole = torch.zeros(32 << 20, dtype=torch.uint8, device="cuda")[: COUNT * SIZE]
-        self.memory = self.whole if kind == "host" else memory_of(self.whole)
-        self.transport.register(self.whole)
-
-    def run(self, op: Op) -> list[Any]:
-        """The answer of each call, or its error."""
-        return [call.exception(20) or call.result() for call in self.begin(op)]
-
-    def begin(self, op: Op) -> list[Future[int]]:
-        """Read all of the file into zeros, or write all of it anew from memory: each part by a call in a thread."""
-        data = bytes(COUNT * SIZE) if op is Op.READ else self.new
-        if isinstance(self.whole, memoryview):
-            self.whole[:] = data
-        else:
-            self.whole.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-            torch.cuda.synchronize()
-        call = self.transport.read if op is Op.READ else self.transport.write
-        return [
-            begin("call", functools.partial(call, self.file, at, part(self.memory, at, at + SIZE)))
-            for at in range(0, COUNT * SIZE, SIZE)
-        ]
-
-    def moved(self, op: Op) -> bytes:
-        """What is there now: in memory after reads, in the file after writes."""
-        if op is Op.WRITE:
-            assert self.in_memory() == self.new, "a write changed the caller's memory"
-            return self.path.read_bytes()
-        assert self.path.read_bytes() == self.old, "a read changed the file"
-        return self.in_memory()
-
-    def in_memory(self) -> bytes:
-        return bytes(self.whole) if isinstance(self.whole, memoryview) else self.whole.cpu().numpy().tobytes()
-
-    def close(self) -> None:
-        self.plan.reset()
-        self.transport.deregister(self.whole)
-        self.transport.close()
-
-
-@pytest.fixture(params=["posix", "nixl", pytest.param("kvikio", marks=pytest.mark.gpu)])
-def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
-    kind = "host"
-    inner = request.param
-    if inner == "kvikio":
-        kind = "cuda"
-        if not torch.cuda.is_available():
-            pytest.skip("no CUDA device")
-    try:
-        made = Bench(tmp_path, inner, kind)
-    except TransportUnavailableError as error:
-        pytest.skip(error.message)
-    yield made
-    made.close()
-
-
-HALF = SIZE // 2
-
-
-@pytest.mark.parametrize(
-    ("fault", "op", "error"),
-    [
-        (Fault.EIO, Op.READ, errno.EIO), (Fault.EIO, Op.WRITE, errno.EIO), (Fault.ENOSPC, Op.WRITE, errno.ENOSPC),
-        (Fault.SHORT, Op.READ, "short"), (Fault.SHORT, Op.WRITE, "short"), (Fault.FLIP, Op.READ, None),
-        (Fault.FLIP, Op.WRITE, None), (Fault.ZERO, Op.READ, None), (Fault.ZERO, Op.WRITE, None),
-        (Fault.LOST, Op.WRITE, None), (Fault.TORN, Op.WRITE, None), (Fault.DELAY, Op.READ, None),
-        (Fault.DELAY, Op.WRITE, None),
-    ],
-)  # fmt: skip
-def test_a_fault_does_what_it_says_to_its_request_alone(bench: Bench, fault: Fault, op: Op, error: object) -> None:
-    bad = 5
-    late = {"seconds": 0.1} if fault is Fault.DELAY else {}
-    chosen = bench.plan.rule(fault, where=lambda path, at: at == bad * SIZE, bit=8 * 4097 + 3, **late)
-    begun = time.monotonic()
-    with chosen as rule:
-        answers = bench.run(op)
-    good, stale = (bench.old, bytes(COUNT * SIZE)) if op is Op.READ else (bench.new, bench.old)
-    there = bench.moved(op)
-    pages = [there[at : at + SIZE] for at in range(0, COUNT * SIZE, SIZE)]
-    goods = [good[at : at + SIZE] for at in range(0, COUNT * SIZE, SIZE)]
-    assert [n for n in range(COUNT) if n != bad and (pages[n] != goods[n] or answers[n] != SIZE)] == []
-    page, right, before = pages[bad], goods[bad], stale[bad * SIZE :][:SIZE]
-    if isinstance(error, int):
-        assert isinstance(answers[bad], IOFailedError)
-        assert answers[bad].errno == error
-        assert f"offset {bad * SIZE} of {bench.path}" in answers[bad].message
-    else:
-        assert answers[bad] == (HALF if error == "short" else SIZE)
-    if fault is Fault.DELAY:
-        assert page == right
-        assert time.monotonic() - begun >= 0.1
-    elif fault in (Fault.SHORT, Fault.TORN):
-        assert page == right[:HALF] + before[HALF:]
-    elif fault is Fault.FLIP:
-        assert page == right[:4097] + bytes([right[4097] ^ 8]) + right[4098:]
-    elif fault is Fault.ZERO:
-        assert page == bytes(SIZE)
-    else:
-        assert page == before
-    assert rule.met == 1
-    assert bench.plan.describe() == {fault.value: 1}
-    assert len(bench.plan.ended) == COUNT
-    assert bench.run(op) == [SIZE] * COUNT, "the rule is gone"
-    assert bench.moved(op) == good
-
-
-def test_a_hang_holds_its_own_requests_until_it_is_released(bench: Bench) -> None:
-    odd = [n for n in range(COUNT) if n % 2]
-    with bench.plan.rule(Fault.HANG, Op.READ, where=lambda path, at: at // SIZE in odd) as rule:
-        calls = bench.begin(Op.READ)
-        until(lambda: all(call.done() == (n not in odd) for n, call in enumerate(calls)), "the others end")
-        until(lambda: bench.plan.held == COUNT // 2, "they hang")
-        there = bench.in_memory()
-        assert not any(any(there[n * SIZE : (n + 1) * SIZE]) for n in odd)
-        rule.release()
-        assert [call.result(20) for call in calls] == [SIZE] * COUNT
-    assert bench.plan.held == 0
-    assert bench.run(Op.READ) == [SIZE] * COUNT
-
-
-# -- which requests ---------------------------------------------------------------------------------------------------
-
-
-def meet(plan: FaultPlan, rounds: int = 1, order: random.Random | None = None) -> dict[tuple[int, int, int], str]:
-    """The faults of reads at 200 offsets of two files, asked for `rounds` times, in any order."""
-    found = {}
-    for visit in range(rounds):
-        offsets = [(file, n * SIZE) for file in range(2) for n in range(200)]
-        if order is not None:
-            order.shuffle(offsets)
-        for file, offset in offsets:
-            if met := plan.meet(Op.READ, file, "data", offset, SIZE):
-                found[visit, file, offset] = met.rule.fault.value + str(met.draw.randrange(1 << 30))
-    return found
-
-
-def random_plan(seed: int) -> FaultPlan:
-    return FaultPlan(FaultRule(Fault.EIO, rate=0.05), FaultRule(Fault.FLIP, Op.READ, rate=0.1), seed=seed)
-
-
-def test_the_same_seed_gives_the_same_faults_in_any_order() -> None:
-    first = meet(random_plan(7), 3)
-    assert meet(random_plan(7), 3, random.Random(1)) == first
-    assert meet(random_plan(8), 3) != first
-    kinds = [value.rstrip("0123456789") for value in first.values()]
-    assert 30 < kinds.count("eio") < 95  # 1,200 draws: 60 of one, 114 of the other
-    assert 75 < kinds.count("flip") < 160
-    by_round = [{key[1:] for key in first if key[0] == visit} for visit in range(3)]
-    assert by_round[0] != by_round[1] != by_round[2]
-    assert {offset for _, file, offset in first if file == 0} != {offset for _, file, offset in first if file == 1}
-    plan = random_plan(7)
-    assert meet(plan, 3) == first
-    plan.reset()
-    assert meet(plan) == {}
-    for rule in (FaultRule(Fault.EIO, rate=0.05), FaultRule(Fault.FLIP, Op.READ, rate=0.1)):
-        plan.add(rule)
-    assert meet(plan, 3) == first, "reset begins anew"
-
-
-def test_conditions_of_a_rule() -> None:
-    def offsets(**conditions: Any) -> list[int]:
-        found = meet(FaultPlan(FaultRule(Fault.EIO, **conditions)))
-        return [offset // SIZE for _, file, offset in found if file == 0]
-
-    assert offsets() == list(range(200))
-    assert offsets(op=Op.WRITE) == []
-    assert offsets(skip=5, times=3) == [5, 6, 7]
-    assert offsets(where=lambda path, at: path == "data" and at < 3 * SIZE) == [0, 1, 2]
-    assert offsets(where=lambda path, at: path == "other") == []
-    assert offsets(part=ExtentPart(0, 1, 50 * SIZE)) == [0, 50, 100, 150]
-    assert offsets(part=ExtentPart(SIZE - 1, SIZE + 1, 100 * SIZE)) == [0, 1, 100, 101]
-    first, second = FaultRule(Fault.EIO, times=2), FaultRule(Fault.SHORT, times=1)
-    assert len(meet(FaultPlan(first, second))) == 3
-    assert (first.met, second.met) == (2, 1)
-
-
-# -- the wrapper ------------------------------------------------------------------------------------------------------
-
-
-def test_what_hangs_when_it_is_closed_keeps_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    bench = Bench(tmp_path, "posix", "host")
-    with bench.plan.rule(Fault.HANG, Op.READ, times=1):
-        calls = bench.begin(Op.READ)
-        until(lambda: sum(call.done() for call in calls) == COUNT - 1, "one hangs")
-        bench.transport.close()
-        os.fstat(bench.file)  # open: the hung call may still need it
-        assert [r.levelname for r in caplog.records] == ["ERROR"]
-    assert [call.result(20) for call in calls] == [SIZE] * COUNT
-    assert bench.moved(Op.READ) == bench.old
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(bench.file)
 
 
 # -- by name, and from a file ----------------------------------------------------------------------------------------

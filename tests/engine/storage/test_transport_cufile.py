@@ -13,9 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-from gdscache.arrays import address, integers
 from gdscache.errors import DeadlineError, EngineClosedError, IOFailedError, TransportUnavailableError
-from gdscache.native import move_pieces
 from gdscache.storage import Transport, calls, cufile
 from gdscache.storage.base import DeviceMemory
 from gdscache.storage.cufile import CufileTransport
@@ -24,7 +22,6 @@ from tests.support import fake_cufile
 from tests.support.cufile_parts import HANG, NOT_ON_THIS_FILE, TOO_MUCH_MEMORY, Call, Fault
 from tests.support.fake_cufile import DeviceBytes
 from tests.support.helpers import until
-from tests.support.native_parts import aligned
 from tests.support.transport_suite import FILE_BYTES, SECTOR, Make, Remember, TransportSuite
 
 
@@ -128,24 +125,6 @@ def test_without_a_gpu_cufile_is_not_touched(path: Path, monkeypatch: pytest.Mon
 
 def part(memory: DeviceBytes, start: int = 0, nbytes: int | None = None) -> DeviceMemory:
     return DeviceMemory(memory.data_ptr() + start, memory.nbytes if nbytes is None else nbytes, 0)
-
-
-def test_host_and_gpu_in_one_piece(path: Path) -> None:
-    """Neighbours in the file that lie in both kinds of memory."""
-    content = path.read_bytes()
-    gpu, host = fake_cufile.allocate(16 * SECTOR), aligned(16 * SECTOR)
-    with fake_cufile.opened(2) as transport:
-        file = transport.open(path)
-        transport.register(gpu)  # type: ignore[arg-type]
-        at = [(gpu.data_ptr() if n % 3 else address(host)) + n * SECTOR for n in range(16)]
-        pieces = integers([(file, n * SECTOR, where, SECTOR) for n, where in enumerate(at)])
-        answers = move_pieces("threads", 2, pieces, write=False, copied=False, cufile=transport.cufile)
-        assert answers.tolist() == [[0, SECTOR]] * 16
-        for n in range(16):
-            here = slice(n * SECTOR, (n + 1) * SECTOR)
-            assert bytes(gpu.host[here] if n % 3 else host[here]) == content[here]
-        transport.deregister(gpu)  # type: ignore[arg-type]
-    fake_cufile.free(gpu)
 
 
 def test_memory_that_is_not_registered_is_an_error(path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import resource
 from pathlib import Path
@@ -17,32 +16,8 @@ from gdscache.storage import files
 from gdscache.storage.files import NativeTransport
 from tests.support.helpers import WAIT, OpenHost, prompt, until
 from tests.support.native_parts import has_ring
-from tests.support.processes import program
 from tests.support.transport_parts import opened
 from tests.support.transport_suite import random_bytes
-
-CHILD = """
-import errno, logging, sys
-from pathlib import Path
-from tests.support.native_parts import forbid_ring
-from gdscache.errors import TransportUnavailableError
-from gdscache.cuda.host_memory import HostBuffer
-from gdscache.storage import open_transport
-
-if cause := forbid_ring({error}):
-    sys.exit("no filter: " + cause)
-directory = Path(sys.argv[1])
-settings = dict(directory=directory, device="cpu", threads=2, direct_io="auto", gds="auto")
-logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stdout)
-try:
-    open_transport("uring", **settings)
-except TransportUnavailableError as error:
-    print("refused:", error.message, error.hint)
-with open_transport("auto", **settings) as transport, HostBuffer(8192, "off") as memory:
-    file = transport.open(directory / "slab")
-    print(transport.read(file, 0, memory.view))
-    print(memory.view == (directory / "slab").read_bytes())
-"""
 
 
 @pytest.fixture(params=["uring", "posix"])
@@ -91,14 +66,6 @@ def test_settings_out_of_range_start_no_thread(name: str, settings: dict[str, An
     until(lambda: len(os.listdir("/proc/self/task")) <= tasks, "threads end")
 
 
-def test_what_an_executor_needs_of_it(name: str, slab: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING), opened(name, 3, "auto") as transport:
-        file = transport.open(slab)
-        assert (transport.threads, transport.uring, transport.name) == (3, name == "uring", name)
-        assert os.path.samestat(os.fstat(file), slab.stat())
-        assert transport.describe()["threads"] == 3
-
-
 def test_a_closed_transport_flushes_nothing(name: str, slab: Path) -> None:
     with opened(name, 1, "auto") as transport:
         file = transport.open(slab)
@@ -113,25 +80,6 @@ def test_pages_survive_a_loss_of_power_with_it(name: str, open_host: OpenHost, t
     report = host.store(prompt(1, 4)).result(WAIT)
     assert not report.dropped
     assert all("ssd" in tiers for tiers in report.tiers)
-
-
-# -- where the system refuses io_uring, or has no room for it ----------------------------------------------------------
-
-
-@pytest.mark.parametrize("error", [errno.EPERM, errno.ENOSYS])
-def test_rules_like_dockers_leave_the_threads(error: int, tmp_path: Path) -> None:
-    (tmp_path / "slab").write_bytes(os.urandom(8192))
-    done = program("-c", CHILD.format(error=error), str(tmp_path), cwd=tmp_path)
-    if done.stderr.startswith("no filter"):
-        pytest.skip(f"this machine takes {done.stderr}")
-    assert done.stderr == ""
-    cause = f"io_uring_setup answers {os.strerror(error)}"
-    refused, chosen, moved, same = done.stdout.splitlines()[:1] + done.stdout.splitlines()[-3:]
-    assert refused.startswith(f"refused: {cause}")
-    assert "transport to posix" in refused
-    assert chosen.startswith(f"transport posix, 2 threads, for {tmp_path}")
-    assert chosen.endswith(f"no io_uring: {cause}")
-    assert (moved, same) == ("8192", "True")
 
 
 @pytest.mark.skipif(not has_ring(), reason="io_uring is not allowed here")

@@ -5,12 +5,13 @@ import os
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -22,8 +23,9 @@ from gdscache.storage import Transport, calls, open_transport, probe
 from gdscache.storage.base import DeviceMemory, Switch
 from gdscache.storage.calls import begin
 from gdscache.storage.nixl import NixlTransport
+from tests.support.helpers import until
 from tests.support.posix_transport import PosixTransport
-from tests.support.transport_suite import FILE_BYTES, SECTOR, random_bytes, soon
+from tests.support.transport_suite import FILE_BYTES, SECTOR, random_bytes
 
 installed = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
 
@@ -165,13 +167,6 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Agent]]:
     agents.clear()
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = soon()
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def page(buffer: HostBuffer, number: int) -> memoryview:
     return buffer.view[number * SECTOR : (number + 1) * SECTOR]
 
@@ -185,7 +180,7 @@ def test_calls_go_at_once_and_each_ends_with_its_own_transfer(stand_in, slab: Pa
     with NixlTransport(2, "off") as transport:
         [agent] = stand_in
         calls = reads(transport, transport.open(slab), buffer, range(12))
-        until(lambda: len(agent.begun) == 12)
+        until(lambda: len(agent.begun) == 12, "all of them begin")
         assert all(len(handle.memory) == 1 for handle in agent.begun)
         assert {handle.plugin for handle in agent.begun} == {"POSIX"}
         agent.ended.add(0)
@@ -234,7 +229,7 @@ def test_close_leaves_a_hung_transfer_what_it_has(stand_in, slab: Path, buffer: 
     [agent] = stand_in
     file = transport.open(slab)
     [call] = reads(transport, file, buffer, [2])
-    until(lambda: len(agent.begun) == 1)
+    until(lambda: len(agent.begun) == 1, "it begins")
     transport.close()
     transport.close()
     with pytest.raises(errors.EngineClosedError):
@@ -242,7 +237,7 @@ def test_close_leaves_a_hung_transfer_what_it_has(stand_in, slab: Path, buffer: 
     os.fstat(file)  # open: the transfer may still touch it
     assert not agent.begun[0].released
     agent.ended.add(2 * SECTOR)  # and if it ends after all, everything is given back
-    until(lambda: call.done() and agent.registered == [])
+    until(lambda: call.done() and agent.registered == [], "all is given back")
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(file)
 
@@ -265,7 +260,7 @@ def test_a_call_into_nixl_that_hangs_is_an_error(stand_in, slab: Path, monkeypat
         os.fstat(file)  # open: the call may still use it
     finally:
         gate.set()
-    until(lambda: not transport._paths)  # and when it ends after all, everything is given back
+    until(lambda: not transport._paths, "all is given back")  # and when it ends after all, everything is given back
     assert agent.registered == []
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(file)
@@ -291,27 +286,16 @@ def test_a_transfer_that_hangs_at_its_begin_gives_back_at_its_end(
     assert transport._paths
     gate.set()
     assert isinstance(call.exception(20), errors.IOFailedError)
-    until(lambda: not transport._paths)
+    until(lambda: not transport._paths, "all is given back")
     assert agent.registered == []
 
 
-class Cuda:
+def on_gpu(address: int, nbytes: int) -> Any:
     """As much of a CUDA tensor as a transport looks at."""
-
-    class device:  # noqa: N801
-        type, index = "cuda", 3
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.address, self.nbytes = address, nbytes
-
-    def numel(self) -> int:
-        return self.nbytes
-
-    def element_size(self) -> int:
-        return 1
-
-    def data_ptr(self) -> int:
-        return self.address
+    device = SimpleNamespace(type="cuda", index=3)
+    return SimpleNamespace(
+        device=device, nbytes=nbytes, numel=lambda: nbytes, element_size=lambda: 1, data_ptr=lambda: address
+    )
 
 
 def test_gpu_memory_goes_through_gds_mt_where_it_is_registered(
@@ -330,10 +314,10 @@ def test_gpu_memory_goes_through_gds_mt_where_it_is_registered(
         assert set(agent.backends) == {"POSIX", "GDS_MT"}
         assert transport.memory_kinds == {"host", "cuda"}
         file = transport.open(slab)
-        ring = Cuda(1 << 30, 8 * SECTOR)
+        ring = on_gpu(1 << 30, 8 * SECTOR)
         transport.register(ring)
         with pytest.raises(errors.IOFailedError, match="already"):
-            transport.register(Cuda((1 << 30) + SECTOR, SECTOR))
+            transport.register(on_gpu((1 << 30) + SECTOR, SECTOR))
         assert transport.read(file, 0, DeviceMemory((1 << 30) + SECTOR, SECTOR, 3)) == SECTOR
         with pytest.raises(errors.IOFailedError) as caught:
             transport.read(file, SECTOR, DeviceMemory((1 << 30) + 7 * SECTOR, 2 * SECTOR, 3))

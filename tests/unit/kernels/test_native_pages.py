@@ -8,8 +8,6 @@ import random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from gdscache.arrays import address, integers
 from gdscache.errors import NativeCallError
@@ -60,23 +58,13 @@ class Strided:
 def test_a_sum_of_any_length_at_any_alignment_is_xxhash_s() -> None:
     """csrc/host/tests/test_xxh3.cc compares all arms, and chunks of a stream, with each other."""
     data, rng = np.frombuffer(random.Random(7).randbytes(1 << 20), np.uint8).copy(), random.Random(3)
-    sizes = [*range(4097), *(rng.randrange(4097, len(data) - 64) for _ in range(60))]
+    sizes = [*range(4097), *(rng.randrange(4097, len(data) - 4000) for _ in range(60))]
     sizes += [n * 1024 + d for n in (5, 9) for d in (-1, 0, 1)]
     spans = [(size % 61, size % 61 + size) for size in sizes]
-    found = layer_sums(np.array([address(data)], np.uint64), integers(spans))
-    assert found.tolist() == [layer_checksums(memoryview(data), spans).tolist()]
-
-
-@given(st.lists(st.integers(0, 700), min_size=1, max_size=6), st.integers(0, 4), st.integers(0, 1 << 30))
-def test_layer_sums_are_those_of_xxhash(sizes: list[int], pages: int, seed: int) -> None:
-    """Of layers of any size, with padding between them, in extents that lie anywhere."""
-    ends = np.cumsum([size + 3 for size in sizes]).tolist()
-    bounds = [(end - 3 - size, end - 3) for end, size in zip(ends, sizes, strict=True)]
-    extents = np.random.default_rng(seed).integers(0, 256, (pages, ends[-1]), np.uint8)
-    found = layer_sums(np.array([address(extents) + n * ends[-1] for n in range(pages)], np.uint64), integers(bounds))
-    assert found.shape == (pages, len(sizes))
-    for page, sums in zip(extents, found, strict=True):
-        assert sums.tolist() == layer_checksums(memoryview(page), bounds).tolist()
+    starts = (0, 57, 3000)  # of extents
+    found = layer_sums(np.array([address(data) + start for start in starts], np.uint64), integers(spans))
+    assert found.tolist() == [layer_checksums(memoryview(data)[start:], spans).tolist() for start in starts]
+    assert layer_sums(np.empty(0, np.uint64), integers(spans)).shape == (0, len(spans))
 
 
 @pytest.mark.parametrize(("extents", "bounds"), [([0], [(0, 4)]), ([1 << 20], [(8, 4)]), ([1 << 20], [(-4, 4)])])

@@ -1,7 +1,7 @@
 // Additions of the tests' build for Python, as `gdscache._native.hooks`: executors that fail on order or are stepped by
 // hand, and copies of pages, which only tests call alone.
 
-#include "bind/executor.h"
+#include "bind/handles.h"
 #include "hash/xxh3.h"
 #include "moves/pages.h"
 #include "tests/faulty_disk.h"
@@ -34,33 +34,24 @@ std::unique_ptr<Disk> between(std::unique_ptr<Disk> disk) {
 
 namespace {
 
-// A part of a job for Python: plain numbers, and the names of spaces.
-struct Job {
-    int64_t number, move;
-    int kind;  // of a copy: 0 scatter, 1 gather, 2 look; of I/O: 0 read, 1 write
-    bool sums;
-    nb::object files, memory, layers, window, rows, slots, at, blocks;
-    int64_t start = 0, stop = 0;
-};
-
-nb::object range_of(int64_t start, int64_t stop) { return nb::module_::import_("builtins").attr("range")(start, stop); }
-
-// What both kinds of jobs have.
+// The fields of both kinds of jobs for Python (tests/support/hooks.py).
 template <typename Found>
-Job job_of(const OpenExecutor& self, const Found& found) {
+nb::dict job_of(const OpenExecutor& self, const Found& found, int kind) {
     const auto count = static_cast<int64_t>(found.pages.size());
     const Fresh<int64_t> rows(count), slots(count), places(count);
     for (int64_t n = 0; n < count; ++n) {
         const Transfer& page = found.pages[n];
         rows.data[n] = page.row, slots.data[n] = page.slot, places.data[n] = page.at;
     }
-    Job job;
-    job.number = found.id, job.move = found.move, job.sums = found.sums;
-    job.memory = self.name_of(found.memory);
-    job.layers = range_of(found.first, found.last);
-    job.rows = rows.array, job.slots = slots.array, job.at = places.array;
+    nb::dict job;
+    job["number"] = found.id, job["move"] = found.move, job["kind"] = kind, job["sums"] = found.sums;
+    job["memory"] = self.name_of(found.memory);
+    job["layers"] = range_of(found.first, found.last);
+    job["rows"] = rows.array, job["slots"] = slots.array, job["at"] = places.array;
     return job;
 }
+
+nb::object object_of(const nb::dict& fields) { return nb::module_::import_("types").attr("SimpleNamespace")(**fields); }
 
 }  // namespace
 
@@ -92,11 +83,10 @@ public:
         Executor& executor = self.executor();
         const IoJob* const found = Executor::Held(executor)->take_io(disk);
         if (!found) return nb::none();
-        Job job = job_of(self, *found);
-        job.kind = found->write;
-        job.files = self.name_of(found->files);
-        job.start = found->start, job.stop = found->stop;
-        return nb::cast(std::move(job));
+        nb::dict job = job_of(self, *found, found->write);
+        job["files"] = self.name_of(found->files);
+        job["start"] = found->start, job["stop"] = found->stop;
+        return object_of(job);
     }
     static void io_ended(const OpenExecutor& self, int64_t job, const nb::object& pages, int32_t error) {
         const Numbers<int64_t> rows(pages);
@@ -114,14 +104,13 @@ public:
         Executor& executor = of(self);
         const CopyJob* const found = executor.take_copy(Hands::kForeign, 0);
         if (!found) return nb::none();
-        Job job = job_of(self, *found);
-        job.kind = static_cast<int>(found->copy);
-        job.window = range_of(found->window, found->window + found->window_slots);
+        nb::dict job = job_of(self, *found, static_cast<int>(found->copy));
+        job["window"] = range_of(found->window, found->window + found->window_slots);
         const int64_t page_blocks = executor.limits().page_blocks;
         const Fresh<int64_t> blocks(static_cast<int64_t>(found->blocks.size()) / page_blocks, page_blocks);
         std::copy(found->blocks.begin(), found->blocks.end(), blocks.data);
-        job.blocks = blocks.array;
-        return nb::cast(std::move(job));
+        job["blocks"] = blocks.array;
+        return object_of(job);
     }
     static void copy_queued(const OpenExecutor& self, int64_t job, int64_t point) {
         require(point >= 0 && of(self).copy_queued(job, point), "no copy that is under way");
@@ -169,21 +158,6 @@ void bind_hooks(nb::module_& module) {
     hooks.def("set_faulty_disks", [](bool all) { faulty_disks = all; });
     hooks.def("fail", &ExecutorHooks::fail, "executor"_a, "faults"_a);
     hooks.def("release", &ExecutorHooks::release, "executor"_a);
-    nb::class_<Job>(hooks, "Job")
-        .def_ro("number", &Job::number)
-        .def_ro("move", &Job::move)
-        .def_ro("kind", &Job::kind)
-        .def_ro("sums", &Job::sums)
-        .def_ro("files", &Job::files)
-        .def_ro("memory", &Job::memory)
-        .def_ro("layers", &Job::layers)
-        .def_ro("window", &Job::window)
-        .def_ro("rows", &Job::rows)
-        .def_ro("slots", &Job::slots)
-        .def_ro("at", &Job::at)
-        .def_ro("blocks", &Job::blocks)
-        .def_ro("start", &Job::start)
-        .def_ro("stop", &Job::stop);
     hooks.def("take_io", &ExecutorHooks::take_io, "executor"_a, "disk"_a);
     hooks.def("io_ended", &ExecutorHooks::io_ended, "executor"_a, "job"_a, "pages"_a, "error"_a = 0);
     hooks.def("expire", &ExecutorHooks::expire, "executor"_a, "now"_a);
