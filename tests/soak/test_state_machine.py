@@ -12,6 +12,8 @@ import dataclasses
 import importlib.util
 import shutil
 import tempfile
+import threading
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,9 +34,14 @@ from hypothesis.stateful import (
 
 from gdscache import CacheEngine, LoadReport, PageStatus
 from gdscache.errors import EngineClosedError, LoadFailedError, PoolFullError, TransportUnavailableError
+from gdscache.kernels.gpu import CopyRoute
 from gdscache.limits import EngineLimits
+from gdscache.load.handle import LayerwiseLoad
+from gdscache.prefetch.handle import Prefetch
 from gdscache.storage.base import Op
 from gdscache.storage.native import NativeTransport
+from gdscache.store.handle import StoreHandle
+from tests.support import fake_gpu
 from tests.support.faults import ExtentPart, Fault, FaultRule
 from tests.support.faulty import PLAN
 from tests.support.helpers import (
@@ -47,6 +54,7 @@ from tests.support.helpers import (
     expected,
     flip_file,
     make_config,
+    our_threads,
     quiet,
     read_page,
     until,
@@ -264,12 +272,17 @@ class Machine(RuleBasedStateMachine):
         with contextlib.suppress(EngineClosedError):
             self.engine.lookup([])
             raise AssertionError("a closed engine answers")
+        assert self.open_again() == before
+
+    def open_again(self) -> set[bytes]:
+        """What is on the SSD then; the others may come back with other bytes."""
         self.engine = self.open()
         after = self.on_ssd()
-        assert after == before
-        for key in set(self.bytes_of) - after:  # on no tier any more: it may come back with other bytes
+        assert after <= self.bytes_of.keys(), "a page that was never committed"
+        for key in set(self.bytes_of) - after:
             del self.bytes_of[key], self.salt_of[key]
         self.generation += 1
+        return after
 
 
 class Owned(Machine):
@@ -433,15 +446,20 @@ class Attached(Machine):
     """Loads and stores on planes of our own."""
 
     options: ClassVar[dict[str, Any]] = {"cpu": 4, "ssd": 6, "bounce": 4}
+    route: ClassVar[CopyRoute | None] = None  # copies of a GPU that is not there
 
     def open(self) -> CacheEngine:
-        self.host = Host(self.config(), blocks=24, block_tokens=2, limits=self.limits)
+        with pytest.MonkeyPatch.context() as patch:
+            if self.route is not None:
+                fake_gpu.use(patch, self.route, kernels=self.route != "copy_engine")
+            self.host = Host(self.config(), blocks=96, block_tokens=2, limits=self.limits)
         self.host.data = lambda key: self.data(key)
         return self.host.engine
 
     def offer(self, path: Path_, salt: str, start: int, tail: int = 0) -> None:
-        keys = self.keys(path, salt)[start:]
-        handle = self.host.store(tokens_at(path, tail), 4 * start, salt)
+        self.stored(self.host.store(tokens_at(path, tail), 4 * start, salt), self.keys(path, salt)[start:], salt)
+
+    def stored(self, handle: StoreHandle, keys: list[bytes], salt: str) -> None:
         report = handle.result(WAIT)
         assert len(report.tiers) == len(keys)
         for key, tiers in zip(keys, report.tiers, strict=True):
@@ -504,6 +522,48 @@ class Attached(Machine):
         for load, blocks, keys in begun:
             self.host.finish(load, blocks, keys)
 
+    @rule(
+        some=st.lists(paths.filter(len), min_size=2, max_size=4),
+        salt=salts,
+        end=st.sampled_from(["cancel", "close", "close at once"]),
+        seconds=st.floats(0, 0.002),
+    )
+    def cut_short(self, some: list[Path_], salt: str, end: str, seconds: float) -> None:
+        """Another thread cancels what is under way, or closes the engine, while the caller goes on."""
+        quiet(self.engine)
+        before, keys = self.on_ssd(), [self.keys(path, salt) for path in some]
+        loads: list[tuple[LayerwiseLoad, list[int], list[bytes]]] = []
+        stores: list[tuple[StoreHandle, list[bytes]]] = []
+        prefetches: list[Prefetch] = []
+
+        def act() -> None:
+            time.sleep(seconds)
+            if end != "cancel":
+                self.engine.close(drain=end == "close")
+            for handle in [*(load for load, *_ in loads), *prefetches] if end == "cancel" else ():
+                handle.cancel()
+
+        thread = threading.Thread(target=act)
+        thread.start()
+        with contextlib.suppress(EngineClosedError):
+            for path, its in zip(some, keys, strict=True):
+                loads.append(self.host.begin(tokens_at(path), salt=salt))
+                loads[-1][0].wait(0, WAIT)
+                stores.append((self.host.store(tokens_at(path), salt=salt), its))
+                prefetches.append(self.engine.prefetch(tokens_at(path), salt=salt))
+        thread.join(WAIT)
+        for begun in loads:
+            self.host.finish(*begun)
+        for handle, its in stores:
+            self.stored(handle, its, salt)
+        for prefetch in prefetches:
+            prefetch.result(WAIT)
+        if end != "cancel":
+            until(lambda: not our_threads(), "threads end")
+            room = not self.layout.packed and len(self.bytes_of) <= (self.options["ssd"] or 0)
+            after = self.open_again()
+            assert not room or self.met is not None or self.spoiled or before <= after, "a close loses pages"
+
     @rule(drain=st.booleans())
     def close_and_reopen(self, drain: bool) -> None:
         self.reopen(drain)
@@ -565,6 +625,20 @@ class AttachedPackedWritesBack(WritesBack, AttachedPacked):
     options: ClassVar[dict[str, Any]] = AttachedPacked.options | {"store": {"write_policy": "write_back"}}
 
 
+class AttachedStaged(Attached):
+    """Copies are those of a GPU that is not there."""
+
+    route = "staged"
+
+
+class AttachedZeroCopy(Attached):
+    route = "zero_copy"
+
+
+class AttachedCopyEngine(Attached):
+    route = "copy_engine"
+
+
 class OwnedOnGpu(Owned):
     options: ClassVar[dict[str, Any]] = {**Owned.options, "device": "cuda"}
 
@@ -585,7 +659,8 @@ ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), rea
     [
         *(Owned, OwnedWithoutCpu, OwnedWritesBack, OwnedPacked),
         *(Attached, AttachedWithoutCpu, AttachedWithoutSsd, AttachedWritesBack, AttachedSelective),
-        *(AttachedPacked, AttachedPackedWithoutCpu, AttachedPackedWritesBack),
+        *(AttachedPacked, AttachedPackedWithoutCpu, AttachedPackedWritesBack, AttachedStaged),
+        *(pytest.param(face, marks=pytest.mark.suite) for face in (AttachedZeroCopy, AttachedCopyEngine)),
         *(pytest.param(face, marks=ON_GPU) for face in (OwnedOnGpu, AttachedOnGpu)),
     ],
 )
