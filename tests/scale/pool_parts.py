@@ -57,7 +57,6 @@ def fence() -> list[str]:
         stderr=subprocess.DEVNULL,
         text=True,
     )
-    assert keeper.stdout is not None
     if keeper.stdout.readline() != "up\n":
         keeper.kill()
         keeper.wait()
@@ -74,7 +73,6 @@ def end_fence() -> None:
     for keeper in _keepers:
         keeper.kill()
         keeper.wait()
-        assert keeper.stdout is not None
         keeper.stdout.close()
     _keepers.clear()
 
@@ -127,14 +125,12 @@ class Engine(Process):
         self.call("open", config=config, blocks=blocks)
 
     def _read(self) -> None:
-        assert self.process.stdout is not None
         with contextlib.suppress(ValueError, OSError):
             for line in self.process.stdout:
                 self._answers.put(line)
         self._answers.put("")
 
     def begin(self, name: str, **arguments: Any) -> None:
-        assert self.process.stdin is not None
         self.process.stdin.write(json.dumps([name, arguments]) + "\n")
         self.process.stdin.flush()
 

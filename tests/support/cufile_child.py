@@ -269,7 +269,6 @@ class OnHostMemory(Transport):
 
 
 def _on_gpu(memory: Memory) -> DeviceMemory:
-    assert isinstance(memory, memoryview)
     return DeviceMemory(address_of(memory), memory.nbytes, 0)
 
 

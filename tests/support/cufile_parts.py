@@ -71,7 +71,6 @@ def build(folder: Path) -> None:
         ("libcufile.so.0", CUFILE, ["-std=c++20", "-pthread", f"-I{_HOST}"]),
     ):
         compiler = _compiler("c++" if source.suffix == ".cc" else "cc")
-        assert compiler is not None
         command = [compiler, "-shared", "-fPIC", f"-Wl,-soname,{name}", *options]
         subprocess.run([*command, "-o", folder / name, source], check=True, timeout=60)
 

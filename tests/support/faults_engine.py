@@ -12,7 +12,6 @@ import traceback
 from collections import Counter
 from collections.abc import Set
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -61,9 +60,7 @@ class Watched:
         faulthandler.dump_traceback_later(LONGEST_S, exit=True)
         self._began = time.monotonic()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         faulthandler.cancel_dump_traceback_later()
         counts = self._used.counts
         counts.longest_s = max(counts.longest_s, time.monotonic() - self._began)

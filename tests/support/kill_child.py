@@ -114,7 +114,6 @@ class Session:
 
     def attached(self, rng: random.Random, thread: int, salt: str, document: int) -> None:
         """A request to an engine that is attached to our planes."""
-        assert self.planes is not None
         tokens, slots = DOCUMENTS[document], [thread * BLOCKS + block for block in rng.sample(range(BLOCKS), BLOCKS)]
         hit = self.engine.lookup(tokens, salt=salt)
         load = self.engine.load(hit, slots[: len(hit.pages)])

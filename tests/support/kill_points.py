@@ -158,7 +158,6 @@ def cleared_during_a_write(host: Host) -> None:
 def cleared_during_a_commit(host: Host) -> None:
     reached, go = threading.Event(), threading.Event()
     ssd, whole = host.engine.manager.ssd, SsdTier.commit
-    assert ssd is not None
 
     def commit(entries: Any, sums: Any) -> list[bool]:
         visible = whole(ssd, entries, sums)

@@ -27,9 +27,7 @@ def lose(engine: CacheEngine, tokens: list[int], pages: Iterable[int], *tiers: s
         for name in tiers or engine.manager.tiers:
             index = engine.manager.tiers[name].index
             for page in pages:
-                entry = index.get(names[page].key)
-                assert entry is not None
-                index.drop(entry)
+                index.drop(index.get(names[page].key))
 
 
 def misses(engine: CacheEngine) -> dict[str, int]:

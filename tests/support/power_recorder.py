@@ -141,7 +141,6 @@ class RecordingTransport(PosixTransport):
         return file
 
     def write(self, file: int, offset: int, memory: Memory) -> int:
-        assert isinstance(memory, memoryview)
         number = TAPE.number()
         TAPE.add(WriteBegun(number, name_of(Path(self.path(file))), ((offset, bytes(memory)),)))
         moved = super().write(file, offset, memory)

@@ -77,7 +77,6 @@ class Trap:
         return point.number == 1
 
     def _fire(self) -> None:
-        assert self.point is not None
         os.kill(os.getpid(), self.point.signal)
         time.sleep(WAIT if self.point.signal == signal.SIGKILL else 0)  # nothing more is done
 

@@ -12,14 +12,16 @@ import functools
 import itertools
 import math
 import random
+import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TypeVar, cast
 
 import numpy as np
 
-from gdscache.cuda.streams import Landed
-from gdscache.errors import IOFailedError
+from gdscache.cuda.streams import Event, Landed
+from gdscache.errors import IOFailedError, StorageError
+from gdscache.index.free_slots import SlotShare
 from gdscache.moves.base import PLANES, End, Listener, Move, Moving, Priority, Steps, Wait, Way
 from gdscache.moves.native import NativeMoving
 from gdscache.native import NEVER
@@ -27,13 +29,6 @@ from gdscache.pages.checksum import Checksums
 from gdscache.pages.keys import Page
 from gdscache.runtime.threads import Flag
 from tests.support.stepped_machine import NS, Choice, SteppedEvent, SteppedMachine, When
-
-if TYPE_CHECKING:
-    import threading
-
-    from gdscache.cuda.streams import Event
-    from gdscache.errors import StorageError
-    from gdscache.index.free_slots import SlotShare
 
 _T = TypeVar("_T")
 Place = tuple[str, int]  # a space, and a slot of it; of the planes, the first block
@@ -146,7 +141,6 @@ class SteppedExecutor:
         try:
             while True:
                 wait = next(steps)
-                assert isinstance(wait, When), "a wait of another executor"
                 while not wait.over():
                     self.pause(None, 0.0)  # type: ignore[arg-type]
         except StopIteration as end:
@@ -257,7 +251,6 @@ class _Lane:
         except StopIteration:
             del self._waits[steps]
             return
-        assert isinstance(wait, When), "a wait of another executor"
         self._waits[steps] = wait
 
     def close(self) -> None:

@@ -41,7 +41,6 @@ def init(gdscache: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
 
 def sizes(config: Config) -> tuple[int | None, int, str]:
     """The capacities of the CPU tier, None without one, and of the SSD; the directory of the SSD."""
-    assert config.ssd is not None
     return config.cpu and config.cpu.capacity, config.ssd.capacity, str(config.ssd.path)
 
 

@@ -231,7 +231,6 @@ def engine_growth(path: Path, pages: int) -> dict[str, int]:
         for source in ("ssd", "cpu"):
             with engine.sequence(tokens) as sequence:
                 assert sequence.verify(600.0) == pages * 4
-                assert sequence.load is not None
                 assert sequence.load.result().bytes_by_tier == {source: pool}
                 if source == "cpu":
                     sequence.commit()

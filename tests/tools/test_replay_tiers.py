@@ -152,7 +152,6 @@ def hybrid(every: int, **sizes: Any) -> Config:
 def test_a_hybrid_model_finds_lengths_at_which_all_its_groups_have_their_part() -> None:
     work = work_of([1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 6], tokens=4 * 512)
     tiers, outcome = run(work, hybrid(0, cpu=64, ssd=None))
-    assert tiers.cpu is not None
     assert getattr(tiers.cpu.index._orders.policy, "groups", 0) == 2
     # The third prompt parts where no window was kept, and computes all; it keeps one there, and the fourth finds it.
     assert outcome.found == [Found(0, 0, 0), Found(6, 0, 6), Found(0, 0, 0), Found(5, 0, 5)]
@@ -217,10 +216,7 @@ def test_misses_have_their_cause() -> None:
         inner(pages)
         if pages[0].key == work.names[2].key:
             tiers.clock.run()
-            assert tiers.ssd is not None
-            entry = tiers.ssd.index.find(lost.key)
-            assert entry is not None
-            tiers.ssd.index.drop(entry)
+            tiers.ssd.index.drop(tiers.ssd.index.find(lost.key))
 
     tiers.store = store  # type: ignore[method-assign,assignment]
     assert traffic.run().misses == {"cold": 4, "absent": 1, "behind": 1}
@@ -276,7 +272,6 @@ def test_a_batch_that_misses_its_deadline_is_dropped() -> None:
     machine = MachineModel(ssd_write=PAGE)
     tiers, _ = run(work_of([1, 2, 3]), make(cpu=8, ssd=8, deadline=2.0), machine)
     assert tiers.ledger.dropped == {"deadline": 3}
-    assert tiers.ssd is not None
     assert len(tiers.ssd.index) == 0
     assert problems(tiers) == []
 
@@ -403,7 +398,6 @@ def test_a_config_is_taken_as_it_is_and_keys_can_be_set(tmp_path: Path) -> None:
     config = config_of(base, ["store.queue=4GiB", "store.queue=8GiB", "store.admission=tinylfu"])
     assert config.model.page_tokens == 64
     assert config.store.queue == 8 << 30
-    assert config.ssd is not None
     assert (config.ssd.capacity, config.ssd.endurance) == (2 << 30, 1 << 40)
     assert config.store.admission == "tinylfu"
     assert config_of(base, ["ssd=null"]).ssd is None
