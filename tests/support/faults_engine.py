@@ -20,17 +20,7 @@ from gdscache import PageStatus
 from gdscache.config.pools import PLAIN_DIRECTORY
 from gdscache.errors import GdsCacheError
 from gdscache.store.handle import StoreHandle
-from tests.support.helpers import (
-    MHA,
-    PACKED,
-    Host,
-    expected,
-    flip_file,
-    make_config,
-    on_ssd,
-    prompt,
-    read_page,
-)
+from tests.support.helpers import MHA, PACKED, Host, expected, flip_file, make_config, on_ssd, prompt, read_page
 from tests.support.passing_faults import DEADLINE_S, Counts, Faults, Round
 
 LONGEST_S = 120.0  # of one call: what takes longer hangs, and ends the process
@@ -117,8 +107,6 @@ class UsedEngine:
                 self.salt_of.update(dict.fromkeys(document.keys, salt))
                 self.documents.append(document)
                 number += 1
-
-    # -- calls, each of which ends in time and raises the engine's own errors ---------------------------------------
 
     def watched(self, what: str) -> Watched:
         self.faults.tick()

@@ -221,8 +221,6 @@ class Faults:
         self._counts.met["ring"] += break_rings()
 
 
-# -- which rounds -----------------------------------------------------------------------------------------------------
-
 FAULTY = [f"tests.support.faulty:{name}" for name in ("FaultyTransport", "FaultyMerging")]
 RINGS = ["tests.support.faulty:FaultyUring", "uring"]
 

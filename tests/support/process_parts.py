@@ -26,9 +26,6 @@ def try_open(pipe: Connection, config: Config) -> None:
         pipe.send(None)
 
 
-# -- forks -------------------------------------------------------------------------------------------------------------
-
-
 def _fork(child: Callable[[], None]) -> int:
     """Fork; the child runs `child` and ends as an interpreter does, except for the threads that it has not."""
     pid = os.fork()

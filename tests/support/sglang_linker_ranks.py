@@ -17,13 +17,7 @@ from gdscache import CacheEngine, Rank
 from gdscache.config import Config
 from gdscache.integrations.fetching import PinningCache
 from gdscache.integrations.settings import Rows, planes_section
-from gdscache.integrations.sglang.linker_ranks import (
-    LeadTable,
-    PoolRanks,
-    RankLoads,
-    RankOffloads,
-    RankTable,
-)
+from gdscache.integrations.sglang.linker_ranks import LeadTable, PoolRanks, RankLoads, RankOffloads, RankTable
 from gdscache.integrations.sglang.loads import STOPPED_S, LoadTable
 from gdscache.integrations.sglang.moves import LayerLoads
 from gdscache.integrations.sglang.pages import PageLinks

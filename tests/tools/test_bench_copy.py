@@ -567,9 +567,6 @@ def test_the_command_writes_what_was_measured(gdscache, monkeypatch: pytest.Monk
     assert "Copies against cudaMemcpyAsync" in out
 
 
-# -- on a GPU ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_the_quick_profile_on_a_gpu(tmp_path: Path) -> None:

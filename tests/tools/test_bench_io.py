@@ -55,9 +55,6 @@ def report(quick: tuple[Path, str]) -> dict[str, Any]:
     return found
 
 
-# -- the command -------------------------------------------------------------------------------------------------------
-
-
 def test_every_transport_is_measured_or_listed_with_its_cause(report: dict[str, Any]) -> None:
     assert report["schema"] == "gdscache.bench.io/5"
     assert (report["complete"], report["left"], report["failed"]) == (True, [], [])
@@ -132,9 +129,6 @@ def test_gds_that_no_counter_saw_is_no_figure(tmp_path: Path, monkeypatch: pytes
     assert io.stores_and_loads(place(tmp_path), MIB, "posix", require_gds=True)
 
 
-# -- the page cache ----------------------------------------------------------------------------------------------------
-
-
 def test_what_is_dropped_is_gone_and_what_is_not_is_said(tmp_path: Path) -> None:
     path = tmp_path / "f"
     path.write_bytes(bytes(4 * MIB))
@@ -157,9 +151,6 @@ def test_a_ram_disk_is_said_to_be_one() -> None:
         file.flush()
         machine.drop_cached([Path(file.name)])
         assert machine.cache_state(Path(file.name), direct=True) == {"state": "memory", "resident_bytes": MIB}
-
-
-# -- an engine's stores and loads --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -270,9 +261,6 @@ def test_a_disk_without_room_is_refused(tmp_path: Path) -> None:
     with pytest.raises(errors.CapacityError, match="are needed"):
         BENCH.run(dataclasses.replace(TINY, total=1 << 60), tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-# -- on a GPU ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu

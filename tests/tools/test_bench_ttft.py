@@ -422,9 +422,6 @@ def test_settings_that_measure_nothing() -> None:
         dataclasses.replace(SMALL, prompts=(63,), page_tokens=16).check()
 
 
-# -- on a GPU ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.gpu
 def test_a_quick_run_on_a_gpu(tmp_path: Path) -> None:
     if not torch.cuda.is_available():

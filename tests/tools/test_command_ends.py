@@ -50,9 +50,6 @@ def requests(tmp_path: Path) -> Path:
     return file
 
 
-# -- output that fails -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "command",
     [
@@ -104,9 +101,6 @@ def test_what_the_output_cannot_encode_is_written_escaped(run: Run, tmp_path: Pa
         out.flush()
         assert r"\u65e5\u672c-" in out.buffer.getvalue().decode(encoding)  # type: ignore[attr-defined]
     refused(run("config", "check", tmp_path / "月.yaml", stdout=out))
-
-
-# -- input without an end, or without a bottom -------------------------------------------------------------------------
 
 
 @pytest.mark.suite
@@ -190,8 +184,6 @@ def test_names_that_no_file_has_are_refused(run: Run, name: str) -> None:
 def test_capacities_that_no_tier_has_are_refused(run: Run, requests: Path, capacity: str) -> None:
     refused(run("replay", requests, f"--cpu={capacity}"), "--cpu")
 
-
-# -- Ctrl-C ------------------------------------------------------------------------------------------------------------
 
 INTERRUPTED_IMPORT = """
 import sys

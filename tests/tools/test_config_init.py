@@ -175,9 +175,6 @@ def test_sizes_follow_from_the_machine(
     assert sizes(load_config("gdscache.yaml", model=MHA))[:2] == (cpu, ssd)
 
 
-# -- the files that gdscache ships -----------------------------------------------------------------------------------
-
-
 def test_every_file_of_configs_is_shipped() -> None:
     assert {*PRINTED} == {file.stem for file in (ROOT / "configs").iterdir()}
     assert {*PRINTED} - {*SHIPPED} == {"alerts", "grafana"}
@@ -220,9 +217,6 @@ def test_a_shipped_file_has_sizes_of_its_own(init: Run) -> None:
 def test_default_is_what_is_written_where_nothing_is_named(init: Run) -> None:
     assert init()[0] == 0
     assert Path("gdscache.yaml").read_text() == (ROOT / "configs" / "default.yaml").read_text()
-
-
-# -- what it refuses -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["file", "directory", "link to nothing"])
@@ -270,9 +264,6 @@ def test_another_engine_is_none(init: Run) -> None:
     status, _, err = init("tensorrt")
     assert status == 2
     assert "vllm" in err
-
-
-# -- doctor ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -161,13 +161,7 @@ def test_what_the_kernel_shows_of_gds(tmp_path: Path) -> None:
     for device in ("259:2", ""):
         assert (row := kernel(tmp_path, device)["/run/udev"]).verdict == "warn"
         assert "udev" in row.next_step
-    put(
-        tmp_path,
-        {
-            "proc/modules": "nvidia_fs_not 1 0\n",
-            "sys/module/nvidia_fs/parameters/rw_stats_enabled": "0\n",
-        },
-    )
+    put(tmp_path, {"proc/modules": "nvidia_fs_not 1 0\n", "sys/module/nvidia_fs/parameters/rw_stats_enabled": "0\n"})
     assert kernel(tmp_path)["nvidia-fs"].verdict == "warn"  # nothing is counted
     (tmp_path / "proc/driver/nvidia-fs/version").unlink()
     assert kernel(tmp_path)["nvidia-fs"].verdict == "info"

@@ -51,9 +51,6 @@ def test_the_hash_loop_is_what_makes_keys() -> None:
     assert hash_loop(namespace, tokens.tobytes()) == page_keys(namespace, tokens, TOKENS)[-1]
 
 
-# -- lookups -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[CacheEngine]:
     room, page = PAGES + 64, TOKENS * ROW_BYTES
@@ -114,9 +111,6 @@ def test_a_lookup_is_not_much_slower_than_its_hashing(engine: CacheEngine, round
     shown = ", ".join(f"{name} {value * 1e3:.2f} ms" for name, value in medians.items())
     print(f"\nlookup of {PAGES:,} pages: {shown}; numpy {medians['numpy'] / medians['hash']:.2f} of the hash loop")
     assert medians["numpy"] <= 6 * medians["hash"]
-
-
-# -- a catalogue of many pages -----------------------------------------------------------------------------------------
 
 
 def tier_of(path: Path, pages: int) -> tuple[PageLayout, SsdConfig]:
@@ -201,8 +195,6 @@ def test_a_large_catalogue_opens_soon_and_takes_a_kib_a_page_at_most(
     assert 64 < held["opened"] / pages < held["with sums"] / pages <= most_bytes
     assert statistics.median(took) <= most_seconds
 
-
-# -- an engine ---------------------------------------------------------------------------------------------------------
 
 EXTENT = 8192  # small pages: the figure does not grow with the pages' bytes
 HOST_BUFFER = 16 << 20

@@ -109,9 +109,6 @@ def test_files_that_are_not_there_or_hold_nothing(tmp_path: Path) -> None:
         read_trace([tmp_path / "empty.jsonl"])
 
 
-# -- pages --------------------------------------------------------------------------------------------------------
-
-
 def test_blocks_become_pages_with_chained_keys() -> None:
     work = expand([request([7, 8], tokens=700), request([7, 9])], 128)
     assert [p.pages for p in work.prompts] == [[0, 1, 2, 3, 4], [0, 1, 2, 3, 5, 6, 7, 8]]
@@ -144,9 +141,6 @@ def test_keys_do_not_depend_on_what_came_before() -> None:
 def test_pages_that_do_not_divide_a_block_are_refused(page_tokens: int) -> None:
     with pytest.raises(InvalidValueError, match="do not divide"):
         expand([request([1])], page_tokens)
-
-
-# -- figures by hand ----------------------------------------------------------------------------------------------
 
 
 def lru(work: Workload, capacity: int) -> Counts:
@@ -196,9 +190,6 @@ def test_the_optimum_stores_only_what_is_needed() -> None:
 
 def test_an_infinite_tier_misses_only_what_is_new() -> None:
     assert infinite(workload([1, 2], [1, 3], [1, 2])) == Counts(3, 3, 0, 3, 0)
-
-
-# -- against slow models ------------------------------------------------------------------------------------------
 
 
 def brute_force(work: Workload, capacity: int) -> int:
@@ -273,9 +264,6 @@ def test_counts_add_up_and_nothing_beats_the_optimum(work: Workload, capacity: i
 @given(workloads(requests=10), st.integers(1, 12))
 def test_more_room_never_costs_the_optimum_a_hit(work: Workload, capacity: int) -> None:
     assert optimum(work, capacity).hits <= optimum(work, capacity + 1).hits
-
-
-# -- the conversation trace ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.suite

@@ -340,12 +340,7 @@ machines = st.builds(
     st.booleans(),
 )
 def test_everything_adds_up(
-    work: Workload,
-    config: Config,
-    limits: EngineLimits,
-    machine: MachineModel,
-    gaps: list[float],
-    serial: bool,
+    work: Workload, config: Config, limits: EngineLimits, machine: MachineModel, gaps: list[float], serial: bool
 ) -> None:
     times = [sum(gaps[: i + 1]) for i in range(len(work.prompts))]
     tiers, outcome = run(work, config, machine, times, serial=serial, limits=limits)
