@@ -60,7 +60,7 @@ from tests.support.helpers import (
     until,
     write_page,
 )
-from tests.support.packed_pages import unpacked
+from tests.support.packed_pages import bytes_in
 from tests.support.places import scratch
 from tests.support.transport_parts import has_libcuda
 
@@ -165,18 +165,9 @@ class Machine(RuleBasedStateMachine):
         return None if entry is None else entry.slot
 
     def stored_bytes(self, tier: str, slot: int) -> Bytes:
-        manager = self.engine.manager
         if tier == "gpu":
             return read_page([self.engine.gpu.planes(n) for n in range(self.layout.n_layers)], self.layout, [slot])
-        plain = manager.tiers[tier].plain
-        layout = self.layout.packed_as(packed=self.layout.packed and not plain)
-        if manager.tiers[tier].kind == "memory":
-            found = np.frombuffer(manager.tiers[tier].extents.memory(slot), np.uint8)[: layout.page_bytes]
-        else:
-            with open(self.directory / "cache" / ("plain" if plain else "") / "slab-0.bin", "rb") as file:
-                file.seek(slot * layout.extent_bytes)
-                found = np.frombuffer(file.read(layout.page_bytes), np.uint8)
-        return unpacked(layout, found) if layout.packed else found
+        return bytes_in(self.engine, tier, slot)
 
     # -- what must hold after each step ------------------------------------------------------------------------------
 
@@ -438,10 +429,6 @@ class Owned(Machine):
         self.reopen(drain)
 
 
-class OwnedWithoutCpu(Owned):
-    options: ClassVar[dict[str, Any]] = {"gpu": 8, "cpu": None, "ssd": 5, "bounce": 2}
-
-
 class Attached(Machine):
     """Loads and stores on planes of our own."""
 
@@ -569,10 +556,6 @@ class Attached(Machine):
         self.reopen(drain)
 
 
-class AttachedWithoutCpu(Attached):
-    options: ClassVar[dict[str, Any]] = {"cpu": None, "ssd": 5, "bounce": 2}
-
-
 class WritesBack(Machine):
     """Pages go to the SSD when the CPU tier is half full of dirty ones, whatever store is at hand."""
 
@@ -590,63 +573,32 @@ class WritesBack(Machine):
         super().reopen(drain)
 
 
-class OwnedWritesBack(WritesBack, Owned):
-    options: ClassVar[dict[str, Any]] = Owned.options | {"store": {"write_policy": "write_back"}}
+def varied(name: str, *bases: type[Any], options: dict[str, Any], **more: Any) -> type[Machine]:
+    """A machine with these options beside those of the last of its `bases`."""
+    return type(name, bases, {"options": bases[-1].options | options, **more})
 
 
-class AttachedWritesBack(WritesBack, Attached):
-    options: ClassVar[dict[str, Any]] = Attached.options | {"store": {"write_policy": "write_back"}}
-
-
-class AttachedSelective(Attached):
-    options: ClassVar[dict[str, Any]] = Attached.options | {"store": {"write_policy": "write_through_selective"}}
-    limits = dataclasses.replace(SMALL, write_hits=1)
-
-
-class AttachedWithoutSsd(Attached):
-    options: ClassVar[dict[str, Any]] = {"cpu": 5, "ssd": None, "bounce": 2}
-
-
-class OwnedPacked(Owned):
-    """Half of the pages fit into packed extents."""
-
-    options: ClassVar[dict[str, Any]] = {**Owned.options, "cpu": 6, "ssd": 9, "model": PACKED}
-
-
-class AttachedPacked(Attached):
-    options: ClassVar[dict[str, Any]] = {**Attached.options, "cpu": 6, "ssd": 9, "model": PACKED}
-
-
-class AttachedPackedWithoutCpu(Attached):
-    options: ClassVar[dict[str, Any]] = {"cpu": None, "ssd": 8, "bounce": 4, "model": PACKED}
-
-
-class AttachedPackedWritesBack(WritesBack, AttachedPacked):
-    options: ClassVar[dict[str, Any]] = AttachedPacked.options | {"store": {"write_policy": "write_back"}}
-
-
-class AttachedStaged(Attached):
-    """Copies are those of a GPU that is not there."""
-
-    route = "staged"
-
-
-class AttachedZeroCopy(Attached):
-    route = "zero_copy"
-
-
-class AttachedCopyEngine(Attached):
-    route = "copy_engine"
-
-
-class OwnedOnGpu(Owned):
-    options: ClassVar[dict[str, Any]] = {**Owned.options, "device": "cuda"}
-
-
-class AttachedOnGpu(Attached):
-    options: ClassVar[dict[str, Any]] = {**Attached.options, "device": "cuda"}
-
-
+BACK = {"store": {"write_policy": "write_back"}}
+SELECTIVE = {"store": {"write_policy": "write_through_selective"}}
+PACKS = {"cpu": 6, "ssd": 9, "model": PACKED}  # half of the pages fit into packed extents
+OwnedWithoutCpu = varied("OwnedWithoutCpu", Owned, options={"gpu": 8, "cpu": None, "ssd": 5, "bounce": 2})
+OwnedWritesBack = varied("OwnedWritesBack", WritesBack, Owned, options=BACK)
+OwnedPacked = varied("OwnedPacked", Owned, options=PACKS)
+OwnedOnGpu = varied("OwnedOnGpu", Owned, options={"device": "cuda"})
+AttachedWithoutCpu = varied("AttachedWithoutCpu", Attached, options={"cpu": None, "ssd": 5, "bounce": 2})
+AttachedWithoutSsd = varied("AttachedWithoutSsd", Attached, options={"cpu": 5, "ssd": None, "bounce": 2})
+AttachedWritesBack = varied("AttachedWritesBack", WritesBack, Attached, options=BACK)
+ONE_HIT = dataclasses.replace(SMALL, write_hits=1)
+AttachedSelective = varied("AttachedSelective", Attached, options=SELECTIVE, limits=ONE_HIT)
+AttachedPacked = varied("AttachedPacked", Attached, options=PACKS)
+AttachedPackedWithoutCpu = varied("AttachedPackedWithoutCpu", Attached, options=PACKS | {"cpu": None, "ssd": 8})
+AttachedPackedWritesBack = varied("AttachedPackedWritesBack", WritesBack, Attached, options=PACKS | BACK)
+AttachedOnGpu = varied("AttachedOnGpu", Attached, options={"device": "cuda"})
+# Copies are those of a GPU that is not there.
+AttachedStaged, AttachedZeroCopy, AttachedCopyEngine = (
+    varied(f"Attached{route.title()}", Attached, options={}, route=route)
+    for route in ("staged", "zero_copy", "copy_engine")
+)
 EXAMPLES = settings.default.max_examples  # 7 in `make test`, 400 in `make soak`
 MORE = settings(max_examples=(3 if EXAMPLES > 12 else 2) * EXAMPLES)
 FEWER = settings(max_examples=max(5, EXAMPLES // 3))

@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from gdscache.commands.bench import figures, ttft
+from gdscache.commands.bench import ttft
 from gdscache.commands.bench.ttft import BENCH, judge
 from gdscache.commands.bench.ttft_cells import (
     CACHED,
@@ -401,17 +401,6 @@ def test_tokens_are_compared() -> None:
     assert worst([other], [wide], [wide], 0.05, gated=False) == "other"
     assert worst([other], [wide], [wide], 0.05, gated=True) == "near tie"
     assert worst([wide], [wide], [wide], 0.0, gated=False) == "same"
-
-
-def test_a_part_of_a_report_is_drawn(quick: tuple[Path, dict[str, Any], str]) -> None:
-    import matplotlib.figure
-
-    _, report, _ = quick
-    hit = next(row for row in report["cells"] if row["where"] == "cpu" and cell_of(row).usual)
-    for some, count in ([], 0), ([hit], 1), (report["cells"], 2):
-        figure = matplotlib.figure.Figure()
-        figures.draw(ttft.panels({**report, "cells": some}), figure)
-        assert len(figure.axes) == count
 
 
 def test_settings_that_measure_nothing() -> None:
