@@ -34,18 +34,6 @@ def test_core_dependencies_are_the_promised_ones() -> None:
     }  # fmt: skip
 
 
-def test_every_package_of_the_tree_is_shipped() -> None:
-    found = {".".join(file.parent.relative_to(ROOT).parts) for file in (ROOT / "gdscache").rglob("__init__.py")}
-    found = {name for name in found if "__pycache__" not in name}
-    folders = {
-        ".".join(file.parent.relative_to(ROOT).parts)
-        for file in (ROOT / "gdscache").rglob("*.py")
-        if "__pycache__" not in file.parts
-    }
-    assert set(PROJECT["tool"]["setuptools"]["packages"]) == found | {"gdscache", "gdscache.configs", "gdscache.csrc"}
-    assert folders == found | {"gdscache"}
-
-
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     """The wheel, built from a copy, since setuptools writes beside the sources."""
