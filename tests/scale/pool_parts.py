@@ -84,8 +84,6 @@ def _free_port() -> int:
 
 
 class Process:
-    """A process of the pool, its output in a file."""
-
     def __init__(self, command: list[str], log: Path, **pipes: Any) -> None:
         self.log = log
         with log.open("ab") as out:
@@ -99,7 +97,6 @@ class Process:
             self.process = subprocess.Popen([*fence(), *command], stderr=out, env=environment, **options)
 
     def kill(self) -> None:
-        """SIGKILL."""
         self.process.kill()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
@@ -115,8 +112,6 @@ class Process:
 
 
 class Engine(Process):
-    """A process with an engine (`pool_child.py`)."""
-
     def __init__(self, log: Path, config: dict[str, Any], blocks: int = 256) -> None:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
         super().__init__([PYTHON, str(HERE / "pool_child.py")], log, **pipes)

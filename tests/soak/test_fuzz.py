@@ -33,7 +33,12 @@ def fuzzer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzzer]:
         yield fuzzer
 
 
-def attempt(fuzzer: Fuzzer, target: str, seconds: int, record_property: Any) -> None:
+@pytest.mark.parametrize(
+    ("target", "seconds"),
+    [pytest.param(target, SHORT_S, marks=pytest.mark.suite) for target in ("stripe", "catalogue_rows", "directory")]
+    + [pytest.param(target, LONG_S, marks=pytest.mark.soak) for target in TARGETS],
+)
+def test_no_bytes_do_what_none_may(fuzzer: Fuzzer, target: str, seconds: int, record_property: Any) -> None:
     found = fuzzer.fuzz(target, seconds, 1 + SEED % (2**31 - 1))  # libFuzzer takes 0 for none
     summary = f"{target}: {found.runs:,} inputs in {seconds} s, coverage {found.coverage}, {found.corpus} kept"
     record_property("fuzz", summary)
@@ -43,18 +48,6 @@ def attempt(fuzzer: Fuzzer, target: str, seconds: int, record_property: Any) -> 
     assert found.status == 0, found.log
     assert found.runs, found.log
     assert found.coverage > 5, f"nothing of a reader was reached\n{found.log}"
-
-
-@pytest.mark.suite
-@pytest.mark.parametrize("target", ["stripe", "catalogue_rows", "directory"])
-def test_some_bytes(fuzzer: Fuzzer, target: str, record_property: Any) -> None:
-    attempt(fuzzer, target, SHORT_S, record_property)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("target", TARGETS)
-def test_many_bytes(fuzzer: Fuzzer, target: str, record_property: Any) -> None:
-    attempt(fuzzer, target, LONG_S, record_property)
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,6 @@ class Machine(RuleBasedStateMachine):
             del self.content[name]
 
     def count(self) -> dict[str, int]:
-        """Pages of all pools by tier."""
         found: dict[str, int] = {}
         for engine in self.engine.engines:
             for tier, one in engine.manager.tiers.items():

@@ -13,18 +13,13 @@ import pytest
 from gdscache.config.pools import PLAIN_PARTS
 from gdscache.disk import slab
 from tests.support.helpers import PACKED, SEED, WAIT, make_config
-from tests.support.kill_check import LAYOUT, verify
+from tests.support.kill_check import LAYOUT, ROOMY, TIGHT, USUAL, verify
 from tests.support.kill_child import run
 from tests.support.kill_record import Record
 from tests.support.processes import Child
 
-ROOMY, TIGHT = 160, 40  # all there is, and a third of it
 PACKED_ROOMY = 64 * PLAIN_PARTS  # with 64 slots for pages that do not fit, more than there are
-SETUPS: dict[str, dict[str, Any]] = {
-    "three tiers, room for all": {"gpu": 16, "cpu": 10, "ssd": ROOMY},
-    "three tiers, evicting": {"gpu": 16, "cpu": 10, "ssd": TIGHT},
-    "ssd only, room for all": {"cpu": None, "ssd": ROOMY},
-    "ssd only, evicting": {"cpu": None, "ssd": TIGHT},
+SETUPS = USUAL | {
     "over two directories": {"cpu": None, "ssd": ROOMY},
     "packed": {"gpu": 16, "cpu": 20, "ssd": PACKED_ROOMY, "model": PACKED},
     "packed, ssd only": {"cpu": None, "ssd": PACKED_ROOMY, "model": PACKED},

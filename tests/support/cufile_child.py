@@ -49,7 +49,6 @@ MADE: list[StandIns] = []  # the one of this process
 
 
 def serve(pipe: Connection, libraries: Path, name: str, scenario: str, folder: Path) -> None:
-    """Run one scenario with one transport."""
     MADE.append(StandIns(libraries))
     there = os.devnull  # stands for /proc/modules, which cuFile itself is not here to miss
     with (
@@ -320,7 +319,6 @@ def an_engine_serves_nothing_wrong(there: StandIns, name: str, folder: Path) -> 
 
 
 def place(engine: CacheEngine, tokens: list[int]) -> int:
-    """Where in the slab the first page lies."""
     slot = engine.manager.tiers["ssd"].index.slot(engine.pages(tokens)[0].key)
     return slot * engine.layout.extent_bytes
 

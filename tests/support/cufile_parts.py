@@ -64,7 +64,6 @@ def missing(*modules: str) -> str:
 
 
 def build(folder: Path) -> None:
-    """libcuda, libcudart and libcufile into `folder`."""
     for name, source, options in (
         ("libcuda.so.1", SOURCES / "libcuda.c", ["-DSTAND_IN_GPU"]),
         ("libcudart.so.13", SOURCES / "libcudart.c", [f"-Wl,--version-script={SOURCES / 'libcudart.map'}"]),
@@ -132,7 +131,6 @@ class FakeCufile:
         self.cufile.fake_cufile_refuse(int(call), code)
 
     def release(self) -> None:
-        """All is well again, and what hangs goes on."""
         self.cufile.fake_cufile_release()
 
     @contextlib.contextmanager
@@ -147,15 +145,12 @@ class FakeCufile:
         self.cufile.fake_cufile_stats(str(path).encode())
 
     def moves(self) -> int:
-        """Reads and writes that cuFile was asked for."""
         return sum(int(self.cufile.fake_cufile_moves(op)) for op in (0, 1))
 
     def waiting(self) -> int:
-        """Calls that hang."""
         return int(self.cufile.fake_cufile_waiting())
 
     def living(self) -> int:
-        """Handles and registrations that there are."""
         return int(self.cufile.fake_cufile_living())
 
     def calls(self, call: Call) -> int:

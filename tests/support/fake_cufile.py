@@ -78,8 +78,6 @@ def free(memory: DeviceBytes) -> None:
 
 
 class FakeDeviceExtents:
-    """`DeviceExtents` of that GPU."""
-
     pinned = True
     fence_slots = 0
 
@@ -106,7 +104,6 @@ class FakeDeviceExtents:
 
 
 def opened(threads: int = 3, direct_io: Switch = "auto") -> CufileTransport:
-    """The transport on that GPU."""
     path = str(library()._name)
     with (
         mock.patch.object(calls, "PROC_MODULES", os.devnull),

@@ -165,6 +165,5 @@ def connect(address: MooncakeAddress) -> tuple[MooncakeClient, MooncakeClient]:
 
 
 def pool_entry(where: str, /, pages: int = 64, **options: Any) -> dict[str, Any]:
-    """An entry of the configuration's `tiers`."""
     told = {"master": where, "deadline": 20.0} | options
     return {"tier": "tests.support.fake_pool:FakeMooncakeTier", "capacity": pages * EXTENT, "options": told}

@@ -217,7 +217,6 @@ class UsedEngine:
             self.generation[CLEARED] += 1
 
     def damage(self) -> None:
-        """Flip bits of a page in the slab."""
         slots = self.slots_of_pages() if self.slots is None else self.slots
         keys = sorted((self.committed - self.damaged) & slots.keys())
         key = self.rng.choice(keys) if keys else b""

@@ -407,7 +407,6 @@ def reserve_used(engine: CacheEngine) -> int:
 
 
 def tokens_of(engine: CacheEngine, tokens: Sequence[int], salt: str = "") -> int:
-    """Tokens that a lookup finds."""
     return engine.lookup(tokens, salt=salt).tokens
 
 

@@ -194,7 +194,6 @@ def run(pipe: Connection, config: dict[str, Any], point: str) -> None:
 
 
 def run_opening(pipe: Connection, config: dict[str, Any], point: str) -> None:
-    """Die at a point of `OPENING`."""
     pipe.send("opening")
     with mock.patch.object(*OPENING[point], side_effect=die):
         Host(config)

@@ -83,7 +83,6 @@ def unpack(part: Bytes, count: int) -> Values:
 
 
 def unpacked(layout: PageLayout, extent: Bytes) -> Bytes:
-    """The plain page of a packed one."""
     return _unpacked(layout, extent.tobytes())
 
 

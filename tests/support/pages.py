@@ -16,7 +16,6 @@ def slot_of(engine: CacheEngine, tokens: list[int], page: int, tier: str = "ssd"
 
 
 def offset_of(engine: CacheEngine, tokens: list[int], page: int) -> int:
-    """Where one page of a prompt lies in the slab."""
     return slot_of(engine, tokens, page) * engine.layout.extent_bytes
 
 

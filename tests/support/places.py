@@ -20,7 +20,6 @@ def scratch() -> Path:
 
 
 def tool(name: str) -> ModuleType:
-    """A file of tools/ as a module of its own."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

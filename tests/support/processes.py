@@ -95,8 +95,6 @@ class Child:
 
 
 class _Reporting:
-    """Sends the traceback of what leaves the block."""
-
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
 

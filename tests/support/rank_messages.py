@@ -120,8 +120,6 @@ def lead(line: Connection, config: dict[str, Any], addresses: list[RankAddress],
 
 
 class LeaderProcess(Child):
-    """A leader in a process of its own."""
-
     def __init__(self, config: dict[str, Any], addresses: list[RankAddress], point: Point | None = None) -> None:
         super().__init__(lead, config, addresses, point)
 
@@ -138,6 +136,5 @@ class LeaderProcess(Child):
             raise EOFError from None
 
     def ended(self) -> int | None:
-        """Its exit code, once it has ended."""
         self.join()
         return self.process.exitcode

@@ -57,7 +57,6 @@ class Order:
         self._rng = rng
 
     def choose(self, found: Sequence[Choice]) -> Choice:
-        """The next choice of the order."""
         some = [choice for choice in found if self.faults or not choice.fault]
         if self.acts and not self.busy:
             some.append(self.acts[0])

@@ -42,8 +42,6 @@ class Choice:
 
 
 class When:
-    """A wait that is over when a condition holds."""
-
     __slots__ = ("over",)
 
     def __init__(self, over: Callable[[], bool]) -> None:

@@ -161,7 +161,6 @@ def cold(tmp_path: Path) -> Iterator[ColdEngine]:
 
 @pytest.fixture
 def one_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bare loop is not scouted."""
     monkeypatch.setattr(bare.BareLoop, "scout", lambda *_: [bare.Way(2, MIB)])
 
 

@@ -54,9 +54,6 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-# -- the command -------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
     """A quick run on the CPU: its directory, its report and what a terminal of 80 columns showed."""
@@ -132,9 +129,6 @@ def test_the_bottom_line_is_what_a_user_has_of_it(quick: tuple[Path, dict[str, A
     assert len(shown) < 40
     assert not any("gate" in line for line in shown)
     assert any("gate" in line for table in ttft.details(report) for line in table.lines(80))
-
-
-# -- runs --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -316,9 +310,6 @@ def test_without_transformers_it_names_the_extra(gdscache, monkeypatch: pytest.M
     assert status == 2
     assert err.startswith("error: bench ttft measures transformers, which cannot be imported")
     assert "install gdscache[hf]" in err
-
-
-# -- arithmetic --------------------------------------------------------------------------------------------------------
 
 
 def test_what_is_measured_unasked() -> None:

@@ -133,7 +133,6 @@ def test_a_trace_from_a_pipe_is_read(run: Run, requests: Path, tmp_path: Path) -
 
 
 def _pour(pipe: Path, block: bytes) -> None:
-    """Write until the reader has gone."""
     try:
         with pipe.open("wb") as file:
             while True:

@@ -39,9 +39,6 @@ MODEL = {"name": "m", "layers": 4, "kv_heads": 8, "head_dim": 128}
 NO_ROOT = pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 
 
-# --- a machine made of files -------------------------------------------------------------------------------------
-
-
 def put(root: Path, files: dict[str, str]) -> None:
     for name, text in files.items():
         path = root / name
@@ -173,9 +170,6 @@ def test_libcufile_is_found_in_the_system_and_in_wheels(tmp_path: Path) -> None:
     assert storage.find_cufile(tmp_path, [str(tmp_path / "wheels")]).endswith("cu13/lib/libcufile.so.0")
     put(tmp_path, {"usr/local/cuda-13.0/targets/x86_64-linux/lib/libcufile.so.1.15": ""})
     assert storage.find_cufile(tmp_path, []).endswith("libcufile.so.1.15")
-
-
-# --- a real directory --------------------------------------------------------------------------------------------
 
 
 def look(asked: Asked, directory: Path) -> Ssd:
@@ -337,9 +331,6 @@ def test_every_directory_of_the_slab_is_looked_at_with_the_transport_of_the_firs
     json.dumps(dataclasses.asdict(found))
 
 
-# --- a trial -----------------------------------------------------------------------------------------------------
-
-
 def a_trial(directory: Path, transport: str = "posix", **changes: Any) -> trial.Trial:
     return trial.Trial(transport, str(directory), "cpu", 2, "off", **{"nbytes": 2 * MIB} | changes)
 
@@ -439,8 +430,6 @@ def test_an_error_in_the_child_keeps_its_cause_and_its_hint(
     assert found.hint.startswith("name a subclass")
     assert "No such file" in trial.try_transport(a_trial(tmp_path / "none")).cause
 
-
-# --- rows --------------------------------------------------------------------------------------------------------
 
 PLACE = Place(
     directory=Directory("/mnt/nvme", True, "/mnt/nvme"),
@@ -562,9 +551,6 @@ def test_nothing_of_gds_is_missed_where_there_is_no_gpu() -> None:
     rows = named(dataclasses.replace(PLAIN, ssd=ssd))
     assert {row.verdict for row in rows.values()} == {"ok", "info"}
     assert not any(row.next_step for row in rows.values())
-
-
-# --- the command -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -41,7 +41,6 @@ def opened(path: Path, **options: Any) -> Host:
 
 
 def states(report: dict[str, Any], namespace: bytes, pages: int) -> list[str]:
-    """The state of each page in a namespace."""
     for one in report["namespaces"]:
         if one["digest"] == namespace.hex():
             told = [run["state"] for run in one["runs"] for _ in range(run["first"], run["stop"])]
@@ -52,7 +51,6 @@ def states(report: dict[str, Any], namespace: bytes, pages: int) -> list[str]:
 
 
 def rot(host: Host, page: Page) -> None:
-    """A bit of a page's bytes on the SSD changes."""
     ssd = host.engine.manager.ssd
     flip_file(ssd.path / "slab-0.bin", ssd.index.slot(page.key) * host.layout.extent_bytes + 100)
 

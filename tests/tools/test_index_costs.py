@@ -139,7 +139,6 @@ def fill(path: Path, pages: int) -> None:
 
 
 def resident() -> int:
-    """Bytes of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 

@@ -87,9 +87,6 @@ def named(report: dict[str, Any], what: str = "bad") -> dict[int, tuple[str, str
     return {page["slot"]: (page["key"], page["cause"], page["layer"]) for page in report[what]}
 
 
-# -- inspect ---------------------------------------------------------------------------------------------------------
-
-
 def test_inspect_says_what_the_catalogue_has(cache: Path) -> None:
     before = state(cache)
     report = inspect(cache)
@@ -223,9 +220,6 @@ def test_the_owner_is_found_without_taking_the_lock(cache: Path, monkeypatch: py
     assert find_owner(cache, catalog_open=False).state == "free"
     (cache / LOCK_NAME).mkdir()
     assert find_owner(cache, catalog_open=False).state == "unknown"
-
-
-# -- verify ----------------------------------------------------------------------------------------------------------
 
 
 def test_verify_of_a_good_directory_changes_the_lock_only(cache: Path) -> None:
@@ -399,9 +393,6 @@ def test_a_directory_in_use_is_refused_and_left(tmp_path: Path, gdscache: Gdscac
             CacheDirectory.open(path)
 
 
-# -- nothing is trusted ----------------------------------------------------------------------------------------------
-
-
 def sql(text: str, *, fresh: bool = False) -> Callable[[Path], None]:
     def change(path: Path) -> None:
         if fresh:
@@ -480,9 +471,6 @@ def test_a_path_that_is_no_cache_is_refused_and_left_alone(tmp_path: Path, look:
     with pytest.raises(errors.IOFailedError, match=r"no catalog\.sqlite is in it"):
         look(foreign)
     assert [f.name for f in foreign.iterdir()] == [NEW_NAME]  # and no lock
-
-
-# -- the command line ------------------------------------------------------------------------------------------------
 
 
 def test_exit_statuses_and_json(cache: Path, gdscache: Gdscache) -> None:

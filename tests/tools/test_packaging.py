@@ -126,7 +126,6 @@ print(sorted(name for name in {HEAVY!r} if name in sys.modules))
 
 @pytest.fixture
 def wheels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """tools/wheels.py as a module."""
     pytest.importorskip("setuptools", minversion="77", reason="it imports the build, which needs it")
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     return importlib.import_module("wheels")
@@ -159,9 +158,6 @@ def test_the_build_asks_for_one_nanobind(wheels: ModuleType) -> None:
     wanted = sys.modules["native_build"].NANOBIND
     assert wanted in PROJECT["build-system"]["requires"]
     assert f'"{wanted}"' in (ROOT / "Makefile").read_text(encoding="utf-8")
-
-
-# --- Makefile and CI ---------------------------------------------------------------------------------------------
 
 
 def make(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -233,9 +229,6 @@ def test_ci_runs_lint_the_tests_and_the_suites_and_fails_where_one_of_its_parts_
         assert done.stdout.rstrip().endswith(last)
         if fails == "nothing":
             assert done.stdout.splitlines() == [*before, "makes test", "makes suites WORKERS=4", end]
-
-
-# --- GPU libraries -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -334,9 +327,6 @@ def test_a_failing_pip_fails_the_set_up(
     monkeypatch.setattr(installer, "pip_install", fail)
     assert installer.main([]) == 1
     assert "status 7; GPU=off" in capsys.readouterr().err
-
-
-# --- what compiles the kernels without a GPU ---------------------------------------------------------------------
 
 
 @pytest.fixture

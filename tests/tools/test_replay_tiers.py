@@ -36,11 +36,7 @@ from tests.support.traces import conversation, line, needs_conversation, request
 pytestmark = pytest.mark.suite
 
 
-# -- time ---------------------------------------------------------------------------------------------------------
-
-
 def ends(clock: Clock, **events: Done) -> dict[str, float]:
-    """When each of them happens."""
     found: dict[str, float] = {}
 
     def wait(name: str, done: Done) -> Process:
@@ -122,9 +118,6 @@ def test_a_simulation_needs_no_torch() -> None:
         "import gdscache.commands.replay.report, gdscache.commands.replay.setup"
     )
     assert python(code) == ""
-
-
-# -- figures by hand ----------------------------------------------------------------------------------------------
 
 
 def test_pages_are_found_where_they_are() -> None:
@@ -290,12 +283,8 @@ def test_a_direct_route_leaves_the_cpu_tier_alone() -> None:
     assert tiers.executor.promoted == 0
 
 
-# -- whatever the traffic -----------------------------------------------------------------------------------------
-
-
 @st.composite
 def configs(draw: st.DrawFn) -> Config:
-    """Small tiers, any policies."""
     cpu = draw(st.one_of(st.none(), st.integers(1, 10)))
     ssd = draw(st.integers(1, 16) if cpu is None else st.one_of(st.none(), st.integers(1, 16)))
     policy = draw(st.sampled_from(["write_through", "write_through_selective", "write_back", "never"]))
@@ -380,9 +369,6 @@ def test_one_tier_in_series_is_the_index_without_time(work: Workload, capacity: 
     assert tiers.manager.tiers["cpu"].index.evictions == plain.evictions
 
 
-# -- what is asked for --------------------------------------------------------------------------------------------
-
-
 def test_a_config_is_taken_as_it_is_and_keys_can_be_set(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(
@@ -418,9 +404,6 @@ def test_every_model_can_be_replayed_in_any_pages_of_a_trace(model: str) -> None
         found = reports.replay(work, [0.0, 1.0], config, INSTANT, serial=True)
         assert adds_up(found)
         assert found["hit_tokens"] >= 1024 - tokens
-
-
-# -- the command --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
