@@ -51,7 +51,7 @@ _LONGEST = [
     "sglang_linker_ranks", "ranks_random", "native_library", "packaging", "plan", "state_machine", "bench_io",
     "moves_stepped", "index_costs", "ranks_messages", "exits", "hostile_rows", "examples", "lending", "cufile_faults",
     "replay_tiers", "docs", "loads_stepped", "fuzz", "hybrid_machine", "faults_that_pass", "power", "bench_copy",
-    "doctor", "native_against_reference", "kernels_compile", "links", "soak", "bench_ttft", "load_schedules",
+    "doctor", "native_against_reference", "kernels_compile", "links", "soak", "bench_ttft",
     "no_memory", "transports", "processes", "native_leaks", "kill", "transformers_hybrids",
 ]  # fmt: skip
 

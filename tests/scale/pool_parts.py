@@ -57,7 +57,6 @@ def fence() -> list[str]:
         stderr=subprocess.DEVNULL,
         text=True,
     )
-    assert keeper.stdout is not None
     if keeper.stdout.readline() != "up\n":
         keeper.kill()
         keeper.wait()
@@ -74,7 +73,6 @@ def end_fence() -> None:
     for keeper in _keepers:
         keeper.kill()
         keeper.wait()
-        assert keeper.stdout is not None
         keeper.stdout.close()
     _keepers.clear()
 
@@ -86,8 +84,6 @@ def _free_port() -> int:
 
 
 class Process:
-    """A process of the pool, its output in a file."""
-
     def __init__(self, command: list[str], log: Path, **pipes: Any) -> None:
         self.log = log
         with log.open("ab") as out:
@@ -101,7 +97,6 @@ class Process:
             self.process = subprocess.Popen([*fence(), *command], stderr=out, env=environment, **options)
 
     def kill(self) -> None:
-        """SIGKILL."""
         self.process.kill()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
@@ -117,8 +112,6 @@ class Process:
 
 
 class Engine(Process):
-    """A process with an engine (`pool_child.py`)."""
-
     def __init__(self, log: Path, config: dict[str, Any], blocks: int = 256) -> None:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
         super().__init__([PYTHON, str(HERE / "pool_child.py")], log, **pipes)
@@ -127,14 +120,12 @@ class Engine(Process):
         self.call("open", config=config, blocks=blocks)
 
     def _read(self) -> None:
-        assert self.process.stdout is not None
         with contextlib.suppress(ValueError, OSError):
             for line in self.process.stdout:
                 self._answers.put(line)
         self._answers.put("")
 
     def begin(self, name: str, **arguments: Any) -> None:
-        assert self.process.stdin is not None
         self.process.stdin.write(json.dumps([name, arguments]) + "\n")
         self.process.stdin.flush()
 

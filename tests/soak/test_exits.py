@@ -52,8 +52,6 @@ class Warm:
         )
 
     def run(self, config: dict[str, Any], kind: str, stderr: Path) -> tuple[int, str]:
-        """The status that it ended with, and what it said."""
-        assert self.process.stdin is not None
         job = {"config": config, "kind": kind, "stored": STORED, "stderr": str(stderr)}
         print(json.dumps(job), file=self.process.stdin, flush=True)
         return int(self.process.stdout.readline()), stderr.read_text()

@@ -1,49 +1,44 @@
 """What an engine reads from its directory may be any bytes: refused by name, left out or set aside, and never a fault.
 
-Guided by coverage: by atheris where that can be had (Linux on x86-64), elsewhere by a loop of our own, which the tests'
-names say then. The message of a failure names the file with the input, which is tried again by
+libFuzzer is guided by coverage, by atheris, which is there for Linux on x86-64. The message of a failure names the file
+with the input, which is tried again by
 
     PYTHONPATH=. python tests/support/fuzz_child.py TARGET FILE
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.support.fuzz import HAS_ATHERIS, Fuzzer
+from tests.support.fuzz import Fuzzer
 from tests.support.helpers import SEED
 
 TARGETS = (
     *("costs", "costs_figures", "history", "stripe", "lock", "status", "trailer"),
     *("catalogue", "catalogue_log", "catalogue_rows", "catalogue_old", "directory"),
 )
-GUIDE = "atheris" if HAS_ATHERIS else "own_loop"
 SHORT_S, LONG_S, PLANTED_S = 1, 60, 30
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("atheris") is None, reason="atheris is not installed: not made for this Python or machine"
+)
 
 
 @pytest.fixture(scope="module")
 def fuzzer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzzer]:
-    with Fuzzer(tmp_path_factory.mktemp("failing"), own=not HAS_ATHERIS) as fuzzer:
-        assert fuzzer.guided == HAS_ATHERIS
+    with Fuzzer(tmp_path_factory.mktemp("failing")) as fuzzer:
         yield fuzzer
 
 
-@pytest.fixture(scope="module")
-def own_loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzzer]:
-    with Fuzzer(tmp_path_factory.mktemp("failing"), own=True) as fuzzer:
-        assert not fuzzer.guided
-        yield fuzzer
-
-
-def each_of(*targets: str) -> pytest.MarkDecorator:
-    """A test for each, which says in its name what guides it."""
-    return pytest.mark.parametrize("target", [pytest.param(target, id=f"{target}-{GUIDE}") for target in targets])
-
-
-def attempt(fuzzer: Fuzzer, target: str, seconds: int, record_property: Any) -> None:
+@pytest.mark.parametrize(
+    ("target", "seconds"),
+    [pytest.param(target, SHORT_S, marks=pytest.mark.suite) for target in ("stripe", "catalogue_rows", "directory")]
+    + [pytest.param(target, LONG_S, marks=pytest.mark.soak) for target in TARGETS],
+)
+def test_no_bytes_do_what_none_may(fuzzer: Fuzzer, target: str, seconds: int, record_property: Any) -> None:
     found = fuzzer.fuzz(target, seconds, 1 + SEED % (2**31 - 1))  # libFuzzer takes 0 for none
     summary = f"{target}: {found.runs:,} inputs in {seconds} s, coverage {found.coverage}, {found.corpus} kept"
     record_property("fuzz", summary)
@@ -55,19 +50,6 @@ def attempt(fuzzer: Fuzzer, target: str, seconds: int, record_property: Any) -> 
     assert found.coverage > 5, f"nothing of a reader was reached\n{found.log}"
 
 
-@pytest.mark.suite
-@each_of("stripe", "catalogue_rows", "directory")
-def test_some_bytes(fuzzer: Fuzzer, target: str, record_property: Any) -> None:
-    attempt(fuzzer, target, SHORT_S, record_property)
-
-
-@pytest.mark.soak
-@each_of(*TARGETS)
-def test_many_bytes(fuzzer: Fuzzer, target: str, record_property: Any) -> None:
-    attempt(fuzzer, target, LONG_S, record_property)
-
-
-@pytest.mark.parametrize("guide", ["own_loop", "atheris"])
 @pytest.mark.parametrize(
     ("target", "begins"),
     [
@@ -76,11 +58,8 @@ def test_many_bytes(fuzzer: Fuzzer, target: str, record_property: Any) -> None:
         pytest.param("planted_hang", b"h", marks=pytest.mark.soak),
     ],
 )
-def test_what_is_planted_is_found(request: pytest.FixtureRequest, target: str, begins: bytes, guide: str) -> None:
+def test_what_is_planted_is_found(fuzzer: Fuzzer, target: str, begins: bytes) -> None:
     """A reader with a fault behind three bytes in a row; one that takes memory; one that hangs."""
-    if guide == "atheris" and not HAS_ATHERIS:
-        pytest.skip("no atheris for this Python or machine: targets are fuzzed by a loop of our own")
-    fuzzer: Fuzzer = request.getfixturevalue("fuzzer" if guide == "atheris" else "own_loop")
     found = fuzzer.fuzz(target, PLANTED_S, 1)
     assert found.status != 0
     (failing,) = found.failing

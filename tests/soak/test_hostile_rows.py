@@ -39,6 +39,11 @@ def filled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return path
 
 
+@pytest.fixture
+def path(filled: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(filled, tmp_path / "cache"))
+
+
 def spoil(path: Path, table: str, column: str, values: list[str]) -> int:
     """Give each value to a row of its own, the first one first; how many took it."""
     taken = 0
@@ -90,9 +95,7 @@ def served_again(path: Path, spoiled: int) -> None:
 
 
 @pytest.mark.parametrize(("table", "column"), COLUMNS)
-def test_hostile_values_cost_their_own_pages_at_most(filled: Path, tmp_path: Path, table: str, column: str) -> None:
-    path = tmp_path / "cache"
-    shutil.copytree(filled, path)
+def test_hostile_values_cost_their_own_pages_at_most(path: Path, table: str, column: str) -> None:
     assert spoil(path, table, column, VALUES) > 3
     live_on(path, len(VALUES))
 
@@ -126,18 +129,14 @@ def never_read(path: Path) -> None:
     assert peak(lambda: served_again(path, len(HUGE))) < LARGE // 2
 
 
-def test_checksums_as_large_as_a_file_are_never_read(filled: Path, tmp_path: Path) -> None:
-    path = tmp_path / "cache"
-    shutil.copytree(filled, path)
+def test_checksums_as_large_as_a_file_are_never_read(path: Path) -> None:
     spoil(path, "checksums", "sums", HUGE[:1])
     never_read(path)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("table", "column"), [c for c in COLUMNS if c[1] != "id"])
-def test_no_value_as_large_as_a_file_is_read_anywhere(filled: Path, tmp_path: Path, table: str, column: str) -> None:
-    path = tmp_path / "cache"
-    shutil.copytree(filled, path)
+def test_no_value_as_large_as_a_file_is_read_anywhere(path: Path, table: str, column: str) -> None:
     spoil(path, table, column, HUGE)
     never_read(path)
 
@@ -161,10 +160,8 @@ def meta_rows(path: Path, *statements: str) -> None:
         f"INSERT INTO meta WITH RECURSIVE n(i) AS (VALUES (1) {UNTIL_5000}) SELECT i, i FROM n",
     ],
 )
-def test_a_table_of_facts_that_is_none(filled: Path, tmp_path: Path, statement: str) -> None:
+def test_a_table_of_facts_that_is_none(path: Path, statement: str) -> None:
     """Set aside, refused or put up with: by name, and without a wrong byte."""
-    path = tmp_path / "cache"
-    shutil.copytree(filled, path)
     meta_rows(path, statement)
 
     def open_it() -> None:
@@ -183,10 +180,8 @@ def test_a_table_of_facts_that_is_none(filled: Path, tmp_path: Path, statement: 
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 20])
-def test_pages_that_follow_themselves_go_and_are_counted(filled: Path, tmp_path: Path, length: int) -> None:
+def test_pages_that_follow_themselves_go_and_are_counted(path: Path, length: int) -> None:
     """Whatever follows them stays, and the slab takes as many new pages as it has slots."""
-    path = tmp_path / "cache"
-    shutil.copytree(filled, path)
     with raw(path) as catalogue:
         rows = catalogue.execute("SELECT place, key FROM pages ORDER BY recency").fetchall()
         circle, behind = rows[:length], rows[length : length + 5]
@@ -257,9 +252,7 @@ def test_empty_namespaces_go_at_open(filled: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.suite
-def test_300_000_empty_namespaces_cost_little(filled: Path, tmp_path: Path) -> None:
-    path = tmp_path / "cache"
-    shutil.copytree(filled, path)
+def test_300_000_empty_namespaces_cost_little(path: Path) -> None:
     crowd(path, 300_000)
     begun = time.process_time()  # others may use the processors, too
     with opened(path) as host:
@@ -270,10 +263,8 @@ def test_300_000_empty_namespaces_cost_little(filled: Path, tmp_path: Path) -> N
     assert names(path) == 2
 
 
-def test_an_end_beyond_all_time_does_not_break_close(filled: Path, tmp_path: Path) -> None:
+def test_an_end_beyond_all_time_does_not_break_close(path: Path) -> None:
     """`close` writes retentions down; the end of such a row was no number that SQLite takes."""
-    path = tmp_path / "cache"
-    shutil.copytree(filled, path)
     with raw(path) as catalogue:
         slots = [slot for (slot,) in catalogue.execute("SELECT place FROM pages ORDER BY recency")]
         for slot, end in zip(slots, [(1 << 63) - 1, (1 << 63) - 1000, (1 << 53) + 1, 1 << 53], strict=False):

@@ -14,19 +14,13 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from gdscache import PageStatus
 from gdscache.groups.base import Group
 from tests.support.helpers import WAIT, Bytes, drop_from, flip_file, on_ssd, until
 from tests.support.hybrid import MODELS, HybridHost, hybrid_config
-from tests.support.packed_pages import unpacked
+from tests.support.packed_pages import bytes_in
 from tests.support.places import scratch
 
 SALTS = ["", "tenant"]
@@ -94,7 +88,6 @@ class Machine(RuleBasedStateMachine):
             del self.content[name]
 
     def count(self) -> dict[str, int]:
-        """Pages of all pools by tier."""
         found: dict[str, int] = {}
         for engine in self.engine.engines:
             for tier, one in engine.manager.tiers.items():
@@ -110,24 +103,13 @@ class Machine(RuleBasedStateMachine):
                 for entry in list(one.index):
                     name = self.named[entry.key]
                     assert name in self.content, f"{tier} holds a page that was cleared, or never committed"
-                    same = np.array_equal(self.bytes_in(engine, tier, entry.slot), self.data(name))
+                    same = np.array_equal(bytes_in(engine, tier, entry.slot), self.data(name))
                     assert same or (tier == "ssd" and name in self.spoiled), f"{tier} holds other bytes"
         assert self.engine.check().problems == ()
         assert all(len(free) == 64 for free in self.host.free)
 
     def on_ssds(self) -> set[bytes]:
         return {e.key for engine in self.engine.engines for tier in engine.manager.files for e in tier.index}
-
-    def bytes_in(self, engine: Any, tier: str, slot: int) -> Bytes:
-        one = engine.manager.tiers[tier]
-        layout = engine.layout.packed_as(packed=engine.layout.packed and not one.plain)
-        if one.kind == "memory":
-            found = np.frombuffer(one.extents.memory(slot), np.uint8)[: layout.page_bytes]
-        else:
-            with open(one.path / "slab-0.bin", "rb") as file:
-                file.seek(slot * layout.extent_bytes)
-                found = np.frombuffer(file.read(layout.page_bytes), np.uint8)
-        return unpacked(layout, found) if layout.packed else found
 
     def aligned(self, start: int) -> int:
         return start * self.engine.alignment

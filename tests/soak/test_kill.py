@@ -12,19 +12,14 @@ import pytest
 
 from gdscache.config.pools import PLAIN_PARTS
 from gdscache.disk import slab
-from tests.support.helpers import PACKED, SEED, WAIT, make_config
-from tests.support.kill_check import LAYOUT, verify
+from tests.support.helpers import PACKED, SEED, make_config, until
+from tests.support.kill_check import LAYOUT, ROOMY, TIGHT, USUAL, verify
 from tests.support.kill_child import run
 from tests.support.kill_record import Record
 from tests.support.processes import Child
 
-ROOMY, TIGHT = 160, 40  # all there is, and a third of it
 PACKED_ROOMY = 64 * PLAIN_PARTS  # with 64 slots for pages that do not fit, more than there are
-SETUPS: dict[str, dict[str, Any]] = {
-    "three tiers, room for all": {"gpu": 16, "cpu": 10, "ssd": ROOMY},
-    "three tiers, evicting": {"gpu": 16, "cpu": 10, "ssd": TIGHT},
-    "ssd only, room for all": {"cpu": None, "ssd": ROOMY},
-    "ssd only, evicting": {"cpu": None, "ssd": TIGHT},
+SETUPS = USUAL | {
     "over two directories": {"cpu": None, "ssd": ROOMY},
     "packed": {"gpu": 16, "cpu": 20, "ssd": PACKED_ROOMY, "model": PACKED},
     "packed, ssd only": {"cpu": None, "ssd": PACKED_ROOMY, "model": PACKED},
@@ -72,14 +67,11 @@ def test_kills(tmp_path: Path, setup: str, rounds: int, record_property: Any) ->
 
 
 def _wait_for(what: str, log: Path, child: Child, begun: int) -> None:
-    """Until the child has written a line of a kind (`kept`: of some page) to its log, from the byte `begun` on.
+    """Until the child has written a line of a kind (`kept`: of some page) to its log, from the byte `begun` on, or has
+    ended, which its kill then reports."""
 
-    Returns early where the child has ended, which its kill then reports.
-    """
-    deadline = time.monotonic() + WAIT
-    while child.process.is_alive():
+    def there() -> bool:
         lines = [json.loads(line) for line in log.read_bytes()[begun:].splitlines(keepends=True) if line[-1:] == b"\n"]
-        if any(kind == what and values[-1] != [] for kind, *values in lines):
-            return
-        assert time.monotonic() < deadline, f"the child logged no {what!r} within {WAIT} s"
-        time.sleep(0.01)
+        return any(kind == what and values[-1] != [] for kind, *values in lines) or not child.process.is_alive()
+
+    until(there, f"the child logs {what!r}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,25 +41,23 @@ def _config(tmp_path: Path, *, pack: bool = False) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "point",
-    [point if i % 2 == 0 else pytest.param(point, marks=pytest.mark.suite) for i, point in enumerate(STORED)],
-    ids=lambda point: point.__name__,
+    "point", [point if i % 2 == 0 else pytest.param(point, marks=pytest.mark.suite) for i, point in enumerate(STORED)]
 )
-def test_a_kill_while_storing_and_clearing(tmp_path: Path, point: Callable[..., None]) -> None:
-    left = LEFT[point.__name__]
+def test_a_kill_while_storing_and_clearing(tmp_path: Path, point: str) -> None:
+    left = LEFT[point]
     assert _kill(_config(tmp_path), point, left, left) == len(left)
 
 
 @pytest.mark.suite
-@pytest.mark.parametrize("point", [p for p in STORED if "delet" not in p.__name__], ids=lambda point: point.__name__)
-def test_a_kill_where_pages_are_packed(tmp_path: Path, point: Callable[..., None]) -> None:
-    left = LEFT[point.__name__]
-    required, more = PACKED_LEFT.get(point.__name__, (left, left))
+@pytest.mark.parametrize("point", [point for point in STORED if "delet" not in point])
+def test_a_kill_where_pages_are_packed(tmp_path: Path, point: str) -> None:
+    left = LEFT[point]
+    required, more = PACKED_LEFT.get(point, (left, left))
     assert _kill(_config(tmp_path, pack=True), point, required | more, required) >= len(required)
 
 
-def _kill(config: dict[str, Any], point: Callable[..., None], allowed: set[Name], required: set[Name]) -> int:
-    with Child(run, config, point.__name__) as child:
+def _kill(config: dict[str, Any], point: str, allowed: set[Name], required: set[Name]) -> int:
+    with Child(run, config, point) as child:
         assert child.receive() == "stored"
         child.killed()
     return verify(config, allowed, required)

@@ -134,6 +134,11 @@ def singles(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return path
 
 
+@pytest.fixture
+def path(singles: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(singles, tmp_path / "cache"))
+
+
 def swap(table: str, *columns: str) -> Callable[[Path, int, int], None]:
     def change(path: Path, one: int, other: int) -> None:
         names = ", ".join(columns)
@@ -177,11 +182,9 @@ SWAPS: dict[str, tuple[Callable[[Path, int, int], None], int]] = {
 
 
 @pytest.mark.parametrize("what", SWAPS)
-def test_pages_that_changed_places_are_misses_and_nothing_else_is(singles: Path, tmp_path: Path, what: str) -> None:
+def test_pages_that_changed_places_are_misses_and_nothing_else_is(path: Path, what: str) -> None:
     """Pages 2i and 2i + 1 of two namespaces, in all slots: those that are touched are misses, once, by cause."""
     change, cost = SWAPS[what]
-    path = tmp_path / "cache"
-    shutil.copytree(singles, path)
     with raw(path) as catalogue:
         slots = [slot for (slot,) in catalogue.execute("SELECT place FROM pages ORDER BY recency")]
     pairs = [(slots[i], slots[i + 1]) for i in range(0, 12, 2)]
@@ -225,10 +228,8 @@ def test_files_of_another_owner_in_place_of_ours(tmp_path: Path) -> None:
         served(host, second)
 
 
-def test_a_namespace_that_is_invalidated_leaves_nothing_behind(singles: Path, tmp_path: Path) -> None:
+def test_a_namespace_that_is_invalidated_leaves_nothing_behind(path: Path) -> None:
     """Rows of one namespace say that they are of the other: to invalidate their own does not find them."""
-    path = tmp_path / "cache"
-    shutil.copytree(singles, path)
     with opened(path) as host:
         plain, tenant = (host.engine.namespace(salt) for salt in SALTS)
     with raw(path) as catalogue:

@@ -92,16 +92,3 @@ def test_whole_errors_of_every_kind_at_every_call_and_at_random(
     for share in (10_000, 30_000, 100_000, 300_000, 900_000):
         jobs += [where | {"kinds": "rws", "share": share, "seed": seed + n} for n in range(40)]
     nothing_is_lost(tmp_path / "work", jobs)
-
-
-def test_a_catalogue_that_is_damaged_is_still_set_aside(templates: dict[str, Path], tmp_path: Path) -> None:
-    work = tmp_path / "work"
-    shutil.copytree(templates["closed"], work)
-    with (work / "catalog.sqlite").open("r+b") as file:
-        file.seek(4096)
-        file.write(bytes(8192))
-    host = Host(config(work), 32)
-    assert host.engine.stats()["tiers"]["ssd"]["catalogue_set_aside"] is not None
-    assert host.load(PROMPTS[0]).tokens == 0
-    host.engine.close()
-    assert len(list(work.glob("catalog.corrupt-*"))) == 1

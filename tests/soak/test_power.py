@@ -22,23 +22,15 @@ from gdscache.disk import catalog_file, slab
 from gdscache.disk.slab import SlabIO
 from gdscache.tiers.ssd import SsdTier
 from tests.support.helpers import PACKED, SEED, make_config
-from tests.support.kill_check import LAYOUT, look
+from tests.support.kill_check import LAYOUT, ROOMY, TIGHT, USUAL, look
 from tests.support.kill_child import THREADS, Session
 from tests.support.kill_record import SALTS, Record
 from tests.support.places import scratch
 from tests.support.power_cut import log_of, moments, restore, stripe_of
 from tests.support.power_recorder import Event, FlushEnded, TapeLog, recording
 
-ROOMY, TIGHT = 160, 40  # all there is, and a quarter of it
-RECORDING, FORGETFUL = (
-    "tests.support.power_recorder:RecordingTransport",
-    "tests.support.power_recorder:ForgetfulTransport",
-)
-SETUPS: dict[str, dict[str, Any]] = {
-    "three tiers, room for all": {"gpu": 16, "cpu": 10, "ssd": ROOMY},
-    "three tiers, evicting": {"gpu": 16, "cpu": 10, "ssd": TIGHT},
-    "ssd only, room for all": {"cpu": None, "ssd": ROOMY},
-    "ssd only, evicting": {"cpu": None, "ssd": TIGHT},
+RECORDING, FORGETFUL = (f"tests.support.power_recorder:{name}Transport" for name in ("Recording", "Forgetful"))
+SETUPS = USUAL | {
     "over three directories": {"cpu": None, "ssd": ROOMY, "stripes": 2},
     "over two directories, evicting": {"cpu": None, "ssd": TIGHT, "stripes": 1},
     "packed, evicting": {"gpu": 16, "cpu": 10, "ssd": TIGHT, "model": PACKED},
@@ -48,9 +40,8 @@ SETUPS: dict[str, dict[str, Any]] = {
 def configured(directory: Path, setup: str, transport: str = "posix", durability: str = "", **more: Any) -> Any:
     """The configuration of a setup in this directory, and in others beside it where it is striped."""
     options = dict(SETUPS[setup])
-    ssd = dict(options.pop("ssd_options", {}))
     stripes = [str(stripe_of(directory, 1 + number)) for number in range(options.pop("stripes", 0))]
-    ssd |= ({"stripes": stripes} if stripes else {}) | ({"durability": durability} if durability else {})
+    ssd = ({"stripes": stripes} if stripes else {}) | ({"durability": durability} if durability else {})
     return make_config(directory, transport=transport, ssd_options=ssd, **options, **more)
 
 
@@ -179,8 +170,6 @@ def _idle_without_writes(original: Callable[..., list[bool]]) -> Callable[..., l
 
 
 class Findings:
-    """What cuts of a tape led to."""
-
     def __init__(self) -> None:
         self.losses: list[str] = []
         self.counts: Counter[str] = Counter()

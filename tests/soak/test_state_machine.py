@@ -12,6 +12,8 @@ import dataclasses
 import importlib.util
 import shutil
 import tempfile
+import threading
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,9 +34,14 @@ from hypothesis.stateful import (
 
 from gdscache import CacheEngine, LoadReport, PageStatus
 from gdscache.errors import EngineClosedError, LoadFailedError, PoolFullError, TransportUnavailableError
+from gdscache.kernels.gpu import CopyRoute
 from gdscache.limits import EngineLimits
+from gdscache.load.handle import LayerwiseLoad
+from gdscache.prefetch.handle import Prefetch
 from gdscache.storage.base import Op
 from gdscache.storage.files import NativeTransport
+from gdscache.store.handle import StoreHandle
+from tests.support import fake_gpu
 from tests.support.faults import ExtentPart, Fault, FaultRule
 from tests.support.faulty import PLAN
 from tests.support.helpers import (
@@ -47,12 +54,13 @@ from tests.support.helpers import (
     expected,
     flip_file,
     make_config,
+    our_threads,
     quiet,
     read_page,
     until,
     write_page,
 )
-from tests.support.packed_pages import unpacked
+from tests.support.packed_pages import bytes_in
 from tests.support.places import scratch
 from tests.support.transport_parts import has_libcuda
 
@@ -157,18 +165,9 @@ class Machine(RuleBasedStateMachine):
         return None if entry is None else entry.slot
 
     def stored_bytes(self, tier: str, slot: int) -> Bytes:
-        manager = self.engine.manager
         if tier == "gpu":
             return read_page([self.engine.gpu.planes(n) for n in range(self.layout.n_layers)], self.layout, [slot])
-        plain = manager.tiers[tier].plain
-        layout = self.layout.packed_as(packed=self.layout.packed and not plain)
-        if manager.tiers[tier].kind == "memory":
-            found = np.frombuffer(manager.tiers[tier].extents.memory(slot), np.uint8)[: layout.page_bytes]
-        else:
-            with open(self.directory / "cache" / ("plain" if plain else "") / "slab-0.bin", "rb") as file:
-                file.seek(slot * layout.extent_bytes)
-                found = np.frombuffer(file.read(layout.page_bytes), np.uint8)
-        return unpacked(layout, found) if layout.packed else found
+        return bytes_in(self.engine, tier, slot)
 
     # -- what must hold after each step ------------------------------------------------------------------------------
 
@@ -264,12 +263,17 @@ class Machine(RuleBasedStateMachine):
         with contextlib.suppress(EngineClosedError):
             self.engine.lookup([])
             raise AssertionError("a closed engine answers")
+        assert self.open_again() == before
+
+    def open_again(self) -> set[bytes]:
+        """What is on the SSD then; the others may come back with other bytes."""
         self.engine = self.open()
         after = self.on_ssd()
-        assert after == before
-        for key in set(self.bytes_of) - after:  # on no tier any more: it may come back with other bytes
+        assert after <= self.bytes_of.keys(), "a page that was never committed"
+        for key in set(self.bytes_of) - after:
             del self.bytes_of[key], self.salt_of[key]
         self.generation += 1
+        return after
 
 
 class Owned(Machine):
@@ -425,23 +429,24 @@ class Owned(Machine):
         self.reopen(drain)
 
 
-class OwnedWithoutCpu(Owned):
-    options: ClassVar[dict[str, Any]] = {"gpu": 8, "cpu": None, "ssd": 5, "bounce": 2}
-
-
 class Attached(Machine):
     """Loads and stores on planes of our own."""
 
     options: ClassVar[dict[str, Any]] = {"cpu": 4, "ssd": 6, "bounce": 4}
+    route: ClassVar[CopyRoute | None] = None  # copies of a GPU that is not there
 
     def open(self) -> CacheEngine:
-        self.host = Host(self.config(), blocks=24, block_tokens=2, limits=self.limits)
+        with pytest.MonkeyPatch.context() as patch:
+            if self.route is not None:
+                fake_gpu.use(patch, self.route, kernels=self.route != "copy_engine")
+            self.host = Host(self.config(), blocks=96, block_tokens=2, limits=self.limits)
         self.host.data = lambda key: self.data(key)
         return self.host.engine
 
     def offer(self, path: Path_, salt: str, start: int, tail: int = 0) -> None:
-        keys = self.keys(path, salt)[start:]
-        handle = self.host.store(tokens_at(path, tail), 4 * start, salt)
+        self.stored(self.host.store(tokens_at(path, tail), 4 * start, salt), self.keys(path, salt)[start:], salt)
+
+    def stored(self, handle: StoreHandle, keys: list[bytes], salt: str) -> None:
         report = handle.result(WAIT)
         assert len(report.tiers) == len(keys)
         for key, tiers in zip(keys, report.tiers, strict=True):
@@ -504,13 +509,51 @@ class Attached(Machine):
         for load, blocks, keys in begun:
             self.host.finish(load, blocks, keys)
 
+    @rule(
+        some=st.lists(paths.filter(len), min_size=2, max_size=4),
+        salt=salts,
+        end=st.sampled_from(["cancel", "close", "close at once"]),
+        seconds=st.floats(0, 0.002),
+    )
+    def cut_short(self, some: list[Path_], salt: str, end: str, seconds: float) -> None:
+        """Another thread cancels what is under way, or closes the engine, while the caller goes on."""
+        quiet(self.engine)
+        before, keys = self.on_ssd(), [self.keys(path, salt) for path in some]
+        loads: list[tuple[LayerwiseLoad, list[int], list[bytes]]] = []
+        stores: list[tuple[StoreHandle, list[bytes]]] = []
+        prefetches: list[Prefetch] = []
+
+        def act() -> None:
+            time.sleep(seconds)
+            if end != "cancel":
+                self.engine.close(drain=end == "close")
+            for handle in [*(load for load, *_ in loads), *prefetches] if end == "cancel" else ():
+                handle.cancel()
+
+        thread = threading.Thread(target=act)
+        thread.start()
+        with contextlib.suppress(EngineClosedError):
+            for path, its in zip(some, keys, strict=True):
+                loads.append(self.host.begin(tokens_at(path), salt=salt))
+                loads[-1][0].wait(0, WAIT)
+                stores.append((self.host.store(tokens_at(path), salt=salt), its))
+                prefetches.append(self.engine.prefetch(tokens_at(path), salt=salt))
+        thread.join(WAIT)
+        for begun in loads:
+            self.host.finish(*begun)
+        for handle, its in stores:
+            self.stored(handle, its, salt)
+        for prefetch in prefetches:
+            prefetch.result(WAIT)
+        if end != "cancel":
+            until(lambda: not our_threads(), "threads end")
+            room = not self.layout.packed and len(self.bytes_of) <= (self.options["ssd"] or 0)
+            after = self.open_again()
+            assert not room or self.met is not None or self.spoiled or before <= after, "a close loses pages"
+
     @rule(drain=st.booleans())
     def close_and_reopen(self, drain: bool) -> None:
         self.reopen(drain)
-
-
-class AttachedWithoutCpu(Attached):
-    options: ClassVar[dict[str, Any]] = {"cpu": None, "ssd": 5, "bounce": 2}
 
 
 class WritesBack(Machine):
@@ -530,49 +573,32 @@ class WritesBack(Machine):
         super().reopen(drain)
 
 
-class OwnedWritesBack(WritesBack, Owned):
-    options: ClassVar[dict[str, Any]] = Owned.options | {"store": {"write_policy": "write_back"}}
+def varied(name: str, *bases: type[Any], options: dict[str, Any], **more: Any) -> type[Machine]:
+    """A machine with these options beside those of the last of its `bases`."""
+    return type(name, bases, {"options": bases[-1].options | options, **more})
 
 
-class AttachedWritesBack(WritesBack, Attached):
-    options: ClassVar[dict[str, Any]] = Attached.options | {"store": {"write_policy": "write_back"}}
-
-
-class AttachedSelective(Attached):
-    options: ClassVar[dict[str, Any]] = Attached.options | {"store": {"write_policy": "write_through_selective"}}
-    limits = dataclasses.replace(SMALL, write_hits=1)
-
-
-class AttachedWithoutSsd(Attached):
-    options: ClassVar[dict[str, Any]] = {"cpu": 5, "ssd": None, "bounce": 2}
-
-
-class OwnedPacked(Owned):
-    """Half of the pages fit into packed extents."""
-
-    options: ClassVar[dict[str, Any]] = {**Owned.options, "cpu": 6, "ssd": 9, "model": PACKED}
-
-
-class AttachedPacked(Attached):
-    options: ClassVar[dict[str, Any]] = {**Attached.options, "cpu": 6, "ssd": 9, "model": PACKED}
-
-
-class AttachedPackedWithoutCpu(Attached):
-    options: ClassVar[dict[str, Any]] = {"cpu": None, "ssd": 8, "bounce": 4, "model": PACKED}
-
-
-class AttachedPackedWritesBack(WritesBack, AttachedPacked):
-    options: ClassVar[dict[str, Any]] = AttachedPacked.options | {"store": {"write_policy": "write_back"}}
-
-
-class OwnedOnGpu(Owned):
-    options: ClassVar[dict[str, Any]] = {**Owned.options, "device": "cuda"}
-
-
-class AttachedOnGpu(Attached):
-    options: ClassVar[dict[str, Any]] = {**Attached.options, "device": "cuda"}
-
-
+BACK = {"store": {"write_policy": "write_back"}}
+SELECTIVE = {"store": {"write_policy": "write_through_selective"}}
+PACKS = {"cpu": 6, "ssd": 9, "model": PACKED}  # half of the pages fit into packed extents
+OwnedWithoutCpu = varied("OwnedWithoutCpu", Owned, options={"gpu": 8, "cpu": None, "ssd": 5, "bounce": 2})
+OwnedWritesBack = varied("OwnedWritesBack", WritesBack, Owned, options=BACK)
+OwnedPacked = varied("OwnedPacked", Owned, options=PACKS)
+OwnedOnGpu = varied("OwnedOnGpu", Owned, options={"device": "cuda"})
+AttachedWithoutCpu = varied("AttachedWithoutCpu", Attached, options={"cpu": None, "ssd": 5, "bounce": 2})
+AttachedWithoutSsd = varied("AttachedWithoutSsd", Attached, options={"cpu": 5, "ssd": None, "bounce": 2})
+AttachedWritesBack = varied("AttachedWritesBack", WritesBack, Attached, options=BACK)
+ONE_HIT = dataclasses.replace(SMALL, write_hits=1)
+AttachedSelective = varied("AttachedSelective", Attached, options=SELECTIVE, limits=ONE_HIT)
+AttachedPacked = varied("AttachedPacked", Attached, options=PACKS)
+AttachedPackedWithoutCpu = varied("AttachedPackedWithoutCpu", Attached, options=PACKS | {"cpu": None, "ssd": 8})
+AttachedPackedWritesBack = varied("AttachedPackedWritesBack", WritesBack, Attached, options=PACKS | BACK)
+AttachedOnGpu = varied("AttachedOnGpu", Attached, options={"device": "cuda"})
+# Copies are those of a GPU that is not there.
+AttachedStaged, AttachedZeroCopy, AttachedCopyEngine = (
+    varied(f"Attached{route.title()}", Attached, options={}, route=route)
+    for route in ("staged", "zero_copy", "copy_engine")
+)
 EXAMPLES = settings.default.max_examples  # 7 in `make test`, 400 in `make soak`
 MORE = settings(max_examples=(3 if EXAMPLES > 12 else 2) * EXAMPLES)
 FEWER = settings(max_examples=max(5, EXAMPLES // 3))
@@ -585,7 +611,8 @@ ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), rea
     [
         *(Owned, OwnedWithoutCpu, OwnedWritesBack, OwnedPacked),
         *(Attached, AttachedWithoutCpu, AttachedWithoutSsd, AttachedWritesBack, AttachedSelective),
-        *(AttachedPacked, AttachedPackedWithoutCpu, AttachedPackedWritesBack),
+        *(AttachedPacked, AttachedPackedWithoutCpu, AttachedPackedWritesBack, AttachedStaged),
+        *(pytest.param(face, marks=pytest.mark.suite) for face in (AttachedZeroCopy, AttachedCopyEngine)),
         *(pytest.param(face, marks=ON_GPU) for face in (OwnedOnGpu, AttachedOnGpu)),
     ],
 )

@@ -15,7 +15,6 @@ from gdscache.integrations.fields import FieldTable
 
 
 def of_class(table: FieldTable, owner: str, *kinds: str) -> list[str]:
-    """The table's fields of a class."""
     known = table.kinds.items()
     return [name.split(".")[1] for name, kind in known if name.startswith(f"{owner}.") and kind in kinds]
 

@@ -27,7 +27,6 @@ class Counts:
 
 
 def infinite(workload: Workload) -> Counts:
-    """A tier of infinite size."""
     cold = workload.references - workload.repeated
     return Counts(hits=workload.repeated, cold=cold, written=cold)
 

@@ -49,7 +49,6 @@ MADE: list[StandIns] = []  # the one of this process
 
 
 def serve(pipe: Connection, libraries: Path, name: str, scenario: str, folder: Path) -> None:
-    """Run one scenario with one transport."""
     MADE.append(StandIns(libraries))
     there = os.devnull  # stands for /proc/modules, which cuFile itself is not here to miss
     with (
@@ -95,9 +94,6 @@ def call(transport: Transport, op: Op, file: int, offset: int, gpu: Any) -> int:
     return (transport.read if op is Op.READ else transport.write)(file, offset, memory_of(gpu))
 
 
-# -- scenarios -------------------------------------------------------------------------------------------------------
-
-
 def bytes_arrive(there: StandIns, name: str, folder: Path) -> None:
     """Without faults all is well, and it was cuFile that did it."""
     path, _ = slab(folder)
@@ -111,7 +107,7 @@ def bytes_arrive(there: StandIns, name: str, folder: Path) -> None:
             assert all(call(transport, op, file, at, memory[at : at + n]) == n for at, n in extents)
             transport.deregister(memory)
         assert there.calls(Call.BUFFER) == 2
-    assert there.moves >= 2 * len(extents)
+    assert there.moves() >= 2 * len(extents)
     assert target.memory == source.memory
     assert path.read_bytes() == source.memory
 
@@ -202,7 +198,7 @@ def an_open_that_hangs_is_an_error(there: StandIns, name: str, folder: Path) -> 
                 transport.open(path)
             assert "posix" in caught.value.hint
         assert time.monotonic() - begun < 10
-        assert there.waiting == 1
+        assert there.waiting() == 1
 
 
 def a_hang_is_its_own_request_s(there: StandIns, name: str, folder: Path) -> None:
@@ -218,7 +214,7 @@ def a_hang_is_its_own_request_s(there: StandIns, name: str, folder: Path) -> Non
             pieces = [(file, 2 * n * PAGE, memory_of(gpu[n * PAGE : (n + 1) * PAGE])) for n in range(REQUESTS)]
             move_one = transport.read if op is Op.READ else transport.write
             stuck = begin("stuck", functools.partial(move_one, *pieces[BAD]))
-            until(lambda: there.waiting == 1, "a call hangs")
+            until(lambda: there.waiting() == 1, "a call hangs")
             carry(transport, op, pieces[:BAD] + pieces[BAD + 1 :], WAIT)
             assert not stuck.done()
             there.release()
@@ -241,7 +237,7 @@ def close_beside_a_hang(there: StandIns, name: str, folder: Path) -> None:
         transport.register(gpu)
         there.fault(False, Fault.WAIT, 0, 0)
         stuck = begin("stuck", lambda: call(transport, Op.READ, file, 0, gpu[:PAGE]))
-        until(lambda: there.waiting == 1, "a call hangs")
+        until(lambda: there.waiting() == 1, "a call hangs")
         closing.start()
         closing.join(HANG_S + 5)
         assert not closing.is_alive()
@@ -250,9 +246,6 @@ def close_beside_a_hang(there: StandIns, name: str, folder: Path) -> None:
     assert stuck.result(WAIT) == PAGE
     assert gpu.memory[:PAGE] == content[:PAGE]
     until(lambda: not Path(f"/proc/self/fd/{file}").exists(), "the file is closed")
-
-
-# -- an engine -------------------------------------------------------------------------------------------------------
 
 
 class OnHostMemory(Transport):
@@ -269,7 +262,6 @@ class OnHostMemory(Transport):
 
 
 def _on_gpu(memory: Memory) -> DeviceMemory:
-    assert isinstance(memory, memoryview)
     return DeviceMemory(address_of(memory), memory.nbytes, 0)
 
 
@@ -312,7 +304,7 @@ def an_engine_serves_nothing_wrong(there: StandIns, name: str, folder: Path) -> 
             there.release()
             cold()
             assert run(engine, pages) == 5 * page_tokens, f"{kind.name} {value}: the page was not stored anew"
-        assert there.moves
+        assert there.moves()
         for seed, (kind, value) in enumerate(faults, 3):
             engine.clear()
             pages = prompt(seed, 5, extra=1)  # not what its slots had before
@@ -327,7 +319,6 @@ def an_engine_serves_nothing_wrong(there: StandIns, name: str, folder: Path) -> 
 
 
 def place(engine: CacheEngine, tokens: list[int]) -> int:
-    """Where in the slab the first page lies."""
     slot = engine.manager.tiers["ssd"].index.slot(engine.pages(tokens)[0].key)
     return slot * engine.layout.extent_bytes
 
@@ -344,7 +335,7 @@ def an_engine_outlives_a_hang(there: StandIns, name: str, folder: Path) -> None:
         begun = time.monotonic()
         assert run(engine, pages) < 5 * page_tokens
         assert time.monotonic() - begun < 10
-        assert there.waiting == 1
+        assert there.waiting() == 1
         assert engine.stats()["misses"]["deadline"]
         there.release()
         drop_from(engine, "gpu", "cpu")

@@ -64,14 +64,12 @@ def missing(*modules: str) -> str:
 
 
 def build(folder: Path) -> None:
-    """libcuda, libcudart and libcufile into `folder`."""
     for name, source, options in (
         ("libcuda.so.1", SOURCES / "libcuda.c", ["-DSTAND_IN_GPU"]),
         ("libcudart.so.13", SOURCES / "libcudart.c", [f"-Wl,--version-script={SOURCES / 'libcudart.map'}"]),
         ("libcufile.so.0", CUFILE, ["-std=c++20", "-pthread", f"-I{_HOST}"]),
     ):
         compiler = _compiler("c++" if source.suffix == ".cc" else "cc")
-        assert compiler is not None
         command = [compiler, "-shared", "-fPIC", f"-Wl,-soname,{name}", *options]
         subprocess.run([*command, "-o", folder / name, source], check=True, timeout=60)
 
@@ -115,35 +113,25 @@ class GpuBytes:
 Kind = TypeVar("Kind", bound=GpuBytes)
 
 
-class StandIns:
-    """The libraries of `build`, in this process for good: load them before kvikio or NIXL, which then find these."""
+class FakeCufile:
+    """What the stand-in for cuFile can be told, and says."""
 
-    def __init__(self, folder: Path) -> None:
-        self._cuda, _, self._cufile = (
-            ctypes.CDLL(str(folder / name), ctypes.RTLD_GLOBAL)
-            for name in ("libcuda.so.1", "libcudart.so.13", "libcufile.so.0")
-        )
-
-    def gpu_memory(self, nbytes: int, kind: type[Kind] = GpuBytes) -> Kind:
-        return self.announce(kind(memoryview(mmap.mmap(-1, nbytes))))
-
-    def announce(self, gpu: Kind) -> Kind:
-        """This is GPU memory: at most 64 times a process."""
-        self._cuda.stand_in_gpu_memory(ctypes.c_void_p(gpu.data_ptr()), ctypes.c_size_t(gpu.nbytes))
-        return gpu
+    def __init__(self, cufile: ctypes.CDLL) -> None:
+        self.cufile, long = cufile, ctypes.c_long
+        cufile.fake_cufile_fault.argtypes = [ctypes.c_int, ctypes.c_int, long, long, ctypes.c_int]
+        for name in ("calls", "moves", "living"):
+            cufile[f"fake_cufile_{name}"].restype = long
 
     def fault(self, write: bool, kind: Fault, value: int = 0, offset: int = ANY, times: int = 1) -> None:
         """What happens to the next `times` reads (or writes) at that offset."""
-        long = ctypes.c_long
-        assert self._cufile.fake_cufile_fault(int(write), int(kind), long(value), long(offset), times) == 0
+        assert self.cufile.fake_cufile_fault(int(write), int(kind), value, offset, times) == 0
 
     def refuse(self, call: Call, code: int) -> None:
         """These calls fail with that code, or hang."""
-        self._cufile.fake_cufile_refuse(int(call), code)
+        self.cufile.fake_cufile_refuse(int(call), code)
 
     def release(self) -> None:
-        """All is well again, and what hangs goes on."""
-        self._cufile.fake_cufile_release()
+        self.cufile.fake_cufile_release()
 
     @contextlib.contextmanager
     def well_after(self) -> Iterator[None]:
@@ -154,22 +142,35 @@ class StandIns:
 
     def count_in(self, path: Path) -> None:
         """Count reads and writes in that file as the nvidia-fs driver does."""
-        self._cufile.fake_cufile_stats(str(path).encode())
+        self.cufile.fake_cufile_stats(str(path).encode())
 
-    @property
     def moves(self) -> int:
-        """Reads and writes that cuFile was asked for."""
-        return sum(int(self._cufile.fake_cufile_moves(op)) for op in (0, 1))
+        return sum(int(self.cufile.fake_cufile_moves(op)) for op in (0, 1))
 
-    @property
     def waiting(self) -> int:
-        """Calls that hang."""
-        return int(self._cufile.fake_cufile_waiting())
+        return int(self.cufile.fake_cufile_waiting())
 
-    @property
     def living(self) -> int:
-        """Handles and registrations that there are."""
-        return int(self._cufile.fake_cufile_living())
+        return int(self.cufile.fake_cufile_living())
 
     def calls(self, call: Call) -> int:
-        return int(self._cufile.fake_cufile_calls(int(call)))
+        return int(self.cufile.fake_cufile_calls(int(call)))
+
+
+class StandIns(FakeCufile):
+    """The libraries of `build`, in this process for good: load them before kvikio or NIXL, which then find these."""
+
+    def __init__(self, folder: Path) -> None:
+        self._cuda, _, cufile = (
+            ctypes.CDLL(str(folder / name), ctypes.RTLD_GLOBAL)
+            for name in ("libcuda.so.1", "libcudart.so.13", "libcufile.so.0")
+        )
+        super().__init__(cufile)
+
+    def gpu_memory(self, nbytes: int, kind: type[Kind] = GpuBytes) -> Kind:
+        return self.announce(kind(memoryview(mmap.mmap(-1, nbytes))))
+
+    def announce(self, gpu: Kind) -> Kind:
+        """This is GPU memory: at most 64 times a process."""
+        self._cuda.stand_in_gpu_memory(ctypes.c_void_p(gpu.data_ptr()), ctypes.c_size_t(gpu.nbytes))
+        return gpu

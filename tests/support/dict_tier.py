@@ -47,13 +47,11 @@ class DictFiles(Transport):
         self.reads += 1
         if slot in self.broken:
             raise self.broken[slot]
-        assert isinstance(memory, memoryview)
         memory[:] = self.content[slot][start : start + len(memory)]
         return len(memory)
 
     def write(self, file: int, offset: int, memory: Memory) -> int:
         slot, start = divmod(offset, self._extent_bytes)
-        assert isinstance(memory, memoryview)
         self.content.setdefault(slot, bytearray(self._extent_bytes))[start : start + len(memory)] = memory
         return len(memory)
 

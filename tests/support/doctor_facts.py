@@ -48,7 +48,6 @@ def lacking(cause: str, hint: str = HINT) -> Any:
 
 
 def answered(name: str = "posix", **changes: Any) -> Found[Moved]:
-    """The result of a transport's trial."""
     facts = Moved(name, "host", "host", True, 32 * MIB, 0.01, 0.02, "configured")
     return Found(dataclasses.replace(facts, **changes))
 

@@ -45,8 +45,6 @@ _PYTHON = {"short": Injected.SHORT, "torn": Injected.TORN, "flip": Injected.FLIP
 
 
 class Heard:
-    """What a move said."""
-
     def __init__(self) -> None:
         self.verdicts: dict[int, PageStatus] = {}
         self.layers: set[int] = set()
@@ -74,7 +72,6 @@ class Real:
             self.spaces.files[name] = np.stack([_extent(slab, slot) for slot in range(slab.slots)])
 
     def release(self) -> None:
-        """Let go of what hangs."""
         PLAN.reset()
         with contextlib.suppress(NativeCallError):  # it was closed, or has no disk
             hooks.release(self.executor.moves)
@@ -182,14 +179,12 @@ def _extent(slab: Slab, slot: int) -> Bytes:
 
 
 def _row(fault: Fault, slab: Slab, io: SlabIO) -> tuple[int, ...]:
-    """A fault as the native disk wants it."""
     number, offset = slab.locate(fault.slot)
     value = LATE_MS if fault.what == "late" else fault.value
     return io._files[number], offset + fault.start, offset + fault.stop, _NATIVE[fault.what], value
 
 
 def _add_rule(fault: Fault, slab: Slab) -> None:
-    """A fault as a `FaultyTransport` wants it."""
     number, offset = slab.locate(fault.slot)
     path, extent = str(slab.files[number]), slab.extent_bytes
     conditions: dict[str, Any] = {

@@ -54,11 +54,9 @@ class Face(abc.ABC, Generic[B]):
         return handle.result(0)
 
     def get(self, tokens: Tokens, salt: str = "") -> LoadReport:
-        """Look up, load, compare."""
         return self.end(self.begin(tokens, salt))
 
     def found(self, tokens: Tokens, salt: str = "") -> int:
-        """Tokens that a lookup finds."""
         return self.engine.lookup(tokens, salt=salt).tokens
 
     def tiers(self, tokens: Tokens) -> tuple[str, ...]:

@@ -9,8 +9,7 @@ import ctypes
 import functools
 import mmap
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -25,7 +24,7 @@ from gdscache.storage.base import Switch
 from gdscache.storage.cufile import CufileTransport
 from gdscache.tiers import ssd_route as routes
 from tests.support import fake_gpu
-from tests.support.cufile_parts import ANY, Call, Fault, GpuBytes
+from tests.support.cufile_parts import FakeCufile, GpuBytes
 
 _BIT = 1 << 56
 
@@ -34,41 +33,17 @@ _BIT = 1 << 56
 def library() -> ctypes.CDLL:
     """cuFile, which looks whether threads have entered the context."""
     made = fake_gpu.built("fake_cufile")
-    long = ctypes.c_long
-    made.fake_cufile_fault.argtypes = [ctypes.c_int, ctypes.c_int, long, long, ctypes.c_int]
-    for name in ("calls", "moves", "living"):
-        made[f"fake_cufile_{name}"].restype = long
     made.fake_cufile_contexts(fake_gpu.driver().fake_entered_here)
     return made
 
 
-def fault(write: bool, kind: Fault, value: int = 0, offset: int = ANY, times: int = 1) -> None:
-    """What happens to the next `times` reads or writes that touch the byte `offset`."""
-    assert library().fake_cufile_fault(int(write), int(kind), value, offset, times) == 0
+def _of(name: str) -> Callable[..., Any]:
+    return lambda *given, **options: getattr(FakeCufile(library()), name)(*given, **options)
 
 
-def refuse(call: Call, code: int) -> None:
-    library().fake_cufile_refuse(int(call), code)
-
-
-def release() -> None:
-    """All is well again, and what hangs goes on."""
-    library().fake_cufile_release()
-
-
-def moves() -> int:
-    """Reads and writes that cuFile was asked for."""
-    return sum(int(library().fake_cufile_moves(op)) for op in (0, 1))
-
-
-def waiting() -> int:
-    """Calls that hang."""
-    return int(library().fake_cufile_waiting())
-
-
-def living() -> int:
-    """Handles and registrations that there are."""
-    return int(library().fake_cufile_living())
+fault, refuse, release, well_after, moves, waiting, living = map(
+    _of, ("fault", "refuse", "release", "well_after", "moves", "waiting", "living")
+)
 
 
 class DeviceBytes(GpuBytes):
@@ -103,8 +78,6 @@ def free(memory: DeviceBytes) -> None:
 
 
 class FakeDeviceExtents:
-    """`DeviceExtents` of that GPU."""
-
     pinned = True
     fence_slots = 0
 
@@ -131,7 +104,6 @@ class FakeDeviceExtents:
 
 
 def opened(threads: int = 3, direct_io: Switch = "auto") -> CufileTransport:
-    """The transport on that GPU."""
     path = str(library()._name)
     with (
         mock.patch.object(calls, "PROC_MODULES", os.devnull),
@@ -147,11 +119,3 @@ def use(monkeypatch: pytest.MonkeyPatch, *, kernels: bool = True) -> None:
     monkeypatch.setattr(cufile, "open_cufile", lambda threads, direct_io, device: opened(threads, direct_io))
     monkeypatch.setattr(build, "DeviceExtents", FakeDeviceExtents)
     monkeypatch.setattr(routes, "choose", lambda *_, **__: routes.RouteChoice("direct", "a test"))
-
-
-@contextmanager
-def well_after() -> Iterator[None]:
-    try:
-        yield
-    finally:
-        release()

@@ -44,7 +44,6 @@ def built(name: str) -> ctypes.CDLL:
 
 @functools.cache
 def driver() -> ctypes.CDLL:
-    """The driver."""
     library = built("fake_cuda")
     library.fake_device.restype = ctypes.c_uint64
     library.fake_device.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
@@ -79,13 +78,10 @@ def failing(function: str, nth: int = 0) -> Iterator[None]:
 
 
 def calls(function: str) -> int:
-    """How many there were."""
     return int(driver().fake_calls(function.encode()))
 
 
 class FakeDriver:
-    """What `NativeGpu` and `CuFiles` ask of a driver."""
-
     def __init__(self) -> None:
         self.library = str(driver()._name)
         self.context = int(driver().fake_context())
@@ -95,8 +91,6 @@ _USERS: Counter[int] = Counter()  # copies of the planes at each address: packed
 
 
 class _Kernels:
-    """What `NativeGpu` asks of kernels."""
-
     def __init__(self, planes: PagedPlanes, runs: Sequence[Sequence[PlaneRuns]], kept: dict[int, Any]) -> None:
         layout, layers, rows = planes.layout, list[int](), list[int]()
         for records, (start, end) in zip(runs, layout.layer_bounds, strict=True):

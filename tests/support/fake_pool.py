@@ -6,7 +6,7 @@ import ctypes
 import re
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from gdscache.mooncake.client import (
@@ -70,13 +70,17 @@ class FakeClient(MooncakeClient):
         self.pool.largest = max(self.pool.largest, len(names))
         return not self.pool.dead
 
-    def _move(self, what: str, names: Sequence[str], pieces: Sequence[Sequence[tuple[int, int]]]) -> bool:
+    def _move(
+        self, what: str, names: Sequence[str], pieces: Sequence[Sequence[tuple[int, int]]], one: Callable[..., int]
+    ) -> list[int]:
         for at, nbytes in (piece for some in pieces for piece in some):
             inside = any(first <= at and at + nbytes <= first + size for first, size in self.registered.items())
             self.pool.strays += not inside
         answers = self._begin(what, names)
         self.pool.gate.wait(60)
-        return answers and not self.pool.dead
+        if not answers or self.pool.dead:
+            return [NO_MASTER] * len(names)
+        return [one(name, some) for name, some in zip(names, pieces, strict=True)]
 
     def exist(self, names: Sequence[str]) -> list[int]:
         answers = self._begin("exist", ())
@@ -87,9 +91,7 @@ class FakeClient(MooncakeClient):
         return [int(name in self.pool.objects) for name in names]
 
     def put(self, names: Sequence[str], pieces: Sequence[Sequence[tuple[int, int]]]) -> list[int]:
-        if not self._move("put", names, pieces):
-            return [NO_MASTER] * len(names)
-        return [self._put(name, some) for name, some in zip(names, pieces, strict=True)]
+        return self._move("put", names, pieces, self._put)
 
     def _put(self, name: str, pieces: Sequence[tuple[int, int]]) -> int:
         with self.pool.lock:
@@ -104,9 +106,7 @@ class FakeClient(MooncakeClient):
             return DONE
 
     def get(self, names: Sequence[str], pieces: Sequence[Sequence[tuple[int, int]]]) -> list[int]:
-        if not self._move("get", names, pieces):
-            return [NO_MASTER] * len(names)
-        return [self._get(name, some) for name, some in zip(names, pieces, strict=True)]
+        return self._move("get", names, pieces, self._get)
 
     def _get(self, name: str, pieces: Sequence[tuple[int, int]]) -> int:
         found = self.pool.objects.get(name)
@@ -165,6 +165,5 @@ def connect(address: MooncakeAddress) -> tuple[MooncakeClient, MooncakeClient]:
 
 
 def pool_entry(where: str, /, pages: int = 64, **options: Any) -> dict[str, Any]:
-    """An entry of the configuration's `tiers`."""
     told = {"master": where, "deadline": 20.0} | options
     return {"tier": "tests.support.fake_pool:FakeMooncakeTier", "capacity": pages * EXTENT, "options": told}

@@ -274,7 +274,6 @@ def _zipf(draw: random.Random, n: int) -> Callable[[], int]:
 
 
 def main(family: str, seed: str) -> None:
-    """Print a trace in Mooncake's format."""
     for r in drawn(family, int(seed)):
         fields = {"timestamp": r.timestamp, "input_length": r.input_tokens, "output_length": r.output_tokens}
         print(json.dumps({**fields, "hash_ids": r.blocks}))

@@ -146,7 +146,6 @@ class FaultPlan:
             self.add(rule)
 
     def add(self, rule: FaultRule) -> FaultRule:
-        """Put the rule in force, after the present ones."""
         with self._lock:
             self._rules[rule] = self._added
             self._added += 1

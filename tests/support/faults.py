@@ -136,7 +136,6 @@ class FaultyTransport(EitherWay):
         return (self.inner.read if op is Op.READ else self.inner.write)(file, offset, memory)
 
     def _bent(self, op: Op, file: int, path: str, offset: int, memory: Memory, met: Met) -> int:
-        """The call with its rule's fault."""
         fault, nbytes = met.rule.fault, memory.nbytes
         if met.rule.is_late:
             met.rule.wait()

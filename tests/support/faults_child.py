@@ -280,7 +280,6 @@ class Episode(UsedEngine):
             self.committed.discard(key)
 
     def killed(self) -> None:
-        """What a kill now would leave, opened and read."""
         copy = self.path.with_name(f"{self.path.name}-killed")
         with self.faults.quiet():
             with self.watched("drain"):
@@ -290,7 +289,6 @@ class Episode(UsedEngine):
         self.copy = copy
 
     def look_at_the_copy(self) -> None:
-        """Open what a kill left, and read it."""
         if self.copy is not None:
             host = self.open(self.copy)
             self.all_is_there(host)

@@ -12,7 +12,6 @@ import traceback
 from collections import Counter
 from collections.abc import Set
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -21,17 +20,7 @@ from gdscache import PageStatus
 from gdscache.config.pools import PLAIN_DIRECTORY
 from gdscache.errors import GdsCacheError
 from gdscache.store.handle import StoreHandle
-from tests.support.helpers import (
-    MHA,
-    PACKED,
-    Host,
-    expected,
-    flip_file,
-    make_config,
-    on_ssd,
-    prompt,
-    read_page,
-)
+from tests.support.helpers import MHA, PACKED, Host, expected, flip_file, make_config, on_ssd, prompt, read_page
 from tests.support.passing_faults import DEADLINE_S, Counts, Faults, Round
 
 LONGEST_S = 120.0  # of one call: what takes longer hangs, and ends the process
@@ -61,9 +50,7 @@ class Watched:
         faulthandler.dump_traceback_later(LONGEST_S, exit=True)
         self._began = time.monotonic()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         faulthandler.cancel_dump_traceback_later()
         counts = self._used.counts
         counts.longest_s = max(counts.longest_s, time.monotonic() - self._began)
@@ -120,8 +107,6 @@ class UsedEngine:
                 self.salt_of.update(dict.fromkeys(document.keys, salt))
                 self.documents.append(document)
                 number += 1
-
-    # -- calls, each of which ends in time and raises the engine's own errors ---------------------------------------
 
     def watched(self, what: str) -> Watched:
         self.faults.tick()
@@ -232,7 +217,6 @@ class UsedEngine:
             self.generation[CLEARED] += 1
 
     def damage(self) -> None:
-        """Flip bits of a page in the slab."""
         slots = self.slots_of_pages() if self.slots is None else self.slots
         keys = sorted((self.committed - self.damaged) & slots.keys())
         key = self.rng.choice(keys) if keys else b""

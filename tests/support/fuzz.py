@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -12,13 +11,11 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from tests.support.places import ROOT, SUPPORT
 from tests.support.processes import ONE_THREAD
 
-HAS_ATHERIS = importlib.util.find_spec("atheris") is not None
 STARTS_S, ENDS_S = 120.0, 60.0
 MEMORY = Path("/dev/shm")  # a file system in memory: syncs cost nothing there
 
@@ -35,13 +32,13 @@ class Fuzzed(NamedTuple):
 
 
 class Fuzzer:
-    """Fuzzes one target after the other. `kept`: a folder for inputs that fail. `own`: without atheris."""
+    """Fuzzes one target after the other. `kept`: a folder for inputs that fail."""
 
-    def __init__(self, kept: Path, *, own: bool = False) -> None:
+    def __init__(self, kept: Path) -> None:
         self._kept = kept
         self._scratch = Path(tempfile.mkdtemp(prefix="gdscache-fuzz-", dir=MEMORY if MEMORY.is_dir() else None))
         self._process = subprocess.Popen(
-            [sys.executable, SUPPORT / "fuzz_child.py", *(["own"] if own else [])],
+            [sys.executable, SUPPORT / "fuzz_child.py"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -49,7 +46,7 @@ class Fuzzer:
             start_new_session=True,
         )
         try:
-            self.guided = bool(self._answer(STARTS_S)["guided"])
+            self._answer(STARTS_S)
         except BaseException:
             self.close()
             raise
@@ -94,7 +91,5 @@ class Fuzzer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

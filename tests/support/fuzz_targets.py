@@ -190,7 +190,6 @@ def _history_seeds(folder: Path) -> Seeds:
 
 
 def _signed(rest: bytes) -> bytes:
-    """A history with the right checksum."""
     return history_file.MAGIC + struct.pack("<Q", xxhash.xxh3_64_intdigest(rest)) + rest
 
 
@@ -561,7 +560,6 @@ def used(folder: Path, image: bytes | None, log: bytes) -> None:
 
 
 def able(found: Recovered) -> None:
-    """What the SSD tier takes from a catalogue can be."""
     count = len(found)
     columns = (found.keys, found.parents, found.namespaces, found.lengths, found.recency, found.above, found.order)
     require({len(column) for column in columns} <= {count}, "columns of several lengths")

@@ -200,13 +200,13 @@ def fill(engine: CacheEngine, seq: Any, salt: str = "", start: int | None = None
         write_page(planes, engine.layout, [int(seq.slots[i])], expected(engine.layout, pages[i].key))
 
 
-def holds(engine: CacheEngine, seq: Any, salt: str = "", upto: int | None = None) -> None:
-    """Every cached page of a sequence (the first `upto`) has the bytes that belong to its key."""
+def holds(engine: CacheEngine, seq: Any, salt: str = "") -> None:
+    """Every cached page of a sequence has the bytes that belong to its key."""
     pages = engine.pages(seq.tokens, salt)
     for layer in range(engine.layout.n_layers):
         seq.wait(layer)
     planes = [engine.gpu.planes(layer) for layer in range(engine.layout.n_layers)]
-    for i in range(seq.cached_tokens // engine.layout.page_tokens if upto is None else upto):
+    for i in range(seq.cached_tokens // engine.layout.page_tokens):
         got = read_page(planes, engine.layout, [int(seq.slots[i])])
         assert np.array_equal(got, expected(engine.layout, pages[i].key)), f"page {i} has other bytes"
 
@@ -407,7 +407,6 @@ def reserve_used(engine: CacheEngine) -> int:
 
 
 def tokens_of(engine: CacheEngine, tokens: Sequence[int], salt: str = "") -> int:
-    """Tokens that a lookup finds."""
     return engine.lookup(tokens, salt=salt).tokens
 
 

@@ -12,8 +12,6 @@ from tests.support.hooks import hooks
 
 
 class HostCopies:
-    """Copies of these planes' pages."""
-
     def __init__(self, planes: PagedPlanes) -> None:
         self._layout = planes.layout
         self._pool = NativePlanes(planes)

@@ -134,7 +134,6 @@ class HybridHost:
         return self.engine.engines[pool], [self.planes[layer] for layer in self.engine.pools[pool].layers]
 
     def per_page(self, name: str) -> int:
-        """Blocks of a page of a group."""
         return self.of(name)[0].blocks_per_page
 
     def take(self, name: str, pages: int) -> list[int]:
@@ -224,7 +223,6 @@ class HybridHost:
         return report
 
     def load(self, tokens: Sequence[int], start: int = 0, salt: str = "") -> HybridReport:
-        """Look up, load, compare."""
         hit = self.engine.lookup(tokens, start, salt)
         return self.finish(hit, *self.begin(hit), tokens, salt)
 
@@ -234,12 +232,10 @@ class HybridHost:
     # -- pages by name -------------------------------------------------------------------------------------------------
 
     def key(self, name: str, tokens: Sequence[int], number: int, salt: str = "") -> bytes:
-        """The key of a page of a group."""
         g, (names, _) = [group.name for group in self.groups].index(name), self.engine._request(tokens, salt)
         return names.key(g, number)
 
     def on_tiers(self, name: str, tokens: Sequence[int], number: int, salt: str = "") -> list[str]:
-        """The tiers that have a page."""
         key, tiers = self.key(name, tokens, number, salt), self.of(name)[0].manager.tiers
         return [tier for tier in tiers if tiers[tier].index.get(key) is not None]
 

@@ -37,7 +37,6 @@ def chain(number: int, pages: int, namespace: bytes = NAMESPACE) -> list[Page]:
 
 def put(index: PageIndex, pages: Sequence[Page]) -> list[Entry]:
     slots = index.allocate(len(pages))
-    assert slots is not None
     return [index.insert(page, slot, PageState.VERIFIED) for page, slot in zip(pages, slots, strict=True)]
 
 
@@ -220,9 +219,7 @@ class IndexMachine(RuleBasedStateMachine):
     def commit(self, page: Page) -> None:
         known = next((k for k in self.order if k.page == page and k.pending), None)
         assume(known is not None)
-        entry = self.index.find(page.key)
-        assert entry is not None
-        assert self.index.commit(entry)
+        assert self.index.commit(self.index.find(page.key))
         known.pending = False
 
     @rule(pages=st.lists(names, max_size=4))
@@ -239,7 +236,6 @@ class IndexMachine(RuleBasedStateMachine):
         if known is None:
             return multiple()
         entry = self.index.find(page.key)
-        assert entry is not None
         self.index.lease(entry)
         known.leases += 1
         return entry

@@ -64,7 +64,6 @@ class Launcher(PageKernels):
         self._move("gather", nowhere, indices, layers, stream, digests)
 
     def tiles(self, layers: range) -> int:
-        """Tiles of the largest of these layers."""
         bounds = self.layout.layer_bounds[layers.start : layers.stop]
         return max((-(-(end - start) // TILE) for start, end in bounds), default=1)
 

@@ -19,6 +19,13 @@ from tests.support.helpers import MHA, SMALL, WAIT, layout_of, new_planes, read_
 from tests.support.kill_record import DOCUMENTS, PAGE_TOKENS, Name, all_pages, content, name
 
 LAYOUT = layout_of(MHA)
+ROOMY, TIGHT = 160, 40  # slots: for all pages that there are, and for a part of them
+USUAL: dict[str, dict[str, Any]] = {
+    "three tiers, room for all": {"gpu": 16, "cpu": 10, "ssd": ROOMY},
+    "three tiers, evicting": {"gpu": 16, "cpu": 10, "ssd": TIGHT},
+    "ssd only, room for all": {"cpu": None, "ssd": ROOMY},
+    "ssd only, evicting": {"cpu": None, "ssd": TIGHT},
+}
 FILES = {"catalog.sqlite", "catalog.sqlite-wal", "status", "costs.json", "history"}
 _PLANES = new_planes(LAYOUT, 8, PAGE_TOKENS)
 
@@ -86,7 +93,6 @@ def verify(config: dict[str, Any], allowed: set[Name], required: set[Name]) -> i
 
 
 def _directories(config: dict[str, Any]) -> list[list[Path]]:
-    """The directories of each tier of files."""
     first = [Path(config["ssd"]["path"]), *map(Path, config["ssd"].get("stripes", ()))]
     return [first, [path / PLAIN_DIRECTORY for path in first]] if config["model"].get("pack") == "on" else [first]
 

@@ -89,7 +89,6 @@ class Session:
                 self.log.kept(number, [page for page, names in zip(pages, tiers, strict=False) if on_ssd(names)])
 
     def sequence(self, rng: random.Random, salt: str, document: int) -> None:
-        """A request to an engine with a pool of its own."""
         pages = range(rng.randint(1, PAGES[document]))
         tokens = [*DOCUMENTS[document][: len(pages) * PAGE_TOKENS], 7]
         number = self.log.store(salt, document, pages) if rng.random() < 0.9 else None
@@ -114,7 +113,6 @@ class Session:
 
     def attached(self, rng: random.Random, thread: int, salt: str, document: int) -> None:
         """A request to an engine that is attached to our planes."""
-        assert self.planes is not None
         tokens, slots = DOCUMENTS[document], [thread * BLOCKS + block for block in rng.sample(range(BLOCKS), BLOCKS)]
         hit = self.engine.lookup(tokens, salt=salt)
         load = self.engine.load(hit, slots[: len(hit.pages)])

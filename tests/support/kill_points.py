@@ -74,12 +74,12 @@ def die_at_sqlite_commit(host: Host) -> None:
     writer.set_trace_callback(lambda sql: die() if sql.startswith("COMMIT") else None)
 
 
-def commit_then(host: Host, which: Callable[[Any, Any], object], act: Callable[[], None], *, before: bool) -> None:
-    """Run `act` before or after the catalogue's commits that `which(insert, delete)` is true for."""
+def at_commit(host: Host, inserts: bool, act: Callable[[], None], *, before: bool) -> None:
+    """Store the second document, and `act` before or after the catalogue's commit of its rows, or of deletions."""
     whole = catalogue(host).commit
 
     def commit(insert: Any, delete: Any, *rest: Any) -> None:
-        chosen = which(insert, delete)
+        chosen = insert if inserts else delete
         if chosen and before:
             act()
         whole(insert, delete, *rest)
@@ -87,38 +87,11 @@ def commit_then(host: Host, which: Callable[[Any, Any], object], act: Callable[[
             act()
 
     catalogue(host).commit = commit  # type: ignore[method-assign]
-
-
-# -- the points --------------------------------------------------------------------------------------------------------
+    store(host, SECOND)
 
 
 def half_written(host: Host) -> None:
     DyingTransport.in_write = die
-    store(host, SECOND)
-
-
-def written(host: Host) -> None:
-    commit_then(host, lambda insert, delete: insert, die, before=True)
-    store(host, SECOND)
-
-
-def rows_in_transaction(host: Host) -> None:
-    commit_then(host, lambda insert, delete: insert, lambda: die_at_sqlite_commit(host), before=True)
-    store(host, SECOND)
-
-
-def committed(host: Host) -> None:
-    commit_then(host, lambda insert, delete: insert, die, before=False)
-    store(host, SECOND)
-
-
-def deletions_in_transaction(host: Host) -> None:
-    commit_then(host, lambda insert, delete: delete, lambda: die_at_sqlite_commit(host), before=True)
-    store(host, SECOND)
-
-
-def deleted(host: Host) -> None:
-    commit_then(host, lambda insert, delete: delete, die, before=False)
     store(host, SECOND)
 
 
@@ -158,7 +131,6 @@ def cleared_during_a_write(host: Host) -> None:
 def cleared_during_a_commit(host: Host) -> None:
     reached, go = threading.Event(), threading.Event()
     ssd, whole = host.engine.manager.ssd, SsdTier.commit
-    assert ssd is not None
 
     def commit(entries: Any, sums: Any) -> list[bool]:
         visible = whole(ssd, entries, sums)
@@ -184,10 +156,21 @@ def closed_catalogue(host: Host) -> None:
     host.engine.close()
 
 
-STORED = [
-    half_written, written, rows_in_transaction, committed, deletions_in_transaction, deleted, clear_in_transaction,
-    cleared, cleared_during_a_load, cleared_during_a_write, cleared_during_a_commit, closing, closed_catalogue,
-]  # fmt: skip
+STORED: dict[str, Callable[[Host], None]] = {
+    "half_written": half_written,
+    "written": lambda host: at_commit(host, True, die, before=True),
+    "rows_in_transaction": lambda host: at_commit(host, True, lambda: die_at_sqlite_commit(host), before=True),
+    "committed": lambda host: at_commit(host, True, die, before=False),
+    "deletions_in_transaction": lambda host: at_commit(host, False, lambda: die_at_sqlite_commit(host), before=True),
+    "deleted": lambda host: at_commit(host, False, die, before=False),
+    "clear_in_transaction": clear_in_transaction,
+    "cleared": cleared,
+    "cleared_during_a_load": cleared_during_a_load,
+    "cleared_during_a_write": cleared_during_a_write,
+    "cleared_during_a_commit": cleared_during_a_commit,
+    "closing": closing,
+    "closed_catalogue": closed_catalogue,
+}
 
 OPENING: dict[str, tuple[Any, str]] = {  # where an opening is ended: what death takes the place of
     "the directory is made": (directory, "_lock"),
@@ -207,11 +190,10 @@ def run(pipe: Connection, config: dict[str, Any], point: str) -> None:
     host = Host(config)
     store(host, FIRST)
     pipe.send("stored")
-    globals()[point](host)
+    STORED[point](host)
 
 
 def run_opening(pipe: Connection, config: dict[str, Any], point: str) -> None:
-    """Die at a point of `OPENING`."""
     pipe.send("opening")
     with mock.patch.object(*OPENING[point], side_effect=die):
         Host(config)

@@ -71,7 +71,6 @@ class Log:
         return self._begin("store", [salt, document, list(pages)])
 
     def submitted(self, number: int) -> None:
-        """The call that stores has returned."""
         self._write("submitted", number)
 
     def kept(self, number: int, pages: Sequence[int]) -> None:
@@ -83,7 +82,6 @@ class Log:
         return self._begin("clear", salt)
 
     def cleared(self, number: int) -> None:
-        """The call that clears has returned."""
         self._write("cleared", number)
 
     def close(self) -> None:

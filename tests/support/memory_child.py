@@ -97,7 +97,6 @@ def attempt(shim: Any, work: Path, transport: str, pack: str, first: int, count:
 
 
 def forked(shim: Any, work: Path, *case: Any) -> dict[str, Any]:
-    """`attempt` in a process of its own."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:

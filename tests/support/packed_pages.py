@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from gdscache import CacheEngine
 from gdscache.pages.layout import PageLayout
 
 Values = npt.NDArray[np.uint16]
@@ -82,8 +83,18 @@ def unpack(part: Bytes, count: int) -> Values:
 
 
 def unpacked(layout: PageLayout, extent: Bytes) -> Bytes:
-    """The plain page of a packed one."""
     return _unpacked(layout, extent.tobytes())
+
+
+def bytes_in(engine: CacheEngine, name: str, slot: int) -> Bytes:
+    """The plain page in a slot of a tier of memory or files."""
+    tier = engine.manager.tiers[name]
+    layout = engine.layout.packed_as(packed=engine.layout.packed and not tier.plain)
+    if tier.kind == "memory":
+        found = np.frombuffer(tier.extents.memory(slot), np.uint8)[: layout.page_bytes]
+    else:
+        found = np.fromfile(tier.path / "slab-0.bin", np.uint8, layout.page_bytes, offset=slot * layout.extent_bytes)
+    return unpacked(layout, found) if layout.packed else found
 
 
 @functools.lru_cache(256)

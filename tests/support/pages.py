@@ -16,7 +16,6 @@ def slot_of(engine: CacheEngine, tokens: list[int], page: int, tier: str = "ssd"
 
 
 def offset_of(engine: CacheEngine, tokens: list[int], page: int) -> int:
-    """Where one page of a prompt lies in the slab."""
     return slot_of(engine, tokens, page) * engine.layout.extent_bytes
 
 
@@ -27,9 +26,7 @@ def lose(engine: CacheEngine, tokens: list[int], pages: Iterable[int], *tiers: s
         for name in tiers or engine.manager.tiers:
             index = engine.manager.tiers[name].index
             for page in pages:
-                entry = index.get(names[page].key)
-                assert entry is not None
-                index.drop(entry)
+                index.drop(index.get(names[page].key))
 
 
 def misses(engine: CacheEngine) -> dict[str, int]:

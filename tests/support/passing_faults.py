@@ -51,7 +51,6 @@ READS = ("read error", "short read", "slab read", "device", "catalogue read", "c
 
 
 def kinds_of(transport: str) -> list[str]:
-    """What can happen to an engine over a transport."""
     kinds = [*CALLS, "damage", "memory"]
     if "Faulty" in transport:
         kinds += FAULTS
@@ -101,8 +100,6 @@ class Counts:
 
 
 class Faults:
-    """Brings faults about, and lifts them."""
-
     def __init__(self, shim: Shim, memory: Any, counts: Counts) -> None:
         self._shim = shim
         self._memory = memory
@@ -112,7 +109,6 @@ class Faults:
         self._ticks: list[Callable[[], None]] = []
 
     def tick(self) -> None:
-        """Before each call of the engine."""
         for tick in list(self._ticks):
             tick()
 
@@ -220,8 +216,6 @@ class Faults:
     def _break_rings(self) -> None:
         self._counts.met["ring"] += break_rings()
 
-
-# -- which rounds -----------------------------------------------------------------------------------------------------
 
 FAULTY = [f"tests.support.faulty:{name}" for name in ("FaultyTransport", "FaultyMerging")]
 RINGS = ["tests.support.faulty:FaultyUring", "uring"]

@@ -20,10 +20,7 @@ def scratch() -> Path:
 
 
 def tool(name: str) -> ModuleType:
-    """A file of tools/ as a module of its own."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -151,7 +151,6 @@ class SlowLifetime(SlowLevels):
         self.see(key)
 
     def enter(self, key: bytes, number: int) -> None:
-        """A page is of this class now."""
         self.classes[key] = number
         self.deferred.discard(key)
         self.moves += 1

@@ -18,7 +18,6 @@ class PosixTransport(DirectFiles):
 
     def _move(self, op: Op, file: int, offset: int, memory: Memory) -> int:
         path = self.path(file)
-        assert isinstance(memory, memoryview), "memory of the host"
         try:
             return (os.preadv if op is Op.READ else os.pwritev)(file, [memory], offset)
         except OSError as error:

@@ -92,7 +92,6 @@ class Tape:
         self.reset()
 
     def reset(self) -> None:
-        """Begin an empty tape."""
         self.events: list[Event] = []
         self.changing = False
         self._numbers = itertools.count()
@@ -109,8 +108,6 @@ TAPE = Tape()
 
 
 class TapeLog(Log):
-    """The log of `kill_child`, on the tape."""
-
     def __init__(self) -> None:
         self._numbers = itertools.count()
 
@@ -131,8 +128,6 @@ def name_of(path: Path) -> str:
 
 
 class RecordingTransport(PosixTransport):
-    """POSIX, on the tape."""
-
     name = "recording"
 
     def open(self, path: Path) -> int:
@@ -141,7 +136,6 @@ class RecordingTransport(PosixTransport):
         return file
 
     def write(self, file: int, offset: int, memory: Memory) -> int:
-        assert isinstance(memory, memoryview)
         number = TAPE.number()
         TAPE.add(WriteBegun(number, name_of(Path(self.path(file))), ((offset, bytes(memory)),)))
         moved = super().write(file, offset, memory)

@@ -26,9 +26,6 @@ def try_open(pipe: Connection, config: Config) -> None:
         pipe.send(None)
 
 
-# -- forks -------------------------------------------------------------------------------------------------------------
-
-
 def _fork(child: Callable[[], None]) -> int:
     """Fork; the child runs `child` and ends as an interpreter does, except for the threads that it has not."""
     pid = os.fork()
@@ -40,6 +37,13 @@ def _fork(child: Callable[[], None]) -> int:
         child()
         status = 0
     raise AssertionError("not reached")
+
+
+def _go_on(pipe: Connection, engine: CacheEngine, first: list[int], second: list[int]) -> None:
+    again = run(engine, first)
+    pipe.send((again, run(engine, second)))
+    assert engine.check().problems == ()
+    pipe.recv()
 
 
 def fork_that_closes(pipe: Connection, config: Config, first: list[int], second: list[int]) -> None:
@@ -65,10 +69,7 @@ def fork_that_closes(pipe: Connection, config: Config, first: list[int], second:
         pipe.send(os.waitstatus_to_exitcode(status))
         pipe.recv()
         assert engine.check().problems == ()
-        again = run(engine, first)
-        pipe.send((again, run(engine, second)))
-        assert engine.check().problems == ()
-        pipe.recv()
+        _go_on(pipe, engine, first, second)
 
 
 def fork_that_exits(pipe: Connection, config: Config, first: list[int], second: list[int]) -> None:
@@ -81,7 +82,4 @@ def fork_that_exits(pipe: Connection, config: Config, first: list[int], second: 
         _, status = os.waitpid(pid, 0)
         pipe.send(os.waitstatus_to_exitcode(status))
         pipe.recv()
-        again = run(engine, first)
-        pipe.send((again, run(engine, second)))
-        assert engine.check().problems == ()
-        pipe.recv()
+        _go_on(pipe, engine, first, second)

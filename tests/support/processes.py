@@ -16,7 +16,6 @@ from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 from unittest import mock
 
@@ -46,8 +45,7 @@ class Child:
         theirs.close()
 
     @property
-    def pid(self) -> int:
-        assert self.process.pid is not None
+    def pid(self) -> int | None:
         return self.process.pid
 
     def send(self, what: object) -> None:
@@ -88,9 +86,7 @@ class Child:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
@@ -99,17 +95,13 @@ class Child:
 
 
 class _Reporting:
-    """Sends the traceback of what leaves the block."""
-
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
 
     def __enter__(self) -> None:
         return None
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and not isinstance(error, SystemExit):
             self._pipe.send(Failure("".join(traceback.format_exception(error))))
 

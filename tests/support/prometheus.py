@@ -33,7 +33,6 @@ def installed(name: str) -> str:
 
 
 def rules() -> list[dict[str, Any]]:
-    """The alerts that gdscache ships."""
     return [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
 
 
@@ -71,11 +70,9 @@ class Prometheus:
         return float(found[0]["value"][1]) if found else None
 
     def names(self) -> set[str]:
-        """The names of all series."""
         return set(self._get("label/__name__/values"))
 
     def firing(self) -> set[str]:
-        """The alerts that fire."""
         return {one["labels"]["alertname"] for one in self._get("alerts")["alerts"] if one["state"] == "firing"}
 
     def _get(self, what: str, **asked: str) -> Any:

@@ -77,7 +77,6 @@ class Trap:
         return point.number == 1
 
     def _fire(self) -> None:
-        assert self.point is not None
         os.kill(os.getpid(), self.point.signal)
         time.sleep(WAIT if self.point.signal == signal.SIGKILL else 0)  # nothing more is done
 
@@ -121,8 +120,6 @@ def lead(line: Connection, config: dict[str, Any], addresses: list[RankAddress],
 
 
 class LeaderProcess(Child):
-    """A leader in a process of its own."""
-
     def __init__(self, config: dict[str, Any], addresses: list[RankAddress], point: Point | None = None) -> None:
         super().__init__(lead, config, addresses, point)
 
@@ -139,6 +136,5 @@ class LeaderProcess(Child):
             raise EOFError from None
 
     def ended(self) -> int | None:
-        """Its exit code, once it has ended."""
         self.join()
         return self.process.exitcode

@@ -101,8 +101,6 @@ def serve(line: Connection, rank: int, shard: int, model: dict[str, Any], blocks
 
 
 class RankProcess:
-    """A rank in a process of its own."""
-
     def __init__(self, rank: int, shard: int, model: dict[str, Any], device: str, blocks: int = BLOCKS) -> None:
         context = multiprocessing.get_context("forkserver")  # a GPU is not touched before the fork
         context.set_forkserver_preload(["tests.support.ranks"])  # torch is imported once

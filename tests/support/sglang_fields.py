@@ -68,7 +68,6 @@ class Setup:
         return {"config.json": self.folder / "model/config.json", "code": self.folder / "model/code.py", **contents}
 
     def change(self, line: str) -> None:
-        """Another value of that line."""
         owner, _, name = line.rpartition(".")
         if line in (files := self._files()):
             files[line].write_text("another")
@@ -91,6 +90,5 @@ def tensors() -> list[tuple[torch.Tensor, ...]]:
 
 
 def planes() -> PoolPlanes:
-    """Two planes of a host pool."""
     tensors = (torch.zeros((24, 4, 512), dtype=torch.uint8), torch.zeros((24, 4, 512), dtype=torch.uint8))
     return PoolPlanes([tensors], {"pool": "p", "layout": "l", "dtype": "d", "page": [1]}, [named(tensors)])

@@ -35,8 +35,6 @@ def keys_of(tokens: Sequence[int]) -> list[str]:
 
 
 class Process:
-    """One rank."""
-
     def __init__(self, number: int, shard: int) -> None:
         self.number, self.shard = number, shard
         self.planes = [(torch.zeros((BLOCKS, TOKENS, WIDTH), dtype=torch.uint8),) for _ in range(LAYERS)]

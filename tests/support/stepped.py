@@ -12,14 +12,16 @@ import functools
 import itertools
 import math
 import random
+import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TypeVar, cast
 
 import numpy as np
 
-from gdscache.cuda.streams import Landed
-from gdscache.errors import IOFailedError
+from gdscache.cuda.streams import Event, Landed
+from gdscache.errors import IOFailedError, StorageError
+from gdscache.index.free_slots import SlotShare
 from gdscache.moves import PLANES, End, Listener, Move, Moving, Priority, Steps, Wait, Way
 from gdscache.moves.native import NativeMoving
 from gdscache.native import NEVER
@@ -27,13 +29,6 @@ from gdscache.pages.checksum import Checksums
 from gdscache.pages.keys import Page
 from gdscache.runtime.threads import Flag
 from tests.support.stepped_machine import NS, Choice, SteppedEvent, SteppedMachine, When
-
-if TYPE_CHECKING:
-    import threading
-
-    from gdscache.cuda.streams import Event
-    from gdscache.errors import StorageError
-    from gdscache.index.free_slots import SlotShare
 
 _T = TypeVar("_T")
 Place = tuple[str, int]  # a space, and a slot of it; of the planes, the first block
@@ -62,7 +57,6 @@ class Order:
         self._rng = rng
 
     def choose(self, found: Sequence[Choice]) -> Choice:
-        """The next choice of the order."""
         some = [choice for choice in found if self.faults or not choice.fault]
         if self.acts and not self.busy:
             some.append(self.acts[0])
@@ -146,7 +140,6 @@ class SteppedExecutor:
         try:
             while True:
                 wait = next(steps)
-                assert isinstance(wait, When), "a wait of another executor"
                 while not wait.over():
                     self.pause(None, 0.0)  # type: ignore[arg-type]
         except StopIteration as end:
@@ -257,7 +250,6 @@ class _Lane:
         except StopIteration:
             del self._waits[steps]
             return
-        assert isinstance(wait, When), "a wait of another executor"
         self._waits[steps] = wait
 
     def close(self) -> None:

@@ -10,22 +10,17 @@ from __future__ import annotations
 import errno
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from gdscache.extents import Extents
+from gdscache.extents import Extents, HostExtents
 from gdscache.moves.native import MoveLimits, NativeMoves, Space
-from gdscache.pages.checksum import layer_checksums
+from gdscache.pages.checksum import Checksums, layer_checksums
+from gdscache.pages.planes import PagedPlanes
 from gdscache.tiers.cpu import Bounce
 from tests.support.hooks import Job, hooks
 from tests.support.host_copies import HostCopies
-
-if TYPE_CHECKING:
-    from gdscache.extents import HostExtents
-    from gdscache.pages.checksum import Checksums
-    from gdscache.pages.layout import PageLayout
-    from gdscache.pages.planes import PagedPlanes
 
 LATE_S = 1000.0  # further than any deadline
 NS = 1_000_000_000
@@ -46,8 +41,6 @@ class Choice:
 
 
 class When:
-    """A wait that is over when a condition holds."""
-
     __slots__ = ("over",)
 
     def __init__(self, over: Callable[[], bool]) -> None:
@@ -122,13 +115,12 @@ class SteppedMachine:
         self._breaks = breaks
         self._asked = 0
         self._io: Job | None = None
-        layout: PageLayout = planes.layout
         extents = {**memories, "bounce": bounce.extents}
         spaces = {"planes": Space("planes", planes.blocks)}
         spaces |= {name: Space("memory", some.slots, sums=some.checksums) for name, some in extents.items()}
         spaces |= {name: Space("files", 1 << 20) for name in content}  # of a disk that is ours
         self.moves = NativeMoves(
-            layout,
+            planes.layout,
             spaces,
             planes.blocks_per_page,
             reserve=("bounce", bounce.loads.start, len(bounce.loads)),
@@ -155,9 +147,7 @@ class SteppedMachine:
 
     def memory(self, name: str) -> memoryview:
         extents = self._bounce.extents if name == "bounce" else self.memories[name]
-        flat = extents.flat
-        assert isinstance(flat, memoryview), "host memory"
-        return flat
+        return extents.flat
 
     def _take(self, job: Job) -> None:
         self._asked += 1

@@ -158,7 +158,6 @@ def options(
 def hybrid_options(
     model: PreTrainedModel, path: Path, *, gpu: str = "1MiB", cpu: str | None = "16MiB", pack: str = "auto"
 ) -> dict[str, Any]:
-    """A configuration of a `HybridEngine`."""
     section = model_section(model.config, dtype=model.dtype, name="m", page_tokens=PAGE, model=model)
     return {
         "model": section | {"pack": pack},

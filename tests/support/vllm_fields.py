@@ -96,7 +96,6 @@ class Setup:
         self.planes = dataclasses.replace(self.planes, **changes)
 
     def change(self, line: str) -> None:
-        """Another value of that line."""
         owner, _, field = line.rpartition(".")
         if line in self.by_hand:
             self.by_hand[line]()
@@ -124,6 +123,5 @@ def tensors() -> list[tuple[torch.Tensor, ...]]:
 
 
 def planes() -> VllmPlanes:
-    """Three layers of eight blocks."""
     whole = torch.zeros((3, 8, 2, 16, 64), dtype=torch.bfloat16)
     return planes_of({f"layer.{i}": whole[i] for i in range(3)}, 8, 16, "LBHNC")

@@ -52,7 +52,6 @@ GROUPS = {
 
 @functools.cache
 def hash_of(tokens: Tokens) -> bytes:
-    """The hash of the page that ends these tokens."""
     return hashlib.sha256(repr(tokens).encode()).digest()
 
 
@@ -169,7 +168,6 @@ class Scheduler(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def lose(self, data: st.DataObject) -> None:
-        """Our tiers lose a page."""
         if self.cache.stored:
             self.cache.stored.remove(data.draw(st.sampled_from(sorted(self.cache.stored))))
 
@@ -410,7 +408,6 @@ class Scheduler(RuleBasedStateMachine):
             order.fetch.release()
 
     def _loaded(self, request: Any, order: LoadOrder) -> list[PageOf]:
-        """The pages that a load brings."""
         assert isinstance(order.fetch, FakeFetch)
         stop = order.first + len(order.blocks)
         assert order.between or order.fetch.verified() >= stop, "only what was checked"
@@ -461,12 +458,10 @@ class Scheduler(RuleBasedStateMachine):
     # -- pages and their names ---------------------------------------------------------------------------------------
 
     def _pages(self, request: Any, g: int) -> list[PageOf]:
-        """A request's full pages of a group."""
         size = self.groups[g].page_tokens
         return [(g, hash_of(request.tokens[:end])) for end in range(size, len(request.tokens) + 1, size)]
 
     def _page_of(self, request: Any, block: int) -> PageOf:
-        """The page that a block of a request is for."""
         assert block != NULL, "the null block"
         ((g, number),) = [
             (g, n) for g, table in enumerate(request.tables) for n, some in enumerate(table) if some == block

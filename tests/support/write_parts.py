@@ -21,5 +21,4 @@ def dirty(host: Host) -> int:
 
 
 def written() -> int:
-    """Writes that the transport has done."""
     return len(PLAN.moved[Op.WRITE])

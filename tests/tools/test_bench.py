@@ -32,9 +32,6 @@ pytestmark = pytest.mark.suite
 MIB = 1 << 20
 
 
-# -- the kit -----------------------------------------------------------------------------------------------------------
-
-
 def test_a_case_that_fails_does_not_cost_the_others(tmp_path: Path) -> None:
     """A case whose transport this machine lacks is no failure."""
 
@@ -218,9 +215,6 @@ def test_commands_import_nothing_heavy() -> None:
         "print(sorted(m for m in set(sys.modules) - before if m.startswith(names)))"
     )
     assert output(sys.executable, "-c", code) == "['gdscache.commands.bench.commands']"
-
-
-# -- the parts ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_bare_loop_touches_every_part_once_and_reports_short_reads(tmp_path: Path) -> None:

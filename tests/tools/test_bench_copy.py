@@ -130,21 +130,13 @@ class StandCopies(HostCopies):
         self.closed = True
 
 
-# -- what is measured --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("geometry", "page_tokens", "part", "layers"),
     [
-        (GQA, 64, "one", 1),
-        (GQA, 64, "group", 4),
-        (GQA, 64, "all", 8),
-        (GQA, 16, "group", 8),  # less than 1 MiB in all
-        (GQA, 256, "group", 1),
-        (MLA, 64, "group", 15),
-        (MLA_FP8, 1, "group", 32),
+        (GQA, 64, "one", 1), (GQA, 64, "group", 4), (GQA, 64, "all", 8), (GQA, 16, "group", 8),
+        (GQA, 256, "group", 1), (MLA, 64, "group", 15), (MLA_FP8, 1, "group", 32),
     ],
-)
+)  # fmt: skip
 def test_a_group_has_1_mib_a_page_where_the_page_has(geometry: Any, page_tokens: int, part: str, layers: int) -> None:
     bounds = [0, *(end for _, end in geometry.layout(page_tokens).layer_bounds)]
     assert Cell(geometry, page_tokens, (part,), "load").layers == layers
@@ -169,9 +161,6 @@ def test_every_target_is_a_cell() -> None:
     wanted = [Cell(geometry, tokens, (part,), direction) for geometry, tokens, part, direction in sizes]
     layers = {(c.geometry, c.page_tokens, c.layers, c.direction) for c in wanted if c.span_bytes >= MIB}
     assert {(c.geometry, c.page_tokens, c.layers, c.direction) for c in bulk} == layers
-
-
-# -- copies ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -203,26 +192,6 @@ def test_a_run_is_timed_from_before_the_call_to_the_last_byte(gpu: Stand) -> Non
     gpu.mark = lambda after=(): max(gpu.clock, *(e for e in after if e is not None), 0.0)  # type: ignore[method-assign]
     run = timed(gpu, way)
     assert (run.seconds, run.first, run.end) == (10.0, 3.0, 10.0)
-
-
-@pytest.mark.parametrize("direction", ["load", "store", "both"])
-@pytest.mark.parametrize("part", ["one", "all"])
-def test_ours_and_the_plain_copy_move_as_many_bytes_and_those_that_bring_none_are_no_figure(
-    gpu: Stand, pool: BenchPlanes, part: str, direction: str
-) -> None:
-    cell = cell_of(part, direction)
-    copies = copies_of(pool, cell)
-    ours, plain = timed(gpu, copies.ours()), timed(gpu, copies.plain())
-    both = 2 if direction == "both" else 1
-    assert copies.moved_bytes == both * copies.nbytes == both * 2 * MIB
-    assert ours.seconds == pytest.approx(copies.nbytes / 49e9, rel=0.15)  # two directions at once take no longer
-    assert plain.seconds == pytest.approx(copies.nbytes / PLAIN, rel=0.1)
-    moved = {d: sum(len(s) * len(layers) for way, layers, s, _ in gpu.queued if way == d) for d in cell.directions}
-    assert set(moved.values()) == {copies.nbytes // (pool.layout.page_bytes // 8)}
-    assert timed(gpu, copies.plain(repeat=3)).seconds == pytest.approx(3 * plain.seconds, rel=0.1)
-    copies.check()
-    with pytest.raises(IOFailedError, match="other bytes"):
-        copies_of(pool, cell, broken=True).check()
 
 
 def test_calls_take_the_next_layers_and_shuffled_pages_that_loads_and_stores_do_not_share(
@@ -317,9 +286,6 @@ def test_marks_copies_and_work_are_on_streams_of_their_own(monkeypatch: pytest.M
     assert [found.count(one) for one in (call.queue(), call.Event().record("work"))] == [3, 4]
 
 
-# -- beside a model's work ---------------------------------------------------------------------------------------------
-
-
 class Scripted(Stand):
     """A neighbour whose pieces take `alone` seconds, and `beside` while a copy is under way: `first` to `end`."""
 
@@ -397,9 +363,6 @@ def test_the_neighbours_work(gpu: Stand) -> None:
     assert (found.shape, found.dtype) == ((1, 32, 24, 128), torch.bfloat16)
 
 
-# -- the whole ---------------------------------------------------------------------------------------------------------
-
-
 SMALL = copy.Settings("default", True, 8 * MIB, 16 * MIB, 2, product=16, attention=16)
 
 
@@ -465,8 +428,6 @@ def test_a_load_runs_beside_both_kinds_of_work(found: dict[str, Any]) -> None:
 
 
 class Interrupted(Stand):
-    """Ctrl-C in the second pool."""
-
     def open_copies(self, planes: PagedPlanes) -> Any:
         if self.opened == 1:
             raise KeyboardInterrupt
@@ -486,9 +447,6 @@ def test_wrong_bytes_fail_their_cells(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all("gave other bytes" in row["cause"] for row in bad["failed"])
     assert len(bad["copies"]) == len(few) - len(bad["failed"])
     assert bad["left"] == []
-
-
-# -- tables, plot, command ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("width", [80, 300])
@@ -558,9 +516,6 @@ def test_the_command_writes_what_was_measured(gdscache, monkeypatch: pytest.Monk
     assert all(f"<!-- {d}, gqa, 64 tokens, all (staged) -->" in drawn for d in ("load", "store", "both"))
     assert "attention" in drawn
     assert "Copies against cudaMemcpyAsync" in out
-
-
-# -- on a GPU ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu

@@ -52,11 +52,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 @pytest.fixture(scope="module")
 def report(quick: tuple[Path, str]) -> dict[str, Any]:
     found = json.loads((quick[0] / "r.json").read_text())
-    assert isinstance(found, dict)
     return found
-
-
-# -- the command -------------------------------------------------------------------------------------------------------
 
 
 def test_every_transport_is_measured_or_listed_with_its_cause(report: dict[str, Any]) -> None:
@@ -133,9 +129,6 @@ def test_gds_that_no_counter_saw_is_no_figure(tmp_path: Path, monkeypatch: pytes
     assert io.stores_and_loads(place(tmp_path), MIB, "posix", require_gds=True)
 
 
-# -- the page cache ----------------------------------------------------------------------------------------------------
-
-
 def test_what_is_dropped_is_gone_and_what_is_not_is_said(tmp_path: Path) -> None:
     path = tmp_path / "f"
     path.write_bytes(bytes(4 * MIB))
@@ -160,9 +153,6 @@ def test_a_ram_disk_is_said_to_be_one() -> None:
         assert machine.cache_state(Path(file.name), direct=True) == {"state": "memory", "resident_bytes": MIB}
 
 
-# -- an engine's stores and loads --------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def cold(tmp_path: Path) -> Iterator[ColdEngine]:
     with contextlib.closing(ColdEngine(place(tmp_path, 6 * MIB), MIB)) as engine:
@@ -171,7 +161,6 @@ def cold(tmp_path: Path) -> Iterator[ColdEngine]:
 
 @pytest.fixture
 def one_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bare loop is not scouted."""
     monkeypatch.setattr(bare.BareLoop, "scout", lambda *_: [bare.Way(2, MIB)])
 
 
@@ -271,9 +260,6 @@ def test_a_disk_without_room_is_refused(tmp_path: Path) -> None:
     with pytest.raises(errors.CapacityError, match="are needed"):
         BENCH.run(dataclasses.replace(TINY, total=1 << 60), tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-# -- on a GPU ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu

@@ -113,9 +113,6 @@ def test_this_machine_has_parts() -> None:
     assert not any(part.lacks for part in found[:2])
 
 
-# -- what changed ------------------------------------------------------------------------------------------------------
-
-
 def written(path: Path, name: str = "io", **values: tuple[float, ...]) -> Path:
     found = [
         {"case": case, **figures.compared(case, series(v), "x", series((1.0,) * len(v)))} for case, v in values.items()

@@ -202,9 +202,6 @@ def test_bytes_of_a_token() -> None:
     assert all(token_bytes(name) for name in (*LLAMAS, *HYBRIDS))
 
 
-# -- the plot ----------------------------------------------------------------------------------------------------------
-
-
 def report(*rows: dict[str, Any]) -> dict[str, Any]:
     about = {"engine": "sglang", "versions": {"sglang": "0.5.23"}, "tokens": 1024, "tp": 1}
     return {

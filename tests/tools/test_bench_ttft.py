@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from gdscache.commands.bench import figures, ttft
+from gdscache.commands.bench import ttft
 from gdscache.commands.bench.ttft import BENCH, judge
 from gdscache.commands.bench.ttft_cells import (
     CACHED,
@@ -52,9 +52,6 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-# -- the command -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -130,9 +127,6 @@ def test_the_bottom_line_is_what_a_user_has_of_it(quick: tuple[Path, dict[str, A
     assert len(shown) < 40
     assert not any("gate" in line for line in shown)
     assert any("gate" in line for table in ttft.details(report) for line in table.lines(80))
-
-
-# -- runs --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -291,10 +285,8 @@ def test_a_bad_page_is_said(client: TransformersClient) -> None:
     tokens, cached = client.of(a_cell())
     client.place(tokens, cached, "cpu")
     cpu = client.cache.manager.cpu
-    assert cpu is not None
     for page in client.cache.pages(tokens)[2:3]:
         entry = cpu.index.get(page.key)
-        assert entry is not None
         cpu.extents.memory(entry.slot)[100] ^= 64
     answer = client._load_and_compute(tokens, overlap=True)
     assert answer.recomputed == cached - 16
@@ -307,9 +299,6 @@ def test_without_transformers_it_names_the_extra(gdscache, monkeypatch: pytest.M
     assert status == 2
     assert err.startswith("error: bench ttft measures transformers, which cannot be imported")
     assert "install gdscache[hf]" in err
-
-
-# -- arithmetic --------------------------------------------------------------------------------------------------------
 
 
 def test_what_is_measured_unasked() -> None:
@@ -392,26 +381,12 @@ def test_tokens_are_compared() -> None:
     assert worst([wide], [wide], [wide], 0.0, gated=False) == "same"
 
 
-def test_a_part_of_a_report_is_drawn(quick: tuple[Path, dict[str, Any], str]) -> None:
-    import matplotlib.figure
-
-    _, report, _ = quick
-    hit = next(row for row in report["cells"] if row["where"] == "cpu" and cell_of(row).usual)
-    for some, count in ([], 0), ([hit], 1), (report["cells"], 2):
-        figure = matplotlib.figure.Figure()
-        figures.draw(ttft.panels({**report, "cells": some}), figure)
-        assert len(figure.axes) == count
-
-
 def test_settings_that_measure_nothing() -> None:
     SMALL.check()
     with pytest.raises(InvalidValueError, match="unknown preset '90b'"):
         dataclasses.replace(SMALL, preset="90b").check()
     with pytest.raises(InvalidValueError, match="a prompt of 63 tokens"):
         dataclasses.replace(SMALL, prompts=(63,), page_tokens=16).check()
-
-
-# -- on a GPU ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu

@@ -50,9 +50,6 @@ def requests(tmp_path: Path) -> Path:
     return file
 
 
-# -- output that fails -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "command",
     [
@@ -106,9 +103,6 @@ def test_what_the_output_cannot_encode_is_written_escaped(run: Run, tmp_path: Pa
     refused(run("config", "check", tmp_path / "月.yaml", stdout=out))
 
 
-# -- input without an end, or without a bottom -------------------------------------------------------------------------
-
-
 @pytest.mark.suite
 @pytest.mark.parametrize("command", [("config", "check"), ("replay",), ("replay", "TRACE", "--config")])
 def test_a_file_without_an_end_is_refused(run: Run, requests: Path, command: tuple[str, ...]) -> None:
@@ -139,7 +133,6 @@ def test_a_trace_from_a_pipe_is_read(run: Run, requests: Path, tmp_path: Path) -
 
 
 def _pour(pipe: Path, block: bytes) -> None:
-    """Write until the reader has gone."""
     try:
         with pipe.open("wb") as file:
             while True:
@@ -190,8 +183,6 @@ def test_names_that_no_file_has_are_refused(run: Run, name: str) -> None:
 def test_capacities_that_no_tier_has_are_refused(run: Run, requests: Path, capacity: str) -> None:
     refused(run("replay", requests, f"--cpu={capacity}"), "--cpu")
 
-
-# -- Ctrl-C ------------------------------------------------------------------------------------------------------------
 
 INTERRUPTED_IMPORT = """
 import sys

@@ -41,7 +41,6 @@ def init(gdscache: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
 
 def sizes(config: Config) -> tuple[int | None, int, str]:
     """The capacities of the CPU tier, None without one, and of the SSD; the directory of the SSD."""
-    assert config.ssd is not None
     return config.cpu and config.cpu.capacity, config.ssd.capacity, str(config.ssd.path)
 
 
@@ -176,9 +175,6 @@ def test_sizes_follow_from_the_machine(
     assert sizes(load_config("gdscache.yaml", model=MHA))[:2] == (cpu, ssd)
 
 
-# -- the files that gdscache ships -----------------------------------------------------------------------------------
-
-
 def test_every_file_of_configs_is_shipped() -> None:
     assert {*PRINTED} == {file.stem for file in (ROOT / "configs").iterdir()}
     assert {*PRINTED} - {*SHIPPED} == {"alerts", "grafana"}
@@ -204,9 +200,6 @@ def test_a_shipped_file_is_printed_as_it_is(
     assert capfd.readouterr() == (text, "")
     (tmp_path / "mine.yaml").write_text(text)
     assert load_config(tmp_path / "mine.yaml") == load_config(ROOT / "configs" / f"{name}.yaml")
-
-
-# -- what it refuses -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["file", "directory", "link to nothing"])
@@ -254,9 +247,6 @@ def test_another_engine_is_none(init: Run) -> None:
     status, _, err = init("tensorrt")
     assert status == 2
     assert "vllm" in err
-
-
-# -- doctor ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -95,9 +95,6 @@ def test_every_block_has_a_language(page: Path) -> None:
     assert {language for language, _ in blocks(page)} <= LANGUAGES
 
 
-# -- commands that are not run -----------------------------------------------------------------------------------------
-
-
 def commands(page: Path) -> Iterator[list[str]]:
     """The commands in the `sh` blocks of a page, as words."""
     for language, text in blocks(page):
@@ -145,9 +142,6 @@ def test_a_wrong_command_is_found() -> None:
     assert "UsageError" in wrong(["gdscache", "no-such-command"])
     assert "MissingParameter" in wrong(["gdscache", "verify"])
     assert not wrong(["gdscache", "config", "check", "FILE"])
-
-
-# -- links and names --------------------------------------------------------------------------------------------------
 
 
 def anchors(page: Path) -> set[str]:

@@ -60,9 +60,6 @@ def verdicts(facts: Facts, asked: Asked, verdict: str) -> set[str]:
     return {row.name for row in rows(doctor.examine(facts, asked)).values() if row.verdict == verdict}
 
 
-# --- verdicts ----------------------------------------------------------------------------------------------------
-
-
 def test_a_whole_machine() -> None:
     report = doctor.examine(WHOLE, asks())
     assert not report.failed
@@ -164,18 +161,12 @@ def test_what_to_install_fits_torch() -> None:
     assert said["gpu.kernels"].next_step == HINT
 
 
-# --- figures -----------------------------------------------------------------------------------------------------
-
-
 def test_the_calibration_says_where_it_is_kept_and_when_it_was_made() -> None:
     said = rows(doctor.examine(WHOLE, defaults()))["calibration"]
     assert said.value == "cached, once measured in 0.50 s: /c/calibration.json"
     assert (said.data["seconds"], said.data["load"]["zero_copy"]) == (0.5, UP.zero_copy)
     facts = changed(WHOLE, calibration=Found(calibration_row(MEASURED, "/c", cached=False, kept=True)))
     assert rows(doctor.examine(facts, defaults()))["calibration"].value == "measured now in 0.50 s: /c"
-
-
-# --- finding out -------------------------------------------------------------------------------------------------
 
 
 def raises(error: BaseException) -> Callable[[], None]:
@@ -269,9 +260,6 @@ def test_a_calibration_is_measured_once_and_kept(monkeypatch: pytest.MonkeyPatch
     assert found() == calibration_row(MEASURED, str(paths.cache_file(KEY)), cached=False, kept=False)
 
 
-# --- the command -------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def run(
     gdscache: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -343,8 +331,6 @@ def test_status_1_where_a_gpu_is_asked_for_and_there_is_none(run, monkeypatch: p
     always = {"gpu.device", "gpu.kernels", "ssd.gds"}
     assert always <= failed <= always | {"free space"}  # by the disk of this machine
 
-
-# --- on a GPU ----------------------------------------------------------------------------------------------------
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

@@ -190,8 +190,6 @@ def test_the_demo_says_that_a_tiny_model_stands_in(
 
 def load_demo(monkeypatch: pytest.MonkeyPatch) -> Any:
     spec = importlib.util.spec_from_file_location("demo", ROOT / "examples" / "demo.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "demo", module)  # where dataclasses look for it
     spec.loader.exec_module(module)

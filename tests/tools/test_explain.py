@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,6 @@ def opened(path: Path, **options: Any) -> Host:
 
 
 def states(report: dict[str, Any], namespace: bytes, pages: int) -> list[str]:
-    """The state of each page in a namespace."""
     for one in report["namespaces"]:
         if one["digest"] == namespace.hex():
             told = [run["state"] for run in one["runs"] for _ in range(run["first"], run["stop"])]
@@ -53,12 +51,8 @@ def states(report: dict[str, Any], namespace: bytes, pages: int) -> list[str]:
 
 
 def rot(host: Host, page: Page) -> None:
-    """A bit of a page's bytes on the SSD changes."""
     ssd = host.engine.manager.ssd
-    assert ssd is not None
-    slot = ssd.index.slot(page.key)
-    assert slot is not None
-    flip_file(ssd.path / "slab-0.bin", slot * host.layout.extent_bytes + 100)
+    flip_file(ssd.path / "slab-0.bin", ssd.index.slot(page.key) * host.layout.extent_bytes + 100)
 
 
 class Explained(RuleBasedStateMachine):
@@ -76,9 +70,7 @@ class Explained(RuleBasedStateMachine):
 
     @property
     def stored(self) -> set[bytes]:
-        ssd = self.host.engine.manager.ssd
-        assert ssd is not None
-        return {entry.key for entry in ssd.index}
+        return {entry.key for entry in self.host.engine.manager.ssd.index}
 
     @rule(name=names, pages=st.integers(1, 5))
     def store(self, name: tuple[int, str], pages: int) -> None:
@@ -202,16 +194,10 @@ def test_pages_of_groups_are_named(tmp_path: Path, model: str, pack: str) -> Non
     host.engine.close()
     auto = Config.from_dict({**config, "model": MODELS[model]})  # finds out, as an engine does
     reports = [explain(one, asked(tokens), auto) for one in reading.directories_of(tmp_path / "c")]
-    found, stored = (
-        {one["fields"]["group"]["name"]: one for report in reports for one in report["namespaces"]},
-        Counter[str](),
-    )
-    for report in reports:
-        for one in report["namespaces"]:
-            stored[one["fields"]["group"]["name"]] += sum(
-                run["stop"] - run["first"] for run in one["runs"] if run["state"] == "stored"
-            )
-    assert stored["full"] == 6
+    told = [(one["fields"]["group"]["name"], one) for report in reports for one in report["namespaces"]]
+    full = [run for name, one in told if name == "full" for run in one["runs"] if run["state"] == "stored"]
+    assert sum(run["stop"] - run["first"] for run in full) == 6
+    found = dict(told)
     if pack == "off":
         assert found["full"]["hit"] == 6
         assert [run["state"] for run in found["window"]["runs"]][-1] == "stored"
@@ -235,8 +221,6 @@ def test_beside_an_engine_that_stores_all_the_time(tmp_path: Path) -> None:
         while asking.poll() is None:
             host.keep(prompt(seed, 3))
             seed += 1
-        assert asking.stdout is not None
-        assert asking.stderr is not None
         report = json.loads(asking.stdout.read())
         assert not asking.stderr.read()
     assert report["owner"]["state"] == "in use"
@@ -341,22 +325,12 @@ def test_the_history_is_kept_over_restarts_and_refused_where_it_is_damaged(tmp_p
     assert (path / "history").stat().st_mode & 0o777 == 0o600
     assert not (path / "history.new").exists()
     host = opened(path, ssd=4)
-    missing = host.engine.lookup(prompt(1, 3)).missing()
-    assert missing is not None
-    assert missing.cause == "evicted"
+    assert host.engine.lookup(prompt(1, 3)).missing().cause == "evicted"
     host.engine.close()
     whole = (path / "history").read_bytes()
-    found = history_file.read(path)
-    assert found is not None
-    assert history_file.pack(found) == whole
-    for data in (
-        whole[:-1],
-        whole + b"x",
-        b"",
-        whole[:20],
-        b"x" + whole[1:],
-        whole.replace(b'"period": ', b'"period":0'),
-    ):
+    assert history_file.pack(history_file.read(path)) == whole
+    changed = b"x" + whole[1:], whole.replace(b'"period": ', b'"period":0')
+    for data in (whole[:-1], whole + b"x", b"", whole[:20], *changed):
         (path / "history").write_bytes(data)
         assert history_file.read(path) is None
         explain(path, asked(prompt(1, 3)))
@@ -364,7 +338,5 @@ def test_the_history_is_kept_over_restarts_and_refused_where_it_is_damaged(tmp_p
     (path / "history").symlink_to(tmp_path / "other")
     assert history_file.read(path) is None
     host = opened(path, ssd=4)
-    missing = host.engine.lookup(prompt(1, 3)).missing()
-    assert missing is not None
-    assert missing.cause == "absent"
+    assert host.engine.lookup(prompt(1, 3)).missing().cause == "absent"
     host.engine.close()

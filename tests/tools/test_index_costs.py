@@ -51,9 +51,6 @@ def test_the_hash_loop_is_what_makes_keys() -> None:
     assert hash_loop(namespace, tokens.tobytes()) == page_keys(namespace, tokens, TOKENS)[-1]
 
 
-# -- lookups -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[CacheEngine]:
     room, page = PAGES + 64, TOKENS * ROW_BYTES
@@ -116,9 +113,6 @@ def test_a_lookup_is_not_much_slower_than_its_hashing(engine: CacheEngine, round
     assert medians["numpy"] <= 6 * medians["hash"]
 
 
-# -- a catalogue of many pages -----------------------------------------------------------------------------------------
-
-
 def tier_of(path: Path, pages: int) -> tuple[PageLayout, SsdConfig]:
     """The smallest pages of so many layers, and the SSD tier that holds `pages` of them in `path`."""
     plane = {"name": "rows", "shape": [2], "dtype": "uint8"}
@@ -145,7 +139,6 @@ def fill(path: Path, pages: int) -> None:
 
 
 def resident() -> int:
-    """Bytes of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
@@ -202,8 +195,6 @@ def test_a_large_catalogue_opens_soon_and_takes_a_kib_a_page_at_most(
     assert statistics.median(took) <= most_seconds
 
 
-# -- an engine ---------------------------------------------------------------------------------------------------------
-
 EXTENT = 8192  # small pages: the figure does not grow with the pages' bytes
 HOST_BUFFER = 16 << 20
 
@@ -231,7 +222,6 @@ def engine_growth(path: Path, pages: int) -> dict[str, int]:
         for source in ("ssd", "cpu"):
             with engine.sequence(tokens) as sequence:
                 assert sequence.verify(600.0) == pages * 4
-                assert sequence.load is not None
                 assert sequence.load.result().bytes_by_tier == {source: pool}
                 if source == "cpu":
                     sequence.commit()

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import hashlib
 import json
-import mmap
 import os
 import shutil
-import sqlite3
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gdscache import CacheEngine, errors
+from gdscache.commands.bench import machine
 from gdscache.commands.inspect import inspect, reading, tables, verification, verify
 from gdscache.commands.inspect.owner import Owner, find_owner
 from gdscache.disk import directory
 from gdscache.disk.catalog_file import NEW_NAME
 from gdscache.disk.directory import LOCK_NAME, CacheDirectory
 from gdscache.storage.base import PROBE_PREFIX
+from tests.support.disk_parts import raw
 from tests.support.helpers import drop_from, flip_file, layout_of, make_config, prompt, quiet, run, until
 
 SLOTS = 12
@@ -64,12 +63,6 @@ def killed(tmp_path: Path) -> Path:
     return path
 
 
-@contextlib.contextmanager
-def raw(path: Path) -> Iterator[sqlite3.Connection]:
-    with contextlib.closing(sqlite3.connect(path / "catalog.sqlite")) as connection, connection:
-        yield connection
-
-
 def rows(path: Path) -> Rows:
     with raw(path) as connection:
         found = connection.execute("SELECT place, key, parent, recency FROM pages")
@@ -92,9 +85,6 @@ def extent() -> int:
 
 def named(report: dict[str, Any], what: str = "bad") -> dict[int, tuple[str, str, int | None]]:
     return {page["slot"]: (page["key"], page["cause"], page["layer"]) for page in report[what]}
-
-
-# -- inspect ---------------------------------------------------------------------------------------------------------
 
 
 def test_inspect_says_what_the_catalogue_has(cache: Path) -> None:
@@ -230,9 +220,6 @@ def test_the_owner_is_found_without_taking_the_lock(cache: Path, monkeypatch: py
     assert find_owner(cache).state == "unknown"
 
 
-# -- verify ----------------------------------------------------------------------------------------------------------
-
-
 def test_verify_of_a_good_directory_changes_the_lock_only(cache: Path) -> None:
     probe = cache / f"{PROBE_PREFIX}left"
     probe.write_bytes(b"of a killed owner")
@@ -364,31 +351,16 @@ def test_pages_without_a_description_are_checked_by_a_layout_beside_them_or_said
     flip_file(cache / "slab-0.bin", red[0] * extent())
 
 
-def resident(path: Path) -> int:
-    """Pages of a file that are in the system's page cache."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE) as mapped:
-        here = (ctypes.c_ubyte * len(mapped)).from_buffer(mapped)
-        found = (ctypes.c_ubyte * -(-len(mapped) // mmap.PAGESIZE))()
-        failed = libc.mincore(ctypes.c_void_p(ctypes.addressof(here)), ctypes.c_size_t(len(mapped)), found)
-        del here
-    assert not failed, os.strerror(ctypes.get_errno())
-    return sum(value & 1 for value in found)
-
-
 def test_verify_drops_what_it_read_from_the_page_cache(cache: Path) -> None:
     slab = cache / "slab-0.bin"
-    with slab.open("rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    if resident(slab):
+    machine.drop_cached([slab])
+    if machine.resident_bytes(slab):
         pytest.skip("this file system keeps its files in memory")
     assert slab.read_bytes()
-    assert resident(slab)  # what reading leaves
-    with slab.open("rb") as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    assert machine.resident_bytes(slab)  # what reading leaves
+    machine.drop_cached([slab])
     assert verify(cache)["bytes"]
-    assert resident(slab) == 0
+    assert machine.resident_bytes(slab) == 0
 
 
 def test_verify_keeps_engines_out_and_says_so(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,9 +389,6 @@ def test_a_directory_in_use_is_refused_and_left(tmp_path: Path, gdscache: Gdscac
         assert (path / LOCK_NAME).read_bytes() == lock
         with pytest.raises(errors.DirectoryInUseError):  # the engine still has its lock
             CacheDirectory.open(path)
-
-
-# -- nothing is trusted ----------------------------------------------------------------------------------------------
 
 
 def sql(text: str, *, fresh: bool = False) -> Callable[[Path], None]:
@@ -500,9 +469,6 @@ def test_a_path_that_is_no_cache_is_refused_and_left_alone(tmp_path: Path, look:
     with pytest.raises(errors.IOFailedError, match=r"no catalog\.sqlite is in it"):
         look(foreign)
     assert [f.name for f in foreign.iterdir()] == [NEW_NAME]  # and no lock
-
-
-# -- the command line ------------------------------------------------------------------------------------------------
 
 
 def test_exit_statuses_and_json(cache: Path, gdscache: Gdscache) -> None:

@@ -34,18 +34,6 @@ def test_core_dependencies_are_the_promised_ones() -> None:
     }  # fmt: skip
 
 
-def test_every_package_of_the_tree_is_shipped() -> None:
-    found = {".".join(file.parent.relative_to(ROOT).parts) for file in (ROOT / "gdscache").rglob("__init__.py")}
-    found = {name for name in found if "__pycache__" not in name}
-    folders = {
-        ".".join(file.parent.relative_to(ROOT).parts)
-        for file in (ROOT / "gdscache").rglob("*.py")
-        if "__pycache__" not in file.parts
-    }
-    assert set(PROJECT["tool"]["setuptools"]["packages"]) == found | {"gdscache", "gdscache.configs", "gdscache.csrc"}
-    assert folders == found | {"gdscache"}
-
-
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     """The wheel, built from a copy, since setuptools writes beside the sources."""
@@ -141,7 +129,6 @@ print(sorted(name for name in {HEAVY!r} if name in sys.modules))
 
 @pytest.fixture
 def wheels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """tools/wheels.py as a module."""
     pytest.importorskip("setuptools", minversion="77", reason="it imports the build, which needs it")
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     return importlib.import_module("wheels")
@@ -174,9 +161,6 @@ def test_the_build_asks_for_one_nanobind(wheels: ModuleType) -> None:
     wanted = sys.modules["native_build"].NANOBIND
     assert wanted in PROJECT["build-system"]["requires"]
     assert f'"{wanted}"' in (ROOT / "Makefile").read_text(encoding="utf-8")
-
-
-# --- Makefile and CI ---------------------------------------------------------------------------------------------
 
 
 def make(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -248,9 +232,6 @@ def test_ci_runs_lint_the_tests_and_the_suites_and_fails_where_one_of_its_parts_
         assert done.stdout.rstrip().endswith(last)
         if fails == "nothing":
             assert done.stdout.splitlines() == [*before, "makes test", "makes suites WORKERS=4", end]
-
-
-# --- GPU libraries -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -349,9 +330,6 @@ def test_a_failing_pip_fails_the_set_up(
     monkeypatch.setattr(installer, "pip_install", fail)
     assert installer.main([]) == 1
     assert "status 7; GPU=off" in capsys.readouterr().err
-
-
-# --- what compiles the kernels without a GPU ---------------------------------------------------------------------
 
 
 @pytest.fixture

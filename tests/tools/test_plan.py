@@ -89,9 +89,6 @@ def looped(limits: Limits = SMALL_POOL, points: int = 3) -> dict[str, Any]:
     return planned(loop(), limits, points=points)
 
 
-# -- what is recommended -------------------------------------------------------------------------------------------
-
-
 def test_the_pool_that_is_recommended_for_a_loop_is_its_working_set() -> None:
     report = looped(Limits(ssd=0))
     chosen = report["recommended"]
@@ -174,9 +171,6 @@ def test_a_full_queue_is_said() -> None:
     assert not {"queue", "ssd_write"} & set(looped()["binds"])
 
 
-# -- wear ----------------------------------------------------------------------------------------------------------
-
-
 def test_wear_is_that_of_the_simulation() -> None:
     work, times = loop()
     chosen = looped()["recommended"]
@@ -233,9 +227,6 @@ def test_the_grid_ends_at_the_budget() -> None:
     assert grid(1, 4, None) == [1]
 
 
-# -- refusals ------------------------------------------------------------------------------------------------------
-
-
 def test_a_budget_without_room_for_a_page_is_refused() -> None:
     for limits, option in ((Limits(cpu=PAGE - 1), "--cpu-budget"), (Limits(ssd=PAGE - 1), "--ssd-budget")):
         with pytest.raises(CapacityError, match=f"{option} is 4095 bytes and a page 4096 bytes"):
@@ -246,9 +237,6 @@ def test_a_budget_without_room_for_a_page_is_refused() -> None:
 def test_a_limit_that_is_none_is_refused(limits: Limits) -> None:
     with pytest.raises(InvalidValueError):
         planned(loop(), limits)
-
-
-# -- the command ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -109,9 +109,6 @@ def test_files_that_are_not_there_or_hold_nothing(tmp_path: Path) -> None:
         read_trace([tmp_path / "empty.jsonl"])
 
 
-# -- pages --------------------------------------------------------------------------------------------------------
-
-
 def test_blocks_become_pages_with_chained_keys() -> None:
     work = expand([request([7, 8], tokens=700), request([7, 9])], 128)
     assert [p.pages for p in work.prompts] == [[0, 1, 2, 3, 4], [0, 1, 2, 3, 5, 6, 7, 8]]
@@ -146,9 +143,6 @@ def test_pages_that_do_not_divide_a_block_are_refused(page_tokens: int) -> None:
         expand([request([1])], page_tokens)
 
 
-# -- figures by hand ----------------------------------------------------------------------------------------------
-
-
 def lru(work: Workload, capacity: int) -> Counts:
     return simulate(work, capacity, POLICIES["lru"]())
 
@@ -177,10 +171,6 @@ def test_a_prefix_is_touched_tail_first_and_stored_head_first() -> None:
     assert calls == [(call, work.names[page].key) for call, page in order]
 
 
-def test_what_finds_no_slot_is_cut_from_the_tail() -> None:
-    assert lru(workload([1, 2, 3], [1, 2, 3]), 2) == Counts(2, 3, 1, 2, 0)
-
-
 def test_plain_lru_is_blind_to_prefixes() -> None:
     work = workload([1, 2, 3], [1, 2, 3], [3 + 1])
     assert plain_lru(work, 2) == Counts(0, 4, 3, 7, 5)
@@ -192,13 +182,6 @@ def test_the_optimum_stores_only_what_is_needed() -> None:
     assert optimum(work, 1) == Counts(1, 4, 2, 1, 0)
     assert optimum(work, 2) == Counts(2, 4, 1, 2, 0)
     assert optimum(work, 3) == Counts(3, 4, 0, 3, 0)
-
-
-def test_an_infinite_tier_misses_only_what_is_new() -> None:
-    assert infinite(workload([1, 2], [1, 3], [1, 2])) == Counts(3, 3, 0, 3, 0)
-
-
-# -- against slow models ------------------------------------------------------------------------------------------
 
 
 def brute_force(work: Workload, capacity: int) -> int:
@@ -267,15 +250,6 @@ def test_counts_add_up_and_nothing_beats_the_optimum(work: Workload, capacity: i
     assert forever == Counts(hits=forever.hits, cold=len(work.names), written=len(work.names))
     if capacity >= len(work.names):
         assert counts == forever
-
-
-@settings(max_examples=50, deadline=None)
-@given(workloads(requests=10), st.integers(1, 12))
-def test_more_room_never_costs_the_optimum_a_hit(work: Workload, capacity: int) -> None:
-    assert optimum(work, capacity).hits <= optimum(work, capacity + 1).hits
-
-
-# -- the conversation trace ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.suite

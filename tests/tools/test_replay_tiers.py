@@ -36,11 +36,7 @@ from tests.support.traces import conversation, line, needs_conversation, request
 pytestmark = pytest.mark.suite
 
 
-# -- time ---------------------------------------------------------------------------------------------------------
-
-
 def ends(clock: Clock, **events: Done) -> dict[str, float]:
-    """When each of them happens."""
     found: dict[str, float] = {}
 
     def wait(name: str, done: Done) -> Process:
@@ -124,9 +120,6 @@ def test_a_simulation_needs_no_torch() -> None:
     assert python(code) == ""
 
 
-# -- figures by hand ----------------------------------------------------------------------------------------------
-
-
 def test_pages_are_found_where_they_are() -> None:
     work = work_of([1, 2], [3, 4], [1, 2, 5], [1])
     tiers, outcome = run(work, make(cpu=2, ssd=8))
@@ -152,7 +145,6 @@ def hybrid(every: int, **sizes: Any) -> Config:
 def test_a_hybrid_model_finds_lengths_at_which_all_its_groups_have_their_part() -> None:
     work = work_of([1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 6], tokens=4 * 512)
     tiers, outcome = run(work, hybrid(0, cpu=64, ssd=None))
-    assert tiers.cpu is not None
     assert getattr(tiers.cpu.index.orders.policy, "groups", 0) == 2
     # The third prompt parts where no window was kept, and computes all; it keeps one there, and the fourth finds it.
     assert outcome.found == [Found(0, 0, 0), Found(6, 0, 6), Found(0, 0, 0), Found(5, 0, 5)]
@@ -217,10 +209,7 @@ def test_misses_have_their_cause() -> None:
         inner(pages)
         if pages[0].key == work.names[2].key:
             tiers.clock.run()
-            assert tiers.ssd is not None
-            entry = tiers.ssd.index.find(lost.key)
-            assert entry is not None
-            tiers.ssd.index.drop(entry)
+            tiers.ssd.index.drop(tiers.ssd.index.find(lost.key))
 
     tiers.store = store  # type: ignore[method-assign,assignment]
     assert traffic.run().misses == {"cold": 4, "absent": 1, "behind": 1}
@@ -276,7 +265,6 @@ def test_a_batch_that_misses_its_deadline_is_dropped() -> None:
     machine = MachineModel(ssd_write=PAGE)
     tiers, _ = run(work_of([1, 2, 3]), make(cpu=8, ssd=8, deadline=2.0), machine)
     assert tiers.ledger.dropped == {"deadline": 3}
-    assert tiers.ssd is not None
     assert len(tiers.ssd.index) == 0
     assert problems(tiers) == []
 
@@ -295,12 +283,8 @@ def test_a_direct_route_leaves_the_cpu_tier_alone() -> None:
     assert tiers.executor.promoted == 0
 
 
-# -- whatever the traffic -----------------------------------------------------------------------------------------
-
-
 @st.composite
 def configs(draw: st.DrawFn) -> Config:
-    """Small tiers, any policies."""
     cpu = draw(st.one_of(st.none(), st.integers(1, 10)))
     ssd = draw(st.integers(1, 16) if cpu is None else st.one_of(st.none(), st.integers(1, 16)))
     policy = draw(st.sampled_from(["write_through", "write_through_selective", "write_back", "never"]))
@@ -345,12 +329,7 @@ machines = st.builds(
     st.booleans(),
 )
 def test_everything_adds_up(
-    work: Workload,
-    config: Config,
-    limits: EngineLimits,
-    machine: MachineModel,
-    gaps: list[float],
-    serial: bool,
+    work: Workload, config: Config, limits: EngineLimits, machine: MachineModel, gaps: list[float], serial: bool
 ) -> None:
     times = [sum(gaps[: i + 1]) for i in range(len(work.prompts))]
     tiers, outcome = run(work, config, machine, times, serial=serial, limits=limits)
@@ -390,9 +369,6 @@ def test_one_tier_in_series_is_the_index_without_time(work: Workload, capacity: 
     assert tiers.manager.tiers["cpu"].index.evictions == plain.evictions
 
 
-# -- what is asked for --------------------------------------------------------------------------------------------
-
-
 def test_a_config_is_taken_as_it_is_and_keys_can_be_set(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(
@@ -403,7 +379,6 @@ def test_a_config_is_taken_as_it_is_and_keys_can_be_set(tmp_path: Path) -> None:
     config = config_of(base, ["store.queue=4GiB", "store.queue=8GiB", "store.admission=tinylfu"])
     assert config.model.page_tokens == 64
     assert config.store.queue == 8 << 30
-    assert config.ssd is not None
     assert (config.ssd.capacity, config.ssd.endurance) == (2 << 30, 1 << 40)
     assert config.store.admission == "tinylfu"
     assert config_of(base, ["ssd=null"]).ssd is None
@@ -429,9 +404,6 @@ def test_every_model_can_be_replayed_in_any_pages_of_a_trace(model: str) -> None
         found = reports.replay(work, [0.0, 1.0], config, INSTANT, serial=True)
         assert adds_up(found)
         assert found["hit_tokens"] >= 1024 - tokens
-
-
-# -- the command --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

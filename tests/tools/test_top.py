@@ -232,7 +232,6 @@ def test_a_pipe_gets_plain_text_and_json_a_line_for_each_look(tmp_path: Path) ->
     command = [sys.executable, "-m", "gdscache", "top", str(directory), "--every", "0.1"]
     for options, marker in (([], str(directory)), (["--json"], '{"schema": "gdscache.top/1"')):
         child = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True)
-        assert child.stdout is not None
         seen = list(itertools.islice(child.stdout, 100 if not options else 3))
         assert sum(line.startswith(marker) for line in seen) >= 3
         child.send_signal(signal.SIGINT)
