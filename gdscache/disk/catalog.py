@@ -27,8 +27,7 @@ import numpy.typing as npt
 from gdscache.arrays import Int64Array
 from gdscache.disk import catalog_file
 from gdscache.disk.catalog_file import FORMAT_VERSION, CorruptCatalogError, SlabShape
-from gdscache.disk.namespaces import descriptions, prune
-from gdscache.disk.recovery import Recovered, clean, delete_pages, milliseconds, scan
+from gdscache.disk.recovery import Recovered, clean, delete_pages, descriptions, milliseconds, prune, scan
 from gdscache.errors import EngineClosedError, InvalidValueError, IOFailedError, SlotRangeError
 from gdscache.pages.checksum import MOST_SUMS
 
@@ -236,7 +235,7 @@ class Catalog:
         with self._read_lock, self._in_use("read"):
             rows = list(descriptions(self._connection(self._reader)))
         try:
-            return {digest: json.loads(text or b"{}") for _, digest, text in rows}
+            return {digest: json.loads(text or b"{}") for digest, text in rows}
         except (TypeError, ValueError, RecursionError) as error:
             raise IOFailedError(f"{self.path}: a namespace's description is damaged: {error}") from error
 

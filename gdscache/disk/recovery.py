@@ -1,12 +1,14 @@
-"""Reads the whole catalogue at open, a million rows in about a second, and removes invalid rows."""
+"""Reads the whole catalogue at open, a million rows in about a second, and removes invalid rows. So does it with the
+namespaces without pages, a bounded number a call."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import sqlite3
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,65 @@ import numpy as np
 import numpy.typing as npt
 
 from gdscache.arrays import Float64Array, Int64Array
-from gdscache.disk.catalog_file import CorruptCatalogError
-from gdscache.disk.namespaces import namespaces_by_id, tidy
+from gdscache.disk.catalog_file import SCHEMA, CorruptCatalogError
 from gdscache.limits import KEY_BYTES
 from gdscache.pages.keys import find
+
+PRUNED = 4096  # namespaces without pages that one call deletes: some 0.1 s
+DESCRIPTION_BYTES = 4 << 20  # a longer description is left unread
+ASKED = 256  # ids a query
+NAMED = f"typeof(digest) = 'blob' AND length(digest) = {KEY_BYTES}"
+
+
+def namespaces_by_id(connection: sqlite3.Connection, ids: Iterable[int]) -> dict[int, bytes]:
+    """Id → digest of the namespaces among `ids` that have a digest of the right size."""
+    found: dict[int, bytes] = {}
+    asked = iter(ids)
+    while some := list(itertools.islice(asked, ASKED)):
+        places = ", ".join("?" * len(some))
+        found.update(connection.execute(f"SELECT id, digest FROM namespaces WHERE id IN ({places}) AND {NAMED}", some))
+    return found
+
+
+def descriptions(connection: sqlite3.Connection) -> Iterator[tuple[bytes, bytes | None]]:
+    """Digest and description of each namespace that has a digest of the right size; None: unreadable."""
+    for name, digest in connection.execute(f"SELECT id, digest FROM namespaces WHERE {NAMED}").fetchall():
+        yield digest, _description(connection, name)
+
+
+def tidy(writer: sqlite3.Connection, used: Collection[int]) -> None:
+    """Delete invalid rows, and namespaces that are not `used`: all of them, or `PRUNED` if that takes long."""
+    broken = writer.execute(f"SELECT 1 FROM namespaces WHERE NOT ({NAMED}) LIMIT 1").fetchall()
+    unused = writer.execute("SELECT count(*) FROM namespaces").fetchone()[0] - len(used)
+    if broken or unused > max(PRUNED, len(used)):
+        _rebuild(writer, used)
+    elif unused:
+        prune(writer, used)
+
+
+def prune(writer: sqlite3.Connection, used: Collection[int]) -> None:
+    ids = (name for (name,) in writer.execute("SELECT id FROM namespaces"))
+    unused = list(itertools.islice((name for name in ids if name not in used), PRUNED))
+    writer.executemany("DELETE FROM namespaces WHERE id = ?", [(name,) for name in unused])
+
+
+def _rebuild(writer: sqlite3.Connection, used: Iterable[int]) -> None:
+    """Make the table anew: dropping it costs little, and does not read digests as large as the file."""
+    kept = [
+        (name, digest, _description(writer, name) or b"{}") for name, digest in namespaces_by_id(writer, used).items()
+    ]
+    writer.execute("DROP TABLE namespaces")
+    writer.execute(SCHEMA["namespaces"])
+    writer.executemany("INSERT INTO namespaces(id, digest, description) VALUES (?, ?, CAST(? AS TEXT))", kept)
+
+
+def _description(connection: sqlite3.Connection, name: int) -> bytes | None:
+    text = "SELECT typeof(description) = 'text' FROM namespaces WHERE id = ?"
+    if not connection.execute(text, (name,)).fetchone()[0]:
+        return None
+    with connection.blobopen("namespaces", "description", name, readonly=True) as blob:
+        return blob.read() if len(blob) <= DESCRIPTION_BYTES else None
+
 
 SCAN_SLOTS = 1 << 15  # slots a query: a few MiB of keys at a time
 LAST_MILLISECOND = 1 << 53  # milliseconds since the epoch; no valid row is written later, or lives longer

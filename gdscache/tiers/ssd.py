@@ -8,6 +8,7 @@ from waiting for such a commit.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import logging
 import math
@@ -415,7 +416,7 @@ class SsdTier(DurableTier):
     def describe(self) -> dict[str, Any]:
         return {
             "path": str(self.path),
-            "route": None if self.route is None else self.route.describe(),
+            "route": None if self.route is None else dataclasses.asdict(self.route),
             "stripes": [str(file.parent) for file in self._slab.files[1 : self._slab.directories]],
             "lost_at_recovery": dict(self.lost),
             "catalogue_set_aside": None if self._set_aside is None else str(self._set_aside),

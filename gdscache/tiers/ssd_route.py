@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Collection
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -44,9 +44,6 @@ class RouteChoice:
     route: SsdRoute
     reason: str
     gb_per_second: dict[str, float] = dataclasses.field(default_factory=dict)
-
-    def describe(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
 
 def choose(

@@ -25,8 +25,7 @@ from gdscache.config.pools import PLAIN_DIRECTORY, POOL_PREFIX
 from gdscache.disk import catalog_file, catalog_image, stripes
 from gdscache.disk.catalog_file import CATALOG_NAME, SUSPECT_NAME, CorruptCatalogError
 from gdscache.disk.catalog_image import Progress
-from gdscache.disk.namespaces import descriptions
-from gdscache.disk.recovery import Recovered, scan
+from gdscache.disk.recovery import Recovered, descriptions, scan
 from gdscache.disk.slab import Slab, first_missing, slab_files, stretch_slots
 from gdscache.errors import GdsCacheError, IOFailedError, NotADirectoryPathError, NotARegularFileError, StripeError
 from gdscache.pages.keys import namespace_digest
@@ -215,7 +214,7 @@ def read_contents(directory: Path, connection: sqlite3.Connection) -> Contents:
         if extent < 1 or extent % EXTENT_ALIGNMENT:
             raise CorruptCatalogError(f"{path} is corrupt: its extent_bytes is {extent}")
         created = connection.execute("SELECT value FROM meta WHERE name = 'created'").fetchone()
-        names = {digest: _namespace(digest, text, extent, plain=plain) for _, digest, text in descriptions(connection)}
+        names = {digest: _namespace(digest, text, extent, plain=plain) for digest, text in descriptions(connection)}
         directories = slab_directories(directory)
         files = slab_files(directories, range(shards))
         sizes = tuple(regular_file(file).st_size for file in files)

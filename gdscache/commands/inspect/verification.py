@@ -28,8 +28,7 @@ from gdscache.disk.catalog import WHOLE_SUMS
 from gdscache.disk.catalog_file import CATALOG_NAME, CorruptCatalogError, sqlite_errors
 from gdscache.disk.catalog_image import Progress
 from gdscache.disk.directory import CacheDirectory, wanted
-from gdscache.disk.namespaces import NAMED
-from gdscache.disk.recovery import WHOLE_ROW
+from gdscache.disk.recovery import NAMED, WHOLE_ROW
 from gdscache.errors import DirectoryInUseError, IOFailedError
 from gdscache.pages.checksum import Checksums, first_bad_layer, unbound
 
