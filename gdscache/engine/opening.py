@@ -167,7 +167,7 @@ def build(
         lock, log, clock = threading.RLock(), LimitedLog(), _clock(config)
         quarantine = Quarantine(lock, log=log)
         top = _open_top(config, attached, addresses, undo)
-        layout, device, extent, deadline = top.layout, top.planes.device, top.layout.extent_bytes, config.deadline
+        layout, device, deadline = top.layout, top.planes.device, config.deadline
         placed.enter_context(near(device))
         opened = functools.partial(
             _open_below, reserve=limits.ssd_reserve, lock=lock, quarantine=quarantine, clock=clock, log=log, undo=undo
@@ -209,8 +209,8 @@ def build(
         executors = [executor] if executor.plain is None or plain is None else [executor, executor.plain]
         planner = storer = None
         for one, some, mine, moves in reversed([*zip(both, outlets, earned, executors, strict=True)]):
-            extent = one.top.layout.extent_bytes
-            planner = StorePlanner(manager, config.store, extent, some, mine, plain=one.top.plain, unfit=planner)
+            extent, of_plain = one.top.layout.extent_bytes, one.top.plain
+            planner = StorePlanner(manager, config.store, extent, some, mine, plain=of_plain, unfit=planner)
             spare = None if one.bounce is None else one.bounce.stores
             storer = Storer(manager, planner, moves, spare, deadline, storer)
             undo.callback(storer.close, drain=False)

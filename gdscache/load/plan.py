@@ -87,10 +87,9 @@ class LoadPlan:
         code = CODES[PageStatus.PENDING]
         return np.flatnonzero(self.statuses == code) if code in self.statuses.tobytes() else _NONE
 
-    def loaded(self, rows: range | None = None) -> bytes:
-        """A byte for each of the rows (all by default): 1 if the page is loaded, else 0."""
-        mask = self.statuses.tobytes().translate(_IS_LOADED)
-        return mask if rows is None else mask[rows.start : rows.stop]
+    def loaded(self) -> bytes:
+        """A byte for each row: 1 if the page is loaded, else 0."""
+        return self.statuses.tobytes().translate(_IS_LOADED)
 
     def told(self, rows: range) -> tuple[PageStatus, ...]:
         codes = self.statuses.tobytes()[rows.start : rows.stop]

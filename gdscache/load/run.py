@@ -381,7 +381,8 @@ class LoadRun:
             self._manager.busy.begin(tier, self._executor.now() - spent.seconds)
         if tier:
             rows = [run.rows for run in self.plan.runs if run.tier.name == tier and run.filling is None]
-            good = not any(0 in self.plan.loaded(some) for some in rows)
+            there = self.plan.loaded()
+            good = 0 not in there or not any(0 in there[some.start : some.stop] for some in rows)
             nbytes = sum(map(len, rows)) * self._layout.bytes_in(tier)
             self._manager.busy.end(tier, nbytes if good else None, self._executor.now())
 
