@@ -30,13 +30,7 @@ from gdscache import arguments
 from gdscache.engine.engine import CacheEngine
 from gdscache.engine.hybrid import HybridEngine
 from gdscache.engine.hybrid_handles import HybridStore
-from gdscache.errors import (
-    GeometryError,
-    RopeByLengthError,
-    SequenceStateError,
-    TokensError,
-    UnsupportedRequestError,
-)
+from gdscache.errors import GeometryError, RopeByLengthError, SequenceStateError, TokensError, UnsupportedRequestError
 from gdscache.integrations.forwards import Forwards
 from gdscache.integrations.live_model import LiveModel, nameless
 from gdscache.integrations.ropes import rope_limit

@@ -10,14 +10,16 @@ After a weight change the pool holds old pages until its flush. So nothing is st
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from gdscache.engine.engine import CacheEngine
+from gdscache.engine.hybrid import HybridEngine
 from gdscache.errors import DeadlineError, GdsCacheError
 from gdscache.integrations.sglang.pages import PageLinks, digest, parent_of
+from gdscache.integrations.sglang.planes import KV
 from gdscache.integrations.weights import fresh_salt
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.moves import PageStatus
@@ -215,3 +217,57 @@ class BorrowedPages:
     def close(self) -> None:
         """Release everything. Repeated calls are fine."""
         self._borrower.close()
+
+
+class PoolPages:
+    """Pages of all pools that are kept, by SGLang's names. Thread-safe."""
+
+    def __init__(
+        self, pools: Mapping[str, HostPages | BorrowedPages], engine: CacheEngine | HybridEngine | None = None
+    ) -> None:
+        """`engine`: of this rank's own directory."""
+        self.pools, self.engine = pools, engine
+
+    @classmethod
+    def over(cls, engine: CacheEngine | HybridEngine) -> PoolPages:
+        if isinstance(engine, CacheEngine):
+            return cls({KV: HostPages(engine)}, engine)
+        each = zip(engine.names, engine.engines, strict=True)
+        return cls({name: HostPages(one) for names, one in each for name in names}, engine)
+
+    def lengths(
+        self, keys: Sequence[str], trailing: Mapping[str, int | None], before: Sequence[str] = ()
+    ) -> tuple[dict[str, int], list[int]]:
+        """Each pool's number of first pages, and the lengths in pages at which all pools have their part.
+
+        `trailing`: for each other pool, the number of a length's last pages that it needs (None: all); its answer is
+        the longest length at which it has them. Pools that are not kept have no page.
+        """
+        whole = self.pools[KV].exists(keys, before)
+        reach, found = {KV: whole}, [*range(1, whole + 1)]
+        for name, pages in trailing.items():
+            pool = self.pools.get(name)
+            there = pool.present(keys[:whole], before) if isinstance(pool, HostPages) else bytes(whole)
+            good = [n for n in range(1, whole + 1) if 0 not in there[max(0, n - (pages or n)) : n]]
+            reach[name] = good[-1] if good else 0
+            kept = set(good)
+            found = [n for n in found if n in kept]
+        return reach, found
+
+    def clear(self) -> None:
+        in_turn(*(pool.clear for pool in self.pools.values()))
+
+    def weights_changed(self, *, ends: bool = False) -> None:
+        for pool in self.pools.values():
+            pool.weights_changed(ends=ends)
+
+    def flushed(self) -> None:
+        for pool in self.pools.values():
+            pool.flushed()
+
+    def close(self) -> None:
+        """Finish accepted stores, and close all engines. Repeated calls are fine."""
+        with contextlib.ExitStack() as ends:
+            for one in (self.engine, *self.pools.values()):
+                if one is not None:
+                    ends.callback(one.close)

@@ -34,14 +34,13 @@ from gdscache.integrations.fetching import PinningCache
 from gdscache.integrations.prefills import LEAST_TOKENS, Prefills
 from gdscache.integrations.settings import one_model
 from gdscache.integrations.sglang.events import SglangEvents
-from gdscache.integrations.sglang.groups import GROUPS, grouped_planes
 from gdscache.integrations.sglang.junctions import Junctions
 from gdscache.integrations.sglang.linker_ranks import LEFT_S, RankFacts, RankLoads, shard_of
 from gdscache.integrations.sglang.loads import STOPPED_S, LeadTable, LoadTable, QueuedLoad, RankTable
 from gdscache.integrations.sglang.metrics import ToldMetrics
 from gdscache.integrations.sglang.moves import LayerLoads, Offloads
 from gdscache.integrations.sglang.pages import PageLinks, digest
-from gdscache.integrations.sglang.planes import KV, device_planes
+from gdscache.integrations.sglang.planes import GROUPS, KV, device_planes, grouped_planes
 from gdscache.integrations.sglang.ranks import place_in, together
 from gdscache.integrations.sglang.refused import refuse_components, refuse_model, refuse_setup
 from gdscache.integrations.sglang.served import (

@@ -2,6 +2,9 @@
 
 A device pool has a K and a V plane in each layer (MLA: one), with a row for each token slot. A host pool has all layers
 of a page side by side, K and V apart: one layer with two planes (MLA: one), whose pages are one run each.
+
+Of a hybrid model each kind of layer has a pool, and a component in the tree: FULL, SWA, MAMBA. All pages have the same
+tokens; a state has a slot in its own pool, as wide as its tensors.
 """
 
 from __future__ import annotations
@@ -13,13 +16,13 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from gdscache.errors import CacheLayoutUnsupportedError
+from gdscache.errors import CacheGroupsUnsupportedError, CacheLayoutUnsupportedError
 from gdscache.integrations.settings import Rows, planes_section
 
 KV, WINDOWS, STATES = "kv", "swa", "mamba"  # SGLang's names of its pools
 _DEVICE_POOLS = ("MHATokenToKVPool", "MLATokenToKVPool")
 _UNTRIED_POOLS = ("DSATokenToKVPool",)  # pools that follow the contract and that no GPU has run
-_HOST_POOLS = ("MHATokenToKVPoolHost", "MLATokenToKVPoolHost")
+_HOST_POOLS, _HOST_STATES = ("MHATokenToKVPoolHost", "MLATokenToKVPoolHost"), "MambaPoolHost"
 HOST_LAYOUTS = {"page_first": 1, "page_first_direct": 1, "page_head": 3}  # the axis of the layers, K and V apart
 _SCALES = ("k_scale_buffer", "v_scale_buffer", "native_k_scale_buffer", "kv_scale_buffer")
 
@@ -195,3 +198,110 @@ def rows_of(buffer: torch.Tensor, page_tokens: int, *, rows_are_pages: bool = Fa
         )
     width = each // page_tokens if rows_are_pages else each
     return buffer.reshape(-1).view(torch.uint8).view(slots // page_tokens, page_tokens, width)
+
+
+GROUPS = {"FULL": KV, "SWA": WINDOWS, "MAMBA": STATES}  # the pools of SGLang's components
+_HYBRID_POOLS = ("SWAKVPool", "HybridLinearKVPool")
+_MODEL = "use a model whose layers keep all tokens, a sliding window, or a state"
+
+
+def grouped_planes(
+    pool: Any, states: Any, window: int | None, page_tokens: int, *, untried: bool = False
+) -> PoolPlanes:
+    """The planes of all components. `pool`: the device pool. `states`: SGLang's pool of requests if it has states, else
+    None. `window`: tokens before a token that it attends to. Raises `CacheLayoutUnsupportedError`."""
+    kind = type(pool).__name__
+    if kind not in _HYBRID_POOLS:
+        raise CacheLayoutUnsupportedError(
+            f"the KV cache is a {kind}; {' and '.join(_HYBRID_POOLS)} are supported beside pools of one kind", _MODEL
+        )
+    own: dict[str, tuple[PoolPlanes, dict[int, int]]] = {}
+    if kind == "SWAKVPool":
+        for name, part, windowed in ((KV, pool.full_kv_pool, False), (WINDOWS, pool.swa_kv_pool, True)):
+            where = {layer: at for layer, (at, its) in pool.layers_mapping.items() if its == windowed}
+            if where:
+                own[name] = device_planes(part, page_tokens, untried=untried), where
+    else:
+        where = dict(pool.full_attention_layer_id_mapping)
+        own[KV] = device_planes(pool.full_kv_pool, page_tokens, untried=untried), where
+    if states is not None:
+        own[STATES] = _state_planes(states), dict(states.mamba_map)
+    return _joined(own, window, page_tokens)
+
+
+def _joined(
+    own: Mapping[str, tuple[PoolPlanes, Mapping[int, int]]], window: int | None, page_tokens: int
+) -> PoolPlanes:
+    """The layers of all pools in the model's order. A layer of the model may have planes in two pools."""
+    order = sorted((layer, name) for name, (_, where) in own.items() for layer in where)
+    tensors, rows, layers = list[tuple[torch.Tensor, ...]](), list[Mapping[str, Rows]](), dict[int, list[int]]()
+    in_group: dict[str, list[int]] = {name: [] for name in own}
+    for place, (layer, name) in enumerate(order):
+        planes, where = own[name]
+        at = where[layer]
+        tensors.append(planes.tensors[at])
+        rows.append(planes.rows[at])
+        layers.setdefault(layer, []).append(place)
+        in_group[name].append(place)
+    groups = [group_of(name, some, page_tokens, (window or 0) + 1) for name, some in in_group.items()]
+    described = {name: {**planes.described, "layers": sorted(where)} for name, (planes, where) in own.items()}
+    return PoolPlanes(tensors, {"pools": described, "window": window}, rows, groups, layers)
+
+
+def _state_planes(states: Any) -> PoolPlanes:
+    """The states of a model's layers: a slot is a row, of each tensor of a state."""
+    if beside := [name for name in ("short_conv_pool", "ngram_pool") if getattr(states, name).enabled]:
+        raise CacheLayoutUnsupportedError(f"the model has more of a state than its slot: {', '.join(beside)}", _MODEL)
+    cache = states.mamba_pool.mamba_cache
+    parts = [(f"conv{n}" if n else "conv", part) for n, part in enumerate(cache.conv)] + [("state", cache.temporal)]
+    parts = [(name, part) for name, part in parts if part.numel()]
+    tensors = [tuple(rows_of(part[layer], 1) for _, part in parts) for layer in range(len(states.mamba_map))]
+    described: dict[str, object] = {name: [str(part.dtype), list(part.shape[2:])] for name, part in parts}
+    return PoolPlanes(tensors, described, [named(planes, names=[name for name, _ in parts]) for planes in tensors])
+
+
+def refuse_pool(name: str) -> None:
+    """Raise for a host pool that is not kept, by SGLang's name."""
+    if name not in (KV, WINDOWS, STATES):
+        raise CacheGroupsUnsupportedError(
+            f"the model has a host pool {name!r}; {KV}, {WINDOWS} and {STATES} are supported",
+            "use a model whose layers keep all tokens, a sliding window, or a state, or leave "
+            "--hicache-storage-backend out",
+        )
+
+
+def pools_planes(pools: Mapping[str, Any], window: int | None) -> PoolPlanes:
+    """The planes of host pools, by SGLang's names: a layer each. `window`: tokens that a token attends to.
+
+    Raises `CacheLayoutUnsupportedError`, and `CacheGroupsUnsupportedError` for pools that are not kept.
+    """
+    for name in pools:
+        refuse_pool(name)
+    if {*pools} == {KV}:
+        return host_planes(pools[KV])
+    page = int(pools[KV].page_size)
+    names = sorted(pools)
+    each = {name: _host_states(pool) if name == STATES else host_planes(pool) for name, pool in pools.items()}
+    groups = [group_of(name, [at], page, window or page) for at, name in enumerate(names)]
+    return PoolPlanes(
+        [each[name].tensors[0] for name in names],
+        {"pools": {name: each[name].described for name in names}},
+        [each[name].rows[0] for name in names],
+        groups,
+    )
+
+
+def _host_states(pool: Any) -> PoolPlanes:
+    """A pool of states: each slot has the states of all layers side by side."""
+    kind = type(pool).__name__
+    if kind != _HOST_STATES:
+        raise CacheGroupsUnsupportedError(
+            f"the model's states are in a {kind}; {_HOST_STATES} is supported", "leave --hicache-storage-backend out"
+        )
+    refuse_layout(pool.layout)
+    parts = {"state": pool.temporal_buffer} | {f"conv{n}": part for n, part in enumerate(pool.conv_buffer)}
+    parts |= {f"beside{n}": part for n, part in enumerate(pool.slot_state_buffers)}
+    parts = {name: part for name, part in parts.items() if part.numel()}
+    described: dict[str, object] = {name: [str(part.dtype), list(part.shape[1:])] for name, part in parts.items()}
+    tensors = tuple(rows_of(part, 1) for part in parts.values())
+    return PoolPlanes([tensors], {"pool": kind, "layout": pool.layout, **described}, [named(tensors, names=[*parts])])

@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from gdscache.errors import (
-    CacheGroupsUnsupportedError,
-    MediaUnsupportedError,
-    RopeByLengthError,
-)
+from gdscache.errors import CacheGroupsUnsupportedError, MediaUnsupportedError, RopeByLengthError
 from gdscache.integrations.ropes import ropes
 from gdscache.integrations.sglang.setup import table
 

@@ -15,11 +15,7 @@ from typing import Any
 
 from gdscache import arguments
 from gdscache.config import Config
-from gdscache.errors import (
-    ConfigError,
-    InterfaceUnsupportedError,
-    WeightsNotFoundError,
-)
+from gdscache.errors import ConfigError, InterfaceUnsupportedError, WeightsNotFoundError
 from gdscache.integrations.fields import table_in
 from gdscache.integrations.settings import config_named, content_of, contents_of, engine_configuration, switches_of
 from gdscache.integrations.sglang.loads import LOOKED_S

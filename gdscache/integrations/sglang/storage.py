@@ -35,10 +35,9 @@ from gdscache.engine.engine import CacheEngine
 from gdscache.engine.hybrid import HybridEngine
 from gdscache.engine.packing import as_directory
 from gdscache.errors import CacheGroupsUnsupportedError, InterfaceUnsupportedError, ParallelismUnsupportedError
-from gdscache.integrations.sglang.host import BorrowedPages, HostPages
+from gdscache.integrations.sglang.host import BorrowedPages, HostPages, PoolPages
 from gdscache.integrations.sglang.metrics import ToldMetrics
-from gdscache.integrations.sglang.planes import KV, PoolPlanes
-from gdscache.integrations.sglang.pools import PoolPages, pools_planes, refuse_pool
+from gdscache.integrations.sglang.planes import KV, PoolPlanes, pools_planes, refuse_pool
 from gdscache.integrations.sglang.ranks import RankPlace, storage_group, together
 from gdscache.integrations.sglang.refused import refuse_model, refuse_setup
 from gdscache.integrations.sglang.setup import (

@@ -16,16 +16,7 @@ from typing import TYPE_CHECKING
 from gdscache.errors import GdsCacheError, RankMismatchError
 from gdscache.integrations.prefills import Prefills
 from gdscache.integrations.vllm.requests import LoadOrder, StoreOrder
-from gdscache.integrations.vllm.worker import (
-    BegunLoad,
-    LoadBatch,
-    Loads,
-    Marks,
-    Place,
-    Stores,
-    begin_loads,
-    end_step,
-)
+from gdscache.integrations.vllm.worker import BegunLoad, LoadBatch, Loads, Marks, Place, Stores, begin_loads, end_step
 from gdscache.ranks.address import RankAddress
 from gdscache.ranks.rank import Rank
 from gdscache.runtime.threads import in_turn, log_failure

@@ -15,9 +15,7 @@ from gdscache import CacheEngine, Config
 from gdscache.config import ModelConfig
 from gdscache.errors import GeometryError, PlanesError
 from gdscache.integrations.settings import Rows, engine_configuration, planes_section
-from gdscache.integrations.sglang.groups import grouped_planes
-from gdscache.integrations.sglang.planes import PoolPlanes, device_planes, host_planes
-from gdscache.integrations.sglang.pools import pools_planes
+from gdscache.integrations.sglang.planes import PoolPlanes, device_planes, grouped_planes, host_planes, pools_planes
 from gdscache.integrations.vllm.cache_groups import key_elements
 from gdscache.integrations.vllm.planes import planes_of
 from gdscache.pages.keys import PageHashes

@@ -17,7 +17,8 @@ from gdscache import PageHashes
 from gdscache.config import Config
 from gdscache.engine.hybrid import HybridEngine
 from gdscache.errors import CacheGroupsUnsupportedError, CacheLayoutUnsupportedError, EngineClosedError, StorageError
-from gdscache.integrations.sglang.pools import PoolPages, pools_planes
+from gdscache.integrations.sglang.host import PoolPages
+from gdscache.integrations.sglang.planes import pools_planes
 from gdscache.integrations.sglang.served import SeveralPools
 from gdscache.store.handle import StoreHandle
 from tests.support.hybrid import HybridHost

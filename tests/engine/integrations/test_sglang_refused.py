@@ -8,12 +8,7 @@ from typing import Any
 import pytest
 
 from gdscache import errors
-from gdscache.errors import (
-    CacheGroupsUnsupportedError,
-    IntegrationError,
-    MediaUnsupportedError,
-    RopeByLengthError,
-)
+from gdscache.errors import CacheGroupsUnsupportedError, IntegrationError, MediaUnsupportedError, RopeByLengthError
 from gdscache.integrations.sglang.refused import refuse_components, refuse_model, refuse_setup
 
 LIMIT = 4096

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from gdscache import HybridEngine, errors
-from gdscache.integrations.sglang.groups import grouped_planes
-from gdscache.integrations.sglang.planes import device_planes, host_planes
+from gdscache.integrations.sglang.planes import device_planes, grouped_planes, host_planes
 from gdscache.integrations.sglang.setup import LinkerOptions, configuration, storage_config_of
 from tests.support.fake_pool import pool_entry
 from tests.support.sglang_fields import kind_of
