@@ -144,12 +144,6 @@ def test_no_value_as_large_as_a_file_is_read_anywhere(path: Path, table: str, co
 UNTIL_5000 = "UNION ALL SELECT i + 1 FROM n WHERE i < 5000"
 
 
-def meta_rows(path: Path, *statements: str) -> None:
-    with raw(path) as catalogue:
-        for statement in statements:
-            catalogue.execute(statement)
-
-
 @pytest.mark.parametrize(
     "statement",
     [
@@ -162,7 +156,8 @@ def meta_rows(path: Path, *statements: str) -> None:
 )
 def test_a_table_of_facts_that_is_none(path: Path, statement: str) -> None:
     """Set aside, refused or put up with: by name, and without a wrong byte."""
-    meta_rows(path, statement)
+    with raw(path) as catalogue:
+        catalogue.execute(statement)
 
     def open_it() -> None:
         with contextlib.suppress(GdsCacheError):

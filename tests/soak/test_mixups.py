@@ -72,19 +72,19 @@ def look(path: Path, catalogue: bytes) -> None:
         assert served(host, DOCUMENTS[-2:], LONG) == dict.fromkeys(DOCUMENTS[-2:], LONG)
 
 
-def block_of(moments: Sequence[bytes], older: int, later: int, block: int) -> bytes:
-    catalogue = bytearray(moments[later])
-    catalogue[block * BLOCK : (block + 1) * BLOCK] = moments[older][block * BLOCK : (block + 1) * BLOCK]
-    return bytes(catalogue)
+def block_of(catalogue: bytes, older: bytes, block: int) -> bytes:
+    """A catalogue with a block of an older one."""
+    at, stop = block * BLOCK, (block + 1) * BLOCK
+    return catalogue[:at] + older[at:stop] + catalogue[stop:]
 
 
 def replay(life: tuple[Path, list[bytes]], scratch: Path, cases: Sequence[tuple[int, int, int]]) -> None:
     path, moments = life
-    for number, case in enumerate(cases):
+    for number, (older, later, block) in enumerate(cases):
         copy = scratch / str(number)
-        print(f"block {case[2]} of moment {case[1]} as it was at {case[0]}")
+        print(f"block {block} of moment {later} as it was at {older}")
         shutil.copytree(path, copy)
-        look(copy, block_of(moments, *case))
+        look(copy, block_of(moments[later], moments[older], block))
         shutil.rmtree(copy)
 
 
@@ -107,13 +107,12 @@ def test_older_blocks_together(life: tuple[Path, list[bytes]], tmp_path: Path) -
     chance = random.Random(SEED)
     path, moments = life
     for number in range(300):
-        catalogue = bytearray(moments[-1])
+        catalogue = moments[-1]
         for older, later, block in chance.sample(list(stale(moments)), chance.randint(2, 5)):
-            if later == len(moments) - 1:
-                catalogue[block * BLOCK : (block + 1) * BLOCK] = moments[older][block * BLOCK : (block + 1) * BLOCK]
+            catalogue = block_of(catalogue, moments[older], block) if later == len(moments) - 1 else catalogue
         copy = tmp_path / str(number)
         shutil.copytree(path, copy)
-        look(copy, bytes(catalogue))
+        look(copy, catalogue)
         shutil.rmtree(copy)
 
 

@@ -33,13 +33,12 @@ from hypothesis.stateful import (
 )
 
 from gdscache import CacheEngine, LoadReport, PageStatus
-from gdscache.errors import EngineClosedError, LoadFailedError, PoolFullError, TransportUnavailableError
+from gdscache.errors import EngineClosedError, LoadFailedError, PoolFullError
 from gdscache.kernels.gpu import CopyRoute
 from gdscache.limits import EngineLimits
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.prefetch.handle import Prefetch
 from gdscache.storage.base import Op
-from gdscache.storage.files import NativeTransport
 from gdscache.store.handle import StoreHandle
 from tests.support import fake_gpu
 from tests.support.faults import ExtentPart, Fault, FaultRule
@@ -60,6 +59,7 @@ from tests.support.helpers import (
     until,
     write_page,
 )
+from tests.support.native_parts import has_ring
 from tests.support.packed_pages import bytes_in
 from tests.support.places import scratch
 from tests.support.transport_parts import has_libcuda
@@ -629,13 +629,6 @@ KVIKIO = pytest.mark.skipif(
 )
 
 
-def require_uring() -> None:
-    try:
-        NativeTransport(1).close()
-    except TransportUnavailableError as error:
-        pytest.skip(error.message)
-
-
 def _faults() -> list[Any]:
     """Every face over every transport; one transport a face in `make test`."""
     transports = {"FaultyTransport": [], "FaultyUring": [], "FaultyNixl": [NIXL], "FaultyKvikio": [KVIKIO]}
@@ -649,8 +642,8 @@ def _faults() -> list[Any]:
 
 @pytest.mark.parametrize(("transport", "face"), _faults())
 def test_random_faults(transport: str, face: type[Machine], device: str) -> None:
-    if transport == "FaultyUring":
-        require_uring()
+    if transport == "FaultyUring" and not has_ring():
+        pytest.skip("no io_uring")
     counts: Counter[str] = Counter()
 
     class Unlucky(face):  # type: ignore[misc, valid-type]

@@ -16,13 +16,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gdscache.errors import TransportUnavailableError
 from gdscache.storage.base import Op
-from gdscache.storage.files import NativeTransport
 from tests.support.faults import FaultRule
 from tests.support.faulty import PLAN, Fault
 from tests.support.io_child import Shim
 from tests.support.memory_child import aim
+from tests.support.native_parts import has_ring
 from tests.support.rings import break_rings
 
 if TYPE_CHECKING:
@@ -222,11 +221,7 @@ RINGS = ["tests.support.faulty:FaultyUring", "uring"]
 
 
 def transports() -> list[str]:
-    try:
-        NativeTransport(1).close()
-    except TransportUnavailableError:
-        return [*FAULTY, "posix"]
-    return [*FAULTY, "posix", *RINGS]
+    return [*FAULTY, "posix", *(RINGS if has_ring() else ())]
 
 
 def drawn(rng: random.Random, transport: str) -> Round:

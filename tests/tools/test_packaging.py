@@ -16,6 +16,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from tests.support.interpreters import python
 from tests.support.places import ROOT, tool
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -121,10 +122,7 @@ for module in {modules!r}:
     importlib.import_module(module)
 print(sorted(name for name in {HEAVY!r} if name in sys.modules))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=120, check=False
-    )
-    assert (done.stdout.strip(), done.stderr) == ("[]", "")
+    assert python(script).strip() == "[]"
 
 
 @pytest.fixture

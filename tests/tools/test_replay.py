@@ -205,37 +205,6 @@ def test_the_optimum_is_what_brute_force_finds(work: Workload, capacity: int) ->
     assert optimum(work, capacity).hits == brute_force(work, capacity)
 
 
-def slow_lru(work: Workload, capacity: int) -> tuple[int, int, int]:
-    """(hits, written, evictions) of leaf-first LRU, one page at a time on a list, the coldest first."""
-    order: list[int] = []
-    hits = written = evictions = 0
-    parent = {page: above for pages, _ in work.prompts for above, page in zip([-1, *pages], pages, strict=False)}
-    for pages, _ in work.prompts:
-        found = list(itertools.takewhile(lambda page: page in order, pages))
-        hits += len(found)
-        for page in reversed(found):
-            order.remove(page)
-            order.append(page)
-        for page in pages[len(found) :]:
-            if len(order) == capacity:
-                above = {parent[other] for other in order}
-                leaves = [other for other in order if other not in pages and other not in above]
-                if not leaves:
-                    break
-                order.remove(leaves[0])
-                evictions += 1
-            order.append(page)
-            written += 1
-    return hits, written, evictions
-
-
-@settings(max_examples=200, deadline=None)
-@given(workloads(requests=14, depth=4), st.integers(1, 12))
-def test_lru_on_the_real_index_is_the_slow_model(work: Workload, capacity: int) -> None:
-    counts = lru(work, capacity)
-    assert (counts.hits, counts.written, counts.evictions) == slow_lru(work, capacity)
-
-
 @settings(max_examples=150, deadline=None)
 @given(workloads(requests=14, depth=4, page_tokens=256), st.integers(1, 20), st.sampled_from(sorted(POLICIES)))
 def test_counts_add_up_and_nothing_beats_the_optimum(work: Workload, capacity: int, name: str) -> None:
