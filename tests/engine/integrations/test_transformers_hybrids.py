@@ -16,7 +16,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import (
-    AutoModelForCausalLM,
     DynamicCache,
     FalconMambaConfig,
     Gemma3TextConfig,
@@ -239,22 +238,6 @@ def test_what_cannot_be_kept_is_refused_by_name(what: str) -> None:
 def test_a_model_without_windows_has_no_groups() -> None:
     for config in (LlamaConfig(**SMALL), MistralConfig(**{**SLIDING, "sliding_window": None})):
         assert "groups" not in model_section(config, dtype="float32", name="m")
-
-
-def test_jamba_is_refused_for_a_reason() -> None:
-    """Its prefill forgets the recurrent state: when it no longer does, it can be cached."""
-    torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(
-        JambaConfig(
-            **SMALL, num_key_value_heads=2, attn_layer_period=2, attn_layer_offset=1, num_experts=1, mamba_d_state=8
-        )
-    ).eval()
-    ids = tokens()
-    with torch.no_grad():
-        cache = DynamicCache(config=model.config)
-        model(ids[:, :WHOLE], past_key_values=cache)
-        behind = model(ids[:, WHOLE:], past_key_values=cache).logits
-        assert float((behind - model(ids).logits[:, WHOLE:]).abs().max()) > 0.1
 
 
 # -- the same answer ---------------------------------------------------------------------------------------------------

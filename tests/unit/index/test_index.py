@@ -172,18 +172,6 @@ def test_check_sees_what_is_wrong() -> None:
     assert index.check() == []
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@given(order=st.permutations(range(8)), n=st.integers(0, 8))
-def test_a_restored_index_evicts_in_its_recorded_order(policy: str, order: list[int], n: int) -> None:
-    pages = [chain(i, 1)[0] for i in range(8)]
-    index = PageIndex(10, new_policy(policy))
-    restore(index, [pages[i] for i in order])
-    assert index.free_slots == 2
-    assert index.evict(n) == n
-    assert kept(index, pages) == sorted(order[n:])
-    assert index.check() == []
-
-
 @given(st.data())
 def test_a_restored_index_is_the_one_that_was_filled_page_by_page(data: st.DataObject) -> None:
     """Branches, chains without their head, several namespaces, slots in any order."""
