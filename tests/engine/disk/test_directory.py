@@ -318,18 +318,6 @@ def test_errors_of_the_file_system(
     CacheDirectory.open(path).close()  # nothing was left locked
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_directory_without_write_permission(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    try:
-        with pytest.raises(errors.DirectoryNotWritableError):
-            CacheDirectory.open(tmp_path)
-        with pytest.raises(errors.DirectoryNotWritableError):
-            CacheDirectory.open(tmp_path / "below")
-    finally:
-        tmp_path.chmod(0o700)
-
-
 def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: int, __: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")

@@ -308,22 +308,6 @@ def begun(engine: Any, *, overlapping: bool) -> tuple[Loads, Stores]:
     return loads, Stores([engine], [StreamOfSteps(CPU)], Counter(), loads.prove)
 
 
-def test_a_step_that_is_taken_back_stores_nothing() -> None:
-    """Its later pages were computed from a bad one, and would lie under right names for good."""
-    engine, handles = stub_engine()
-    engine.load_many = lambda batch: stub_load(PageStatus.CANCELLED)
-    loads, stores = begun(engine, overlapping=False)
-    loads.begin(begin_loads([engine], [LoadOrder("r", stub_fetch(), 0, (8,))], Counter()))
-    loads.wait_all()
-    end_step(loads, stores, [StoreOrder("r", hashes(1), 1, (9, 10))], last=True)
-    assert loads.take_bad() == {8}
-    end_step(loads, stores, [StoreOrder("r", hashes(1), 0, (8, 9, 10))], last=True)  # computed again
-    until(lambda: left(handles) == [3], "it is handed over")
-    handles[0].read(None)
-    stores.close()
-    assert len(handles) == 1
-
-
 def test_what_a_step_computes_is_stored_when_its_load_is_proven() -> None:
     """Where steps overlap the verdict comes later, and the next step has begun on what was computed."""
     engine, handles = stub_engine()
@@ -412,17 +396,6 @@ def test_a_load_of_which_less_was_begun_than_was_promised() -> None:
     loads.begin(begin_loads([engine], [LoadOrder("r", fetch, 0, (8, 9, 10), between=True)], Counter()))
     loads.end_step()
     assert (loads.take_arrived(), loads.take_bad()) == ({"r"}, {9, 10})
-
-
-def test_a_page_that_is_read_wrong_is_not_promised(worker: Worker) -> None:
-    worker.store(1, [0, 1, 2, 3, 4], 10)
-    drop_from(worker.session.engine, "cpu")
-    with PLAN.rule(Op.READ, Fault.FLIP, skip=2, times=1):
-        fetch = worker.session.fetch(hashes(1), PAGES)
-        until(fetch.done, "the fetch ends")
-        good = fetch.verified()
-        assert good < PAGES
-        fetch.release()
 
 
 def test_the_thread_of_stores_ends_also_where_the_last_pages_are_refused(

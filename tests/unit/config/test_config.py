@@ -745,13 +745,6 @@ def test_messages_are_short_and_printable(name: str) -> None:
 # -- a file for an inference engine, which describes its model itself --------------------------------------------------
 
 
-def test_an_engine_fills_in_the_model(tmp_path: Path) -> None:
-    file = tmp_path / "cache.yaml"
-    file.write_text("cpu: {capacity: 1MiB}\nload: {verify: once}\n")
-    config = load_config(file, model=MHA)
-    assert config == Config.from_dict({"model": MHA, "cpu": {"capacity": "1MiB"}, "load": {"verify": "once"}})
-
-
 def test_a_file_may_label_the_model_of_an_engine(tmp_path: Path) -> None:
     file = tmp_path / "cache.yaml"
     file.write_text("model: {weights: tuesday, name: mine}\n")
