@@ -120,9 +120,7 @@ def prompts_that_are_one_graph(folder: Path) -> None:
     found = rig.Rig(folder)
     found.full_graphs = True
     long, branch = rig.prompt(1, 62), rig.prompt(2, 50, rig.prompt(1, 30))
-    assert found.serve(long) == (0, 0)
-    found.settle()
-    found.flush()
+    assert found.serve_and_flush(long) == (0, 0)
     assert found.serve(long) == (0, 60)
     assert found.serve(branch) == (28, 0)
     assert found.linker.counts["failed_loads"] == 0
@@ -204,12 +202,8 @@ def weights_in_an_update_that_is_begun_apart(folder: Path) -> None:
     change_weights()
     found.flush()
     change_weights("end_weight_update")
-    assert found.serve(tokens, fresh) == (0, 0)
-    found.settle()
-    found.flush()
-    assert found.serve(tokens, fresh) == (0, 60)
-    found.settle()
-    found.flush()
+    assert found.serve_and_flush(tokens, fresh) == (0, 0)
+    assert found.serve_and_flush(tokens, fresh) == (0, 60)
     found.serve(rig.prompt(2, rig.PAGE - 1))  # nothing of it is looked up, and it may grow
     change_weights()
     assert not found.linker.offload(rig.transfers_of(["ab" * 32])), "SGLang may have pages of the old weights"
