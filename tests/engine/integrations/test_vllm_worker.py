@@ -37,7 +37,7 @@ from gdscache.store.handle import StoreHandle
 from gdscache.tracing import OFF
 from tests.support.faults import Fault
 from tests.support.faulty import PLAN
-from tests.support.helpers import WAIT, drop_from, until
+from tests.support.helpers import WAIT, drop_from, raising, until
 
 CPU = torch.device("cpu")
 LAYERS, BLOCKS, TOKENS = 3, 16, 4
@@ -233,10 +233,7 @@ def test_a_tier_that_cannot_be_cleared_has_no_page_of_the_old_weights_to_find(
     worker.stores.flush()
     until(lambda: worker.session.cached(hashes(1)) == PAGES, "the pages are stored")
     worker.session.attend(worker.stores, lambda: False)
-
-    def broken(*namespaces: bytes) -> dict[str, int]:
-        raise StorageError("the catalogue cannot be written", "see the device")
-
+    broken = raising(StorageError("the catalogue cannot be written", "see the device"))
     monkeypatch.setattr(worker.session.engine, "invalidate", broken)
     with pytest.raises(StorageError):
         worker.session.weights_changed()
@@ -401,9 +398,7 @@ def test_a_load_of_which_less_was_begun_than_was_promised() -> None:
 def test_the_thread_of_stores_ends_also_where_the_last_pages_are_refused(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(*_: Any) -> int:
-        raise EngineClosedError("the engine was closed meanwhile", "open a new one")
-
+    refused = raising(EngineClosedError("the engine was closed meanwhile", "open a new one"))
     monkeypatch.setattr(worker.session.engine, "epoch", refused)
     worker.stores.begin([StoreOrder("r", hashes(1), 0, (1,))])
     with pytest.raises(EngineClosedError):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
@@ -13,6 +12,7 @@ from gdscache.integrations.sglang import loads
 from gdscache.integrations.sglang.loads import GONE_S, LOOK_AGAIN_S, LOOKED_S, STOPPED_S, LoadTable
 from gdscache.integrations.sglang.pages import PageLinks, digest
 from tests.support.fetches import PIN, FakeCache, names_of
+from tests.support.helpers import raising
 
 WAIT = 0.5
 PROMPTS = [(0, 1, 2, 3, 4, 5), (0, 1, 2, 9, 9, 9, 9), (7, 7, 7)]
@@ -240,12 +240,8 @@ def test_a_load_that_finds_no_memory_holds_nothing() -> None:
     world = Table(KEYS)
     world.table.lookup("r", KEYS)
     world.cache.fetches[-1].there = len(KEYS)
-
-    def blocks() -> Any:
-        raise MemoryError
-
     with pytest.raises(MemoryError):
-        world.table.load("r", KEYS, blocks)
+        world.table.load("r", KEYS, raising(MemoryError))
     assert (world.cache.fetches[-1].released, len(world.table)) == (1, 0)
 
 
