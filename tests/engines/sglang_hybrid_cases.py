@@ -9,6 +9,8 @@ import random
 import socket
 from typing import Any
 
+import torch
+
 from gdscache.storage.base import Op
 from tests.engines import sglang_hybrid_rig as rig
 from tests.engines.sglang_case import FAULTY, change_weights
@@ -104,6 +106,22 @@ def the_device_has_more_by_then(ranks: Ranks) -> None:
 
 
 @case
+def a_group_whose_pages_are_gone(ranks: Ranks) -> None:
+    """Where one group has lost its pages, all is computed, and stored anew."""
+    for kind in KINDS:
+        found, long = ranks.hybrid(kind), rig.prompt(1, 100)
+        found.serve(long)
+        for number in range(len(rig.COMPONENTS[kind])):
+            found.settle()
+            found.flush()
+            if ranks.leads:
+                found.linker.engine.engines[number].clear()
+            assert found.serve_and_flush(long) == (0, 0), kind
+            assert found.serve(long) == (0, 96), kind
+        found.close()
+
+
+@case
 def a_group_whose_bytes_flip(ranks: Ranks) -> None:
     """Where the bytes of one group are bad on the last rank, all is computed, on all ranks."""
     for kind in KINDS:
@@ -153,6 +171,40 @@ def a_rank_whose_connection_is_lost(ranks: Ranks) -> None:
 def _states(found: HybridRankRig) -> list[str]:
     """Of all ranks of the last pool."""
     return [one["state"] for one in [*found.linker.engine.stats()["pools"].values()][-1]["ranks"]]
+
+
+@case
+def the_rig_notices(ranks: Ranks) -> None:
+    """A window that is not brought, or a state that is zero, is what the cases look at."""
+    for kind, name in zip(KINDS, ("swa", "mamba", "kv"), strict=True):
+        found, long = ranks.hybrid(kind), rig.prompt(1, 100)
+        found.serve_and_flush(long)
+        _spoil(found, name)
+        seen = ""
+        try:
+            found.serve(long)
+        except AssertionError as error:
+            seen = str(error)
+        assert "a wrong" in seen, f"{name} was spoilt, and nobody saw it"
+        found.linker.close()
+
+
+def _spoil(found: HybridRankRig, name: str) -> None:
+    """Blocks of one group are zero behind a load."""
+    counter, planes = found.linker.layer_done_counter, found.linker._planes
+    begin, layers = counter._load, next(group["layers"] for group in planes.groups if group["name"] == name)
+
+    def spoilt(number: int, queued: Any) -> Any:
+        given = [one.blocks()[name] for one in queued]
+        load = begin(number, queued)
+        load.results()
+        for blocks in given:
+            for layer in layers:
+                for plane in planes.tensors[layer]:
+                    plane[torch.tensor(blocks)] = 0
+        return load
+
+    counter._load = spoilt
 
 
 @case

@@ -214,5 +214,24 @@ def _constant(value: float, at: int) -> float:
     return value
 
 
+@case
+def killed(folder: Path) -> None:
+    """Stores without an end; the test kills it."""
+    found = rig.Rig(folder, ssd={"capacity": "64MiB"})
+    print("begun", flush=True)
+    for seed in range(100_000):
+        found.serve(rig.prompt(seed, 61))
+        found.flush()
+
+
+@case
+def after_the_kill(folder: Path) -> None:
+    found = rig.Rig(folder, ssd={"capacity": "64MiB"})
+    loaded = sum(found.serve(rig.prompt(seed, 61))[1] for seed in range(3))
+    assert loaded > 0, "what was committed is there"
+    assert found.linker.engine.check().ok
+    found.close()
+
+
 if __name__ == "__main__":
     run_case()

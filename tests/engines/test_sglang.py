@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ LIMIT_S = 120.0
 WRITTEN_FOR: dict[str, Any] = json.loads((HERE / "sglang_contract.json").read_text())
 FILES = [HERE / f"sglang_{name}_cases.py" for name in ("linker", "storage", "ranks", "pools", "namespace", "metrics")]
 CASES = cases_of(*FILES)
+PAIRED = {"killed", "after_the_kill"}
 
 
 def run(case: str, folder: Path, seconds: float = LIMIT_S) -> str:
@@ -36,7 +38,7 @@ def run(case: str, folder: Path, seconds: float = LIMIT_S) -> str:
     return output
 
 
-@pytest.mark.parametrize("case", sorted(CASES))
+@pytest.mark.parametrize("case", sorted(CASES.keys() - PAIRED))
 def test_case(case: str, tmp_path: Path) -> None:
     run(case, tmp_path)
 
@@ -48,6 +50,21 @@ def test_ten_thousand_operations_of_two_ranks(case: str, tmp_path: Path, monkeyp
     monkeypatch.setenv("GDSCACHE_OPERATIONS", "2500")
     monkeypatch.setenv("GDSCACHE_LIMIT_S", "1100")
     run(case, tmp_path, 1150)
+
+
+def test_killed_in_the_middle_of_stores(tmp_path: Path) -> None:
+    child = start(CASES["killed"], "killed", tmp_path)
+    assert child.stdout is not None
+    for line in child.stdout:
+        if line.startswith("begun"):
+            break
+    else:
+        raise AssertionError("it did not begin")
+    time.sleep(1.5)
+    assert child.poll() is None
+    child.kill()
+    child.communicate(timeout=LIMIT_S)
+    run("after_the_kill", tmp_path)
 
 
 def test_the_installed_sglang_is_the_one_that_this_was_written_for() -> None:
