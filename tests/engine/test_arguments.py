@@ -177,6 +177,7 @@ def calls_of_an_attached(engine: CacheEngine) -> dict[str, Call]:
         "store.result.seconds": handle.result,
         "store.release": handle.release_event.synchronize,
         "prefetch.result.seconds": prefetch.result,
+        "prefetch.wait.seconds": prefetch.wait,
     }
 
 
@@ -320,7 +321,7 @@ def test_a_wait_for_no_number_of_seconds_is_refused_by_every_call_that_waits(hos
     engine = host.engine
     calls = calls_of_an_attached(engine)
     waits = [call for argument, call in calls.items() if argument.endswith("seconds") and "observe" not in argument]
-    assert len(waits) == 9
+    assert len(waits) == 10
     for wait in [*waits, calls["load.release.wait"], calls["store.release"]]:
         with pytest.raises(InvalidValueError, match="seconds is") as caught:
             wait(seconds)

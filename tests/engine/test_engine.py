@@ -451,24 +451,6 @@ def test_many_threads_at_once(open_engine: OpenEngine, device: str, seconds: flo
     assert not bad, engine.stats()["misses"]
 
 
-def test_one_prefix_that_many_threads_want_from_the_ssd_is_read_once(open_engine: OpenEngine) -> None:
-    engine, tokens = ran(open_engine, 5, gpu=48, cpu=6, ssd=12)
-    drop_from(engine, "gpu", "cpu")
-    start = threading.Barrier(6)
-    good: list[int] = []
-
-    def request(_: int) -> None:
-        start.wait()
-        with engine.sequence(tokens) as seq:
-            cached = seq.verify(WAIT)
-            holds(engine, seq)
-            good.append(cached)
-
-    together(request, 6)
-    assert good == [20] * 6
-    assert engine.stats()["loaded"]["ssd"] == 5
-
-
 def test_planes_are_the_pool(open_engine: OpenEngine) -> None:
     engine = open_engine(model=EXTRA)
     layout = layout_of(EXTRA)

@@ -13,7 +13,7 @@ from gdscache import CacheEngine
 from gdscache.errors import InvalidValueError
 from gdscache.events.base import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, KVEventHub, Place
 from gdscache.pages.keys import Page
-from tests.support.helpers import WAIT, Host, OpenEngine, OpenHost, drop_from, prompt, quiet, run, until
+from tests.support.helpers import WAIT, Host, OpenEngine, OpenHost, drop_from, prompt, quiet, raising, run, until
 
 ON: dict[str, Any] = {}
 CPU, SSD = Place("CPU", "LOCAL", "cpu"), Place("STORAGE", "LOCAL", "ssd")
@@ -190,11 +190,7 @@ def test_what_is_lost_is_missing_behind_what_came_before() -> None:
 
 def test_a_callback_that_raises_harms_no_other(caplog: pytest.LogCaptureFixture) -> None:
     hub, heard = KVEventHub(4, queue=100), list[KVEventBatch]()
-
-    def raises(batch: KVEventBatch) -> None:
-        raise ValueError("no")
-
-    hub.add(raises)
+    hub.add(raising(ValueError("no")))
     remove = hub.add(heard.append)
     hub.note(CPU, "stored", [page(0)])
     until(lambda: len(heard) == 1, "the other hears")

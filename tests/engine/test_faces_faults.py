@@ -166,20 +166,6 @@ def test_a_bad_write_is_never_served(open_face: OpenFace, device: str, fault: Fa
     assert face.get(tokens).tokens == 20
 
 
-def test_a_disk_that_takes_nothing_costs_only_the_ssd_tier(open_face: OpenFace) -> None:
-    face = open_face(transport=FAULTY)
-    tokens = prompt(1, 4)
-    with PLAN.rule(Op.WRITE, Fault.EIO):
-        assert set(face.put(tokens).dropped.values()) == {"io_error"}
-        assert face.get(tokens).bytes_by_tier == {"cpu": 4 * face.engine.layout.page_bytes}
-        settle(face.engine)
-    assert face.engine.stats()["tiers"]["ssd"]["pages"] == 0
-    face.put(tokens)  # again: the CPU tier has them, the SSD gets them now
-    assert face.engine.stats()["tiers"]["ssd"]["pages"] == 4
-    face.engine.close()
-    assert open_face().get(tokens).tokens == 16
-
-
 def test_the_cpu_tier_serves_while_the_ssd_is_written(open_face: OpenFace) -> None:
     face = open_face(transport=FAULTY)
     tokens = prompt(1, 4)

@@ -31,6 +31,7 @@ from tests.support.helpers import (
     our_threads,
     prompt,
     quiet,
+    raising,
     reserve_used,
     run,
     settle,
@@ -294,12 +295,8 @@ def test_room_for_the_catalogue_is_looked_for(
 def test_a_catalogue_that_takes_no_more_costs_stores_only(open_host: OpenHost, monkeypatch: pytest.MonkeyPatch) -> None:
     host, tokens = kept(open_host, 3)
     ssd = host.engine.manager.ssd
-
-    def full(*args: object) -> None:
-        raise IOFailedError("injected", "free space", errno.ENOSPC)
-
     with monkeypatch.context() as patch:
-        patch.setattr(ssd._catalog, "commit", full)
+        patch.setattr(ssd._catalog, "commit", raising(IOFailedError("injected", "free space", errno.ENOSPC)))
         handle = host.store(prompt(2, 2))
         assert set(handle.result(WAIT).dropped.values()) == {"disk_full"}
         assert host.load(prompt(2, 2)).bytes_by_tier == {"cpu": 2 * host.layout.page_bytes}
@@ -324,12 +321,8 @@ def test_an_unexpected_error_in_the_writer_strands_nothing(
     host = open_host()
     owner = host.engine._parts.executor if method == "begin" else host.engine.manager.ssd
     assert owner is not None
-
-    def broken(*args: object) -> None:
-        raise ArithmeticError("injected")
-
     with monkeypatch.context() as patch:
-        patch.setattr(owner, method, broken)
+        patch.setattr(owner, method, raising(ArithmeticError("injected")))
         handle = host.store(prompt(1, 3))
         try:
             dropped = handle.result(3).dropped

@@ -41,6 +41,7 @@ from tests.support.helpers import (
     our_threads,
     prompt,
     quiet,
+    raising,
     read_page,
     reserve_used,
     settle,
@@ -282,12 +283,8 @@ def test_a_refused_write_leaks_nothing(
     open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, code: int, cause: str, cpu: int | None
 ) -> None:
     host = open_host(cpu=cpu, ssd=6, transport="tests.support.posix_transport:PosixTransport")
-
-    def refuse(*args: object) -> int:
-        raise OSError(code, os.strerror(code))
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "pwritev", refuse)
+        patch.setattr(os, "pwritev", raising(OSError(code, os.strerror(code))))
         for seed in range(8):  # more pages than there are slots
             report = host.store(prompt(seed, 3)).result(WAIT)
             assert report.dropped == dict.fromkeys(range(3), cause)

@@ -36,7 +36,7 @@ from gdscache.metrics import EngineCollector
 from gdscache.storage.base import Op
 from tests.support.dict_tier import DictTier
 from tests.support.faulty import PLAN, Fault
-from tests.support.helpers import WAIT, flip_file, prompt, read_page, together, until
+from tests.support.helpers import WAIT, flip_file, prompt, raising, read_page, together, until
 from tests.support.hybrid import (
     FULL,
     KV,
@@ -576,12 +576,8 @@ def test_a_load_that_one_pool_cannot_begin_leaves_none_behind(
     drop(host, "cpu")
     hit = host.engine.lookup(PROMPT)
     slots = {name: host.take(name, len(pages)) for name, pages in hit.pages.items()}
-
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
-
     with PLAN.rule(Op.READ, Fault.DELAY, seconds=0.1):
-        monkeypatch.setattr(host.engine.engines[1], "load_many", interrupted)
+        monkeypatch.setattr(host.engine.engines[1], "load_many", raising(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             host.engine.load(hit, slots)
         monkeypatch.undo()
@@ -600,12 +596,8 @@ def test_a_load_that_one_pool_refuses_writes_nothing_behind_the_error(
     slots = {name: host.take(name, len(pages)) for name, pages in hit.pages.items()}
     first, second = host.engine.engines
     whole = first.load_many
-
-    def refused(*_: Any) -> None:
-        raise EngineClosedError("the engine was closed meanwhile", "open a new one")
-
     monkeypatch.setattr(first, "load_many", lambda *call: begun.append(whole(*call)) or begun[-1])
-    monkeypatch.setattr(second, "load_many", refused)
+    monkeypatch.setattr(second, "load_many", raising(EngineClosedError("the engine was closed", "open a new one")))
     with PLAN.rule(Op.READ, Fault.DELAY, seconds=0.2):
         with pytest.raises(EngineClosedError):
             host.engine.load(hit, slots)

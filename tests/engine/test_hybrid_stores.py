@@ -26,7 +26,7 @@ from gdscache.errors import (
 from gdscache.groups.base import Group
 from gdscache.groups.names import GroupNames
 from gdscache.store.handle import StoreHandle
-from tests.support.helpers import WAIT, prompt, together, until
+from tests.support.helpers import WAIT, prompt, raising, together, until
 from tests.support.hybrid import FULL, KV, MODELS, PROMPT, WINDOW, OpenHybrid, drop, hybrid_config, planes_of
 from tests.support.pairs import one_in
 
@@ -103,12 +103,8 @@ def test_an_error_of_one_pool_leaves_no_page_of_the_others(
 ) -> None:
     host = open_hybrid("apart")
     host.store(PROMPT)
-
-    def broken(*_: Any) -> None:
-        raise StorageError("the disk is broken")
-
     with monkeypatch.context() as patched:
-        patched.setattr(host.engine.engines[0], drop, broken)
+        patched.setattr(host.engine.engines[0], drop, raising(StorageError("the disk is broken")))
         with pytest.raises(StorageError):
             getattr(host.engine, drop)()
     assert (host.found(PROMPT), [len(engine.manager.cpu.index) > 0 for engine in host.engine.engines]) == (
@@ -290,10 +286,7 @@ def test_a_store_that_one_pool_refuses_reads_nothing_behind_the_error(
 ) -> None:
     host, begun = open_hybrid("apart"), StoreHandle(1)
     slots = host.compute(PROMPT)
-
-    def refused(*_: Any, **__: Any) -> None:
-        raise EngineClosedError("the engine was closed meanwhile", "open a new one")
-
+    refused = raising(EngineClosedError("the engine was closed meanwhile", "open a new one"))
     for engine, store in zip(host.engine.engines, (lambda *_, **__: begun, refused), strict=True):
         monkeypatch.setattr(engine, "store_pages", store)
     threading.Timer(0.1, begun.read, [None]).start()
@@ -343,12 +336,8 @@ def test_an_interrupt_while_a_state_leaves_ends_its_engine(
     full, states = (host.engine.by_groups[name] for name in ("full", "state"))
     with full.manager.lock:
         full.manager.cpu.index.evict(1)  # the last page, where the last state is
-
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patched:
-        patched.setattr(type(states.manager.cpu.index), "drop", interrupted)
+        patched.setattr(type(states.manager.cpu.index), "drop", raising(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             host.engine.lookup(PROMPT)
     assert states.calls.broken_by == "KeyboardInterrupt"

@@ -16,7 +16,7 @@ from gdscache.errors import IOFailedError
 from gdscache.integrations.settings import follow
 from gdscache.storage.base import Op
 from tests.support.faulty import PLAN, Fault
-from tests.support.helpers import Host, OpenHost, drop_from, kept, kept_on_ssd, prompt, quiet, settle, until
+from tests.support.helpers import Host, OpenHost, drop_from, kept, kept_on_ssd, prompt, quiet, raising, settle, until
 from tests.support.hybrid import MODELS, HybridHost, hybrid_config
 from tests.support.pages import FAULTY, offset_of, slot_of
 from tests.support.ranks import RanksHost
@@ -92,12 +92,8 @@ def test_checksums_that_cannot_be_read_are_a_line_too(
     first, tokens = kept(open_host, PAGES, cpu=None)
     first.engine.close()
     host = open_host(cpu=None)
-
-    def refuse(*_: Any) -> Any:
-        raise IOFailedError("the catalogue cannot be read", "", 5)
-
     with monkeypatch.context() as patch:
-        patch.setattr(Catalog, "checksum_rows", refuse)
+        patch.setattr(Catalog, "checksum_rows", raising(IOFailedError("the catalogue cannot be read", "", 5)))
         for _ in range(3):
             assert host.load(tokens).pages == (PageStatus.IO_ERROR,) * PAGES
     (line,) = bad(caplog)
@@ -212,12 +208,9 @@ def test_a_full_disk_is_one_line_a_minute(
 ) -> None:
     host = open_host(cpu=None, ssd=64)
     pass_by = clock(host)
-
-    def full(*_: Any) -> Any:
-        raise IOFailedError("/mnt/catalog.sqlite cannot be written: database or disk is full", "free space there", 28)
-
+    full = IOFailedError("/mnt/catalog.sqlite cannot be written: database or disk is full", "free space there", 28)
     with monkeypatch.context() as patch:
-        patch.setattr(Catalog, "commit", full)
+        patch.setattr(Catalog, "commit", raising(full))
         for seed in range(8):
             assert set(host.store(prompt(seed, 2)).result(20).dropped.values()) == {"disk_full"}
             quiet(host.engine)

@@ -321,17 +321,6 @@ def test_a_thousand_tenants_are_no_more_series(open_host: OpenHost) -> None:
     assert len(before) < 700
 
 
-def test_tokens_asked_and_hit_have_a_rate(open_host: OpenHost) -> None:
-    host = open_host(cpu=6, ssd=12)
-    value = registry_of(host.engine).get_sample_value
-    host.keep_on_ssd(prompt(1, 3))
-    host.engine.lookup(prompt(1, 3))
-    host.engine.lookup(prompt(2, 2))
-    assert value("gdscache_lookup_tokens_total") == 5 * 4
-    assert value("gdscache_hit_tokens_total", {"tier": "ssd"}) == 3 * 4
-    assert value("gdscache_hit_tokens_total", {"tier": "cpu"}) == 0
-
-
 def test_bytes_by_path_and_times_by_tier(open_host: OpenHost) -> None:
     host = open_host(cpu=6, ssd=12)
     value, page = registry_of(host.engine).get_sample_value, host.layout.page_bytes

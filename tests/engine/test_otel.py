@@ -16,7 +16,7 @@ from gdscache.load.run import LoadRun
 from gdscache.storage.base import Op
 from gdscache.tracing import OtelTimeline
 from tests.support.faulty import PLAN, Fault
-from tests.support.helpers import WAIT, Host, drop_from, make_config, prompt, settle
+from tests.support.helpers import WAIT, Host, drop_from, make_config, prompt, settle, together
 
 SDK = "no opentelemetry-sdk: pip install gdscache[test]"
 
@@ -87,11 +87,7 @@ def test_threads_that_load_at_once_have_their_own_traces(host: Host, provider: A
         with tracer.start_as_current_span(f"request {number}"):
             host.begin(prompt(1, 4))[0].result(WAIT)
 
-    threads = [threading.Thread(target=request, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT)
+    together(request, 4)
     found = spans(host, exporter)
     requests = {span.context.span_id for span in found if span.name != "gdscache.load"}
     assert {span.parent.span_id for span in found if span.name == "gdscache.load"} == requests

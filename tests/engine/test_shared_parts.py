@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from gdscache.kernels import choice as paths
 from gdscache.kernels.choice import Calibration
 from gdscache.pages.keys import PageNames, as_tokens, namespace_digest, page_keys
 from tests.support.doctor_facts import KEY, MEASURED
+from tests.support.helpers import together
 
 NAMESPACE = namespace_digest({"name": "m"})
 
@@ -26,9 +26,7 @@ def test_threads_share_what_is_remembered() -> None:
             pages = names.of(NAMESPACE, as_tokens(tokens[thread][:length]))
             assert [page.key for page in pages] == page_keys(NAMESPACE, as_tokens(tokens[thread][:length]), 2)
 
-    with ThreadPoolExecutor(len(tokens)) as pool:
-        for done in [pool.submit(grow, thread) for thread in range(len(tokens))]:
-            done.result(60)
+    together(grow, len(tokens))
 
 
 def test_two_writers_at_once_leave_a_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from gdscache.tracing import OFF, NvtxTimeline, Timeline, TraceTimeline, timelin
 from gdscache.tracing.trace import lanes
 from tests.support import fake_gpu
 from tests.support.faulty import PLAN, Fault
-from tests.support.helpers import MHA, WAIT, Host, OpenHost, drop_from, prompt, settle, until
+from tests.support.helpers import MHA, WAIT, Host, OpenHost, drop_from, prompt, raising, settle, until
 
 FAULTY = "tests.support.faulty:FaultyTransport"
 SIX = MHA | {"layers": 6, "head_dim": 72}  # of 4,608 bytes each, read in four groups
@@ -303,12 +303,8 @@ def test_an_exception_is_passed_on_and_said(traced: OpenHost, monkeypatch: pytes
     host = traced(timeline)
     tokens = prompt(3, PAGES)
     stored(host, tokens)
-
-    def breaks(*_: Any, **__: Any) -> Any:
-        raise ZeroDivisionError("on order")
-
     with monkeypatch.context() as patched:
-        patched.setattr(host.engine.manager.tiers["ssd"].index, "pin_run", breaks)
+        patched.setattr(host.engine.manager.tiers["ssd"].index, "pin_run", raising(ZeroDivisionError("on order")))
         with pytest.raises(ZeroDivisionError):
             host.begin(tokens)
     settle(host.engine)
@@ -440,11 +436,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: p
     file = tmp_path / "t.json"
     timeline = TraceTimeline()
     file.write_text("old")
-
-    def full(self: Path, target: Path) -> Path:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "replace", full)
+    monkeypatch.setattr(Path, "replace", raising(OSError(28, "No space left on device")))
     with pytest.raises(InvalidValueError, match="No space left"):
         timeline.write(file)
     assert file.read_text() == "old"
@@ -528,9 +520,7 @@ def test_an_engine_under_a_profiler_has_ranges(open_host: OpenHost, monkeypatch:
 
 
 def test_torch_without_nvtx(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(*_: Any) -> None:
-        raise RuntimeError("NVTX functions not installed. Are you sure you have a CUDA build?")
-
+    missing = raising(RuntimeError("NVTX functions not installed. Are you sure you have a CUDA build?"))
     monkeypatch.setattr(torch.cuda, "nvtx", SimpleNamespace(mark=missing))
     monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "1")
     assert timeline_from_environment() is OFF

@@ -38,9 +38,7 @@ def _come_back(ranks: Ranks, **more: Any) -> None:
         found, long = ranks.hybrid(kind, **more), rig.prompt(1, 100)
         found.unfit = "model" in more
         assert found.serve(long) == (0, 0)
-        assert found.serve(long) == (96, 0), "the tree has it"
-        found.settle()
-        found.flush()
+        assert found.serve_and_flush(long) == (96, 0), "the tree has it"
         assert found.serve(long) == (0, 96)
         found.settle()
         if found.unfit and ranks.leads:
@@ -65,16 +63,10 @@ def prompts_that_end_on_the_edge_of_a_chunk(ranks: Ranks) -> None:
         found = ranks.hybrid(kind)
         for tokens in (32, 64, 96):
             first = rig.prompt(tokens, tokens)
-            assert found.serve(first) == (0, 0)
-            found.settle()
-            found.flush()
-            assert found.serve(rig.prompt(1, tokens + 6, first)) == (0, tokens), (kind, tokens)
-            found.settle()
-            found.flush()
+            assert found.serve_and_flush(first) == (0, 0)
+            assert found.serve_and_flush(rig.prompt(1, tokens + 6, first)) == (0, tokens), (kind, tokens)
             shorter = tokens - (4 if kind == "swa" else 32)  # one token is computed
-            assert found.serve(first) == (0, shorter), (kind, tokens)
-            found.settle()
-            found.flush()
+            assert found.serve_and_flush(first) == (0, shorter), (kind, tokens)
         found.close()
 
 
@@ -90,12 +82,10 @@ def where_prompts_part(ranks: Ranks) -> None:
             found.settle()
             if flushed:
                 found.flush()
-            assert sum(found.serve(rig.prompt(3, 110, head))) in (32, 52), "SGLang keeps a page more than a window"
-            found.settle()
-            found.flush()
-            assert found.serve(rig.prompt(4, 90, head)) == (0, 56), (kind, flushed)
-            found.settle()
-            found.flush()
+            assert sum(found.serve_and_flush(rig.prompt(3, 110, head))) in (32, 52), (
+                "SGLang keeps a page more than a window"
+            )
+            assert found.serve_and_flush(rig.prompt(4, 90, head)) == (0, 56), (kind, flushed)
         found.close()
 
 
@@ -104,9 +94,7 @@ def the_device_has_more_by_then(ranks: Ranks) -> None:
     """A request that is looked up again, with fewer pages missing, loads what is missing by then."""
     for kind in KINDS:
         found, long = ranks.hybrid(kind), rig.prompt(1, 100)
-        found.serve(long)
-        found.settle()
-        found.flush()
+        found.serve_and_flush(long)
         assert found.request(long, "waits").host_hit_length == 96
         assert found.serve(rig.prompt(2, 40, rig.prompt(1, 33))) == (0, 32)
         again = found.request(long, "waits")
@@ -128,9 +116,7 @@ def a_group_whose_pages_are_gone(ranks: Ranks) -> None:
             found.flush()
             if ranks.leads:
                 found.linker.engine.engines[number].clear()
-            assert found.serve(long) == (0, 0), kind
-            found.settle()
-            found.flush()
+            assert found.serve_and_flush(long) == (0, 0), kind
             assert found.serve(long) == (0, 96), kind
         found.close()
 
@@ -192,9 +178,7 @@ def the_rig_notices(ranks: Ranks) -> None:
     """A window that is not brought, or a state that is zero, is what the cases look at."""
     for kind, name in zip(KINDS, ("swa", "mamba", "kv"), strict=True):
         found, long = ranks.hybrid(kind), rig.prompt(1, 100)
-        found.serve(long)
-        found.settle()
-        found.flush()
+        found.serve_and_flush(long)
         _spoil(found, name)
         seen = ""
         try:
@@ -275,9 +259,7 @@ def aborted_loads_of_hybrids(ranks: Ranks) -> None:
     """A request that goes while its load is queued leaves nothing behind."""
     for kind in KINDS:
         found, long = ranks.hybrid(kind), rig.prompt(1, 100)
-        found.serve(long)
-        found.settle()
-        found.flush()
+        found.serve_and_flush(long)
         for _ in range(3):
             room = found.room()
             request = found.request(long)
@@ -286,9 +268,7 @@ def aborted_loads_of_hybrids(ranks: Ranks) -> None:
             found.abort(request)
             assert found.room() == room, kind
             assert found.linker.start_layer_wise_loading() == -1
-        assert found.serve(long) == (0, 96)
-        found.settle()
-        found.flush()
+        assert found.serve_and_flush(long) == (0, 96)
         if ranks.leads:
             rig.until(lambda found=found: _leases(found) == [], "nothing is held")
         found.close()
@@ -306,9 +286,7 @@ def hybrids_of_new_weights_find_nothing(ranks: Ranks) -> None:
         found.settle()
         change_weights()
         found.flush()
-        assert found.serve(long) == (0, 0), kind
-        found.settle()
-        found.flush()
+        assert found.serve_and_flush(long) == (0, 0), kind
         assert found.serve(long) == (0, 96), "those of the new weights are kept"
         found.close()
 

@@ -120,73 +120,11 @@ def prompts_that_are_one_graph(folder: Path) -> None:
     found = rig.Rig(folder)
     found.full_graphs = True
     long, branch = rig.prompt(1, 62), rig.prompt(2, 50, rig.prompt(1, 30))
-    assert found.serve(long) == (0, 0)
-    found.settle()
-    found.flush()
+    assert found.serve_and_flush(long) == (0, 0)
     assert found.serve(long) == (0, 60)
     assert found.serve(branch) == (28, 0)
     assert found.linker.counts["failed_loads"] == 0
     found.close()
-
-
-@case
-def aborts(folder: Path) -> None:
-    """Requests that go while they wait, or while their load is queued, leave nothing behind."""
-    found = rig.Rig(folder)
-    tokens = rig.prompt(1, 61)
-    found.serve(tokens)
-    found.settle()
-    found.flush()
-    for _ in range(3):
-        request, seen = found.match(tokens)
-        assert seen.host_hit_length == 60
-        room = found.slots.available_size()
-        assert found.tree.linker.load_back(request)[0] == 60
-        tail = found.tree.linker.private_load_indices[request.rid]
-        found.tree.linker.release_request(request.rid)
-        found.slots.free(tail)  # as the scheduler does with an aborted request
-        assert found.slots.available_size() == room
-        assert found.linker.start_layer_wise_loading() == -1
-    for number in range(5):
-        found.match(tokens, f"gone{number}")  # never heard of again
-    assert found.serve(tokens) == (0, 60)
-    found.settle()
-    found.flush()
-    rig.until(lambda: found.linker.engine.stats()["leases"] == [], "nothing is held")
-    assert len(found.linker._table) == 0
-    found.close()
-
-
-@case
-def a_hung_read_is_computed(folder: Path) -> None:
-    found = rig.Rig(folder, ssd=FAULTY["ssd"], options={"ssd_wait": 0.2})
-    tokens = rig.prompt(1, 61)
-    found.serve(tokens)
-    found.settle()
-    found.close()
-    again = rig.Rig(folder, ssd=FAULTY["ssd"], options={"ssd_wait": 0.2})
-    with PLAN.rule(Op.READ, Fault.HANG):
-        assert again.serve(tokens) == (0, 0)
-    assert again.linker.counts["late"] == 1
-    again.flush()
-    rig.until(lambda: again.linker.engine.stats()["leases"] == [], "nothing is held")
-    again.close()
-
-
-@case
-def a_flipped_byte_is_computed(folder: Path) -> None:
-    found = rig.Rig(folder)
-    tokens = rig.prompt(1, 61)
-    found.serve(tokens)
-    found.settle()
-    found.close()
-    again = rig.Rig(folder, ssd=FAULTY["ssd"])
-    with PLAN.rule(Op.READ, Fault.FLIP, rate=1.0, bit=7):
-        assert again.serve(tokens)[1] < 60
-    again.settle()
-    again.flush()
-    assert again.serve(tokens) == (0, 60), "computed and stored anew"
-    again.close()
 
 
 @case
@@ -264,12 +202,8 @@ def weights_in_an_update_that_is_begun_apart(folder: Path) -> None:
     change_weights()
     found.flush()
     change_weights("end_weight_update")
-    assert found.serve(tokens, fresh) == (0, 0)
-    found.settle()
-    found.flush()
-    assert found.serve(tokens, fresh) == (0, 60)
-    found.settle()
-    found.flush()
+    assert found.serve_and_flush(tokens, fresh) == (0, 0)
+    assert found.serve_and_flush(tokens, fresh) == (0, 60)
     found.serve(rig.prompt(2, rig.PAGE - 1))  # nothing of it is looked up, and it may grow
     change_weights()
     assert not found.linker.offload(rig.transfers_of(["ab" * 32])), "SGLang may have pages of the old weights"

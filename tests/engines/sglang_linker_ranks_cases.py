@@ -58,9 +58,7 @@ def _come_back(ranks: Ranks, kind: str, shards: int, *, unfit: bool = False, **m
     long, branch = rig.prompt(1, 62), rig.prompt(2, 50, rig.prompt(1, 30))
     assert found.serve(long) == (0, 0)
     assert found.serve(long) == (60, 0), "the tree has it"
-    assert found.serve(branch) == (28, 0)
-    found.settle()
-    found.flush()
+    assert found.serve_and_flush(branch) == (28, 0)
     assert found.serve(long) == (0, 60)
     assert found.serve(branch) == (28, 20)
     found.settle()
@@ -173,9 +171,7 @@ def a_rank_that_fails(ranks: Ranks) -> None:
         rig.until(lambda: found.linker.engine.stats()["ranks"][-1]["state"] == "lost", "it is heard of")
     ranks.barrier()
     for number in range(3):
-        assert found.serve(rig.prompt(number, 61)) == (0, 0)
-        found.settle()
-        found.flush()
+        assert found.serve_and_flush(rig.prompt(number, 61)) == (0, 0)
     found.close()
 
 
@@ -183,9 +179,7 @@ def a_rank_that_fails(ranks: Ranks) -> None:
 def a_leader_without_an_engine(ranks: Ranks) -> None:
     """Rank 0 goes on, and its engine has gone: misses on all ranks, at once."""
     found, tokens = ranks.rig(), rig.prompt(1, 61)
-    found.serve(tokens)
-    found.settle()
-    found.flush()
+    found.serve_and_flush(tokens)
     assert found.serve(tokens) == (0, 60)
     found.flush()
     if ranks.leads:
@@ -203,9 +197,7 @@ def a_leader_without_an_engine(ranks: Ranks) -> None:
 def a_load_that_the_leader_cannot_begin(ranks: Ranks) -> None:
     """Promised, queued, and then its engine has gone: the batch fails on every rank, and none waits for long."""
     found, tokens = ranks.rig(), rig.prompt(1, 61)
-    found.serve(tokens)
-    found.settle()
-    found.flush()
+    found.serve_and_flush(tokens)
     request, seen = found.match(tokens)
     assert seen.host_hit_length == 60
     assert found.tree.linker.load_back(request)[0] == 60
@@ -233,9 +225,7 @@ def _die(ranks: Ranks, rank: int) -> None:
     """One process is killed while its requests are looked up: nothing of ours hangs or raises in front of SGLang's
     reduction, which does."""
     found, tokens = ranks.rig(**SHORT), rig.prompt(1, 61)
-    found.serve(tokens)
-    found.settle()
-    found.flush()
+    found.serve_and_flush(tokens)
     ranks.told()
     ranks.barrier()
     if ranks.rank == rank:
@@ -275,9 +265,7 @@ def new_weights_find_nothing(ranks: Ranks) -> None:
         def fresh(at: int, value: float = float(200 + number)) -> float:
             return value
 
-        assert found.serve(tokens, fresh) == (0, 0), name
-        found.settle()
-        found.flush()
+        assert found.serve_and_flush(tokens, fresh) == (0, 0), name
         assert found.serve(tokens, fresh) == (0, 60), "those of the new weights are kept"
         found.settle()
     found.close()

@@ -158,6 +158,13 @@ class Linked:
         until(lambda: self.poll() or not self.tree.linker.pending_offloads, "offloads complete")
         self.linker.engine.drain(30)
 
+    def serve_and_flush(self, *given: Any) -> tuple[int, int]:
+        """As `serve`; then our tiers alone have its pages."""
+        found: tuple[int, int] = self.serve(*given)  # type: ignore[attr-defined]
+        self.settle()
+        self.flush()  # type: ignore[attr-defined]
+        return found
+
 
 class Rig(Linked):
     """A tree over a device pool, and our linker below it."""

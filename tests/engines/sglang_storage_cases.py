@@ -81,49 +81,6 @@ def pages_for_several_numbers_of_ranks(folder: Path) -> None:
 
 
 @case
-def host_faults(folder: Path) -> None:
-    """A page that is bad, a read that hangs, a disk that takes nothing: False, and the pool is left alone."""
-    found = host.HostRig(folder, ssd=FAULTY["ssd"], deadline=0.5)
-    keys = found.keys(rig.prompt(1, 40))
-    wanted = found.fill(range(10), 1)
-    assert found.backup(keys, range(10))
-    before = found.fill(range(20, 30), 2)
-    with PLAN.rule(Op.READ, Fault.FLIP, skip=4, times=1):
-        came = found.prefetch(keys, range(20, 30))
-    assert came < 10, came
-    for page, data in enumerate(found.read(range(20, 20 + came))):
-        assert torch.equal(data, wanted[page])
-    before = found.fill(range(40, 50), 3)
-    with PLAN.rule(Op.READ, Fault.HANG):
-        assert found.prefetch(keys[:2], [40, 41]) == 0
-        before = found.fill(range(40, 50), 4)  # the pool's again
-    same(found.read(range(40, 50)), before)  # nothing comes late
-    found.close()
-    more = host.HostRig(folder, ssd=FAULTY["ssd"], deadline=0.5)
-    others = more.keys(rig.prompt(2, 40))
-    with PLAN.rule(Op.WRITE, Fault.ENOSPC):
-        assert not more.backup(others, range(10))
-    assert more.storage.batch_exists(others) == 0
-    more.close()
-
-
-@case
-def host_capacity(folder: Path) -> None:
-    """The directory never has more than it was given, and a prefix keeps its head."""
-    found = host.HostRig(folder, ssd={"capacity": "256KiB"})
-    for seed in range(30):
-        keys = found.keys(rig.prompt(seed, 40))
-        wanted = found.fill(range(10), seed)
-        found.backup(keys, range(10))
-        there = found.storage.batch_exists(keys)
-        assert found.prefetch(keys[:there], range(50, 50 + there)) == there
-        for a, b in zip(found.read(range(50, 50 + there)), wanted, strict=False):
-            assert torch.equal(a, b)
-    assert sum(file.stat().st_size for file in (folder / "ssd").glob("*.slab*")) <= 256 << 10
-    found.close()
-
-
-@case
 def host_new_weights(folder: Path) -> None:
     """No page of the old weights is found, and none that the pool has from before is stored under the new ones."""
     found = host.HostRig(folder)
@@ -267,21 +224,6 @@ def _goes_on(folder: Path, policy: str) -> None:
     assert (found.pool.kv_buffer[:, others // rig.PAGE] == 7).all(), "nothing comes late"
     same(found.pages(tokens), wanted[:whole])
     found.pool.free(others)
-    found.close()
-
-
-@case
-def hicache_and_a_disk_that_hangs(folder: Path) -> None:
-    """Our deadline ends what no timeout of SGLang's ends: with `wait_complete` a request would wait for ever."""
-    found = hicache.HiCacheRig(folder, "wait_complete", deadline=0.5, **FAULTY)
-    tokens = rig.prompt(1, 200)
-    wanted, room = found.store(tokens, 1), found.pool.available_size()
-    with PLAN.rule(Op.READ, Fault.HANG, skip=10):
-        assert found.wait(found.begin("a", tokens)) < 10
-        came = found.pages(tokens)
-        assert len(came) in (8, 9, 10)
-        same(came, wanted[: len(came)])
-        rig.until(lambda: found.poll() or found.pool.available_size() == room - 4 * len(came), "the rest is free")
     found.close()
 
 

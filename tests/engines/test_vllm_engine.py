@@ -283,18 +283,6 @@ def test_writes_that_hang(model: Path, plain: Answers, tmp_path: Path) -> None:
     assert found[5]["check"] == []
 
 
-def test_abort_while_a_full_tier_is_asked_again(model: Path, plain: Answers, tmp_path: Path) -> None:
-    filled(tmp_path, model)
-    slow = {"rules": [{"fault": "delay", "op": "read", "seconds": 0.2}], "inner": "posix"}
-    connector = parts.cache(tmp_path / "ssd", **SMALL, ssd={"transport": FAULTY})
-    steps = [("abort", {"prompt": prompt, "steps": steps}) for steps in (1, 5, 40) for prompt in parts.PROMPTS]
-    more = [ask(*parts.PROMPTS), DRAIN, TELL, ("metrics", {})]
-    asked = parts.run(tmp_path, model, [*steps, *more], connector, faults=slow).answers[1:]
-    parts.same(asked[len(steps)], plain)
-    at_rest(asked[-3])
-    assert asked[-2]["vllm:gdscache_deferred"] > 0
-
-
 def test_a_full_disk(model: Path, plain: Answers, tmp_path: Path) -> None:
     full = {"rules": [{"fault": "enospc", "op": "write", "skip": 20}], "inner": "posix"}
     connector = parts.cache(tmp_path / "ssd", ssd={"transport": FAULTY})

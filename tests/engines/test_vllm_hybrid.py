@@ -429,21 +429,6 @@ def two_ranks() -> dict[str, Any]:
     }
 
 
-@of(WINDOWS)
-def test_packed_parts_on_each_rank(story: Story, tmp_path: Path) -> None:
-    kind, ranks = story.kind, two_ranks()
-    plain = kind.alone(tmp_path, story.model, *kind.prompts, **ranks)["alone"]
-    for hits in ([0, 1], [1, 1]):
-        script = Script()
-        script.add("packed", *each(kind.prompts), *each(kind.prompts), METRICS, TELL)
-        asked, rest = story.play(script, tmp_path, tmp_path / "ssd", cache={"model": {"pack": "on"}}, **ranks)
-        kind.same(asked["packed"], plain * 2)
-        found, whole = parts.cached(asked["packed"]), kind.whole(*kind.prompts)
-        assert (found[: len(whole)] == whole, found[len(whole) :] == whole) == (bool(hits[0]), bool(hits[1]))
-        assert not rest["metrics"][0].get("vllm:gdscache_bad_pages")
-        at_rest(rest["tell"][0])
-
-
 @of(WINDOWS, UNEQUAL, CONVOLUTIONS)
 def test_a_part_of_each_group_on_each_rank(story: Story, tmp_path: Path) -> None:
     """Tensor parallelism. Then, behind a restart, loads go between steps, and bytes of the last rank alone are bad."""

@@ -350,6 +350,15 @@ def until(condition: Callable[[], bool], what: str, seconds: float = WAIT) -> No
         time.sleep(0.001)
 
 
+def raising(error: BaseException | type[BaseException]) -> Callable[..., Any]:
+    """A function that raises that, whatever it is given."""
+
+    def raises(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return raises
+
+
 def together(work: Callable[[int], object], threads: int) -> None:
     """Run `work(0)`, `work(1)`, ... beside each other, to their ends; the first error is raised."""
     with ThreadPoolExecutor(threads) as pool:

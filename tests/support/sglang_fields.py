@@ -18,7 +18,6 @@ from tests.support import adapter_fields
 VERSION = "0.5.23"
 _VALUES: Mapping[str, object] = {"load_format": "dummy"}
 LOOKED_AT = {*setup.FILES, "model_path", "download_dir"}  # harmless by name: their content is held
-CALLER = setup  # the module that calls `facts_of`
 
 
 class ServerArgs(SimpleNamespace):

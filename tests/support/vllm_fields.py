@@ -22,7 +22,6 @@ OTHER_PYTHON = SimpleNamespace(major=3, minor=99)
 LONG = {"rope_type": "longrope", "original_max_position_embeddings": 1024}
 # Harmless by name: what they come to is held.
 LOOKED_AT = {"model", "model_weights", "revision", "max_model_len", "original_max_model_len", "quant_config"}
-CALLER = setup  # the module that calls `facts_of`
 # The parts of vLLM's configuration, by the field that has each.
 PARTS = {
     "model_config": "ModelConfig", "multimodal_config": "MultiModalConfig", "cache_config": "CacheConfig",

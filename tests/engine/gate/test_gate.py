@@ -6,7 +6,6 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -23,7 +22,7 @@ from gdscache.gate.gate import EXPLORE_EVERY, Gate, GateMode
 from gdscache.moves import native
 from gdscache.storage.base import Op
 from tests.support.faulty import PLAN, Fault
-from tests.support.helpers import WAIT, drop_from, fill, kept, prompt, quiet, until
+from tests.support.helpers import WAIT, drop_from, fill, kept, prompt, quiet, together, until
 from tests.support.pages import FAULTY
 
 PAGE_TOKENS, PAGE_BYTES = 64, 1 << 20
@@ -387,8 +386,7 @@ def test_many_threads_report_and_decide() -> None:
             assert gate.decide(["ssd"] * 4, 0, 300, {}).pages in (0, 1, 4)
             gate.stats()
 
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(work, range(4), timeout=WAIT)) == [None] * 4
+    together(work, 4)
     assert costs.prefill.observations == costs.tiers["ssd"].observations == 240
     assert sum(gate.stats()["hits"].values()) == 240
 

@@ -14,7 +14,7 @@ from gdscache.config import Config
 from gdscache.integrations.fields import ENVIRONMENT
 from gdscache.integrations.sglang import setup as sglang_setup
 from gdscache.integrations.vllm import setup as vllm_setup
-from tests.support import adapter_fields, sglang_fields, vllm_fields
+from tests.support import sglang_fields, vllm_fields
 from tests.support.pairs import one_in
 
 HASHES = PageHashes([bytes([number]) * 32 for number in range(3)])
@@ -90,16 +90,6 @@ def test_each_line_alone_makes_the_difference(kind: str, stored: dict[str, Path]
     lines = [line for of, line in LINES if of == kind] + UNKNOWN[kind]  # a field that nobody knows is held
     plain = facts_in(namespace(kind, None, stored[kind]))
     assert {line: differences(kind, line, stored[kind], plain) for line in lines} == {line: {line} for line in lines}
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(("kind", "line"), LINES)
-def test_a_line_that_is_taken_out_is_missed(kind: str, line: str, stored: dict[str, Path]) -> None:
-    with adapter_fields.without(line, STAND_INS[kind].CALLER):
-        assert differences(kind, line, stored[kind], facts_in(namespace(kind, None, stored[kind]))) == set()
-        if (kind, line) in OPENED:
-            with pytest.raises(AssertionError):
-                test_another_value_of_a_line_finds_nothing(kind, line, stored)
 
 
 @pytest.mark.parametrize("kind", STAND_INS)

@@ -20,7 +20,7 @@ from gdscache.integrations.sglang.ranks import place_in, together
 from gdscache.integrations.sglang.served import PoolRanks
 from gdscache.ranks.service import _Mark as Mark
 from gdscache.runtime.threads import Flag
-from tests.support.helpers import drop_from, until
+from tests.support.helpers import drop_from, raising, until
 from tests.support.sglang_linker_ranks import BLOCKS, LAYERS, Ranks, keys_of
 
 Open = Callable[..., Ranks]
@@ -275,9 +275,7 @@ def test_a_load_that_one_pool_cannot_begin_is_waited_for_in_the_others() -> None
     def begun(order: bytes, blocks: list[int]) -> Any:
         return SimpleNamespace(release_event=SimpleNamespace(synchronize=lambda: waited.append("kv")))
 
-    def fails(order: bytes, blocks: list[int]) -> Any:
-        raise RankError("no leader has connected to this rank", "open the engine first")
-
+    fails = raising(RankError("no leader has connected to this rank", "open the engine first"))
     several: Any = [SimpleNamespace(load=begun), SimpleNamespace(load=fails)]
     queued: Any = SimpleNamespace(pages=1, blocks=lambda: {"kv": [1], "swa": [2]})
     with pytest.raises(RankError):

@@ -21,6 +21,7 @@ from gdscache.integrations.sglang.host import PoolPages
 from gdscache.integrations.sglang.planes import pools_planes
 from gdscache.integrations.sglang.served import SeveralPools
 from gdscache.store.handle import StoreHandle
+from tests.support.helpers import raising
 from tests.support.hybrid import HybridHost
 from tests.support.sglang_fields import kind_of
 
@@ -162,10 +163,7 @@ def test_a_store_that_one_pool_refuses_reads_nothing_behind_the_error(
     """The linker gives blocks back to SGLang where a store was refused."""
     pools, begun = SeveralPools.__new__(SeveralPools), StoreHandle(1)
     pools.engine, pools._ranked = open_hybrid("apart").engine, False
-
-    def refused(*_: Any) -> None:
-        raise EngineClosedError("the engine was closed meanwhile", "open a new one")
-
+    refused = raising(EngineClosedError("the engine was closed meanwhile", "open a new one"))
     for engine, store in zip(pools.engine.engines, (lambda *_: begun, refused), strict=True):
         monkeypatch.setattr(engine, "store_pages", store)
     threading.Timer(0.1, begun.read, [None]).start()
@@ -175,12 +173,9 @@ def test_a_store_that_one_pool_refuses_reads_nothing_behind_the_error(
 
 
 def test_an_error_of_one_pool_leaves_no_page_of_the_others() -> None:
-    def broken() -> None:
-        raise StorageError("the disk is broken")
-
     cleared: list[str] = []
     others = {name: SimpleNamespace(clear=lambda: cleared.append("")) for name in ("swa", "mamba")}
-    pools: Any = {"kv": SimpleNamespace(clear=broken), **others}
+    pools: Any = {"kv": SimpleNamespace(clear=raising(StorageError("the disk is broken"))), **others}
     with pytest.raises(StorageError):
         PoolPages(pools).clear()
     assert len(cleared) == 2

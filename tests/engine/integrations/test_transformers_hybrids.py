@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +15,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import (
-    AutoModelForCausalLM,
     DynamicCache,
     FalconMambaConfig,
     Gemma3TextConfig,
@@ -37,6 +35,7 @@ from gdscache.config import ModelConfig
 from gdscache.errors import GeometryError, InvalidValueError, PoolFullError, SequenceStateError, UnsupportedRequestError
 from gdscache.integrations.transformers import PrefixCache, model_section
 from gdscache.integrations.transformers_parts import STATES
+from tests.support.helpers import flip_file, together
 from tests.support.pairs import pairs
 from tests.support.tiny_transformers import (
     NEW,
@@ -239,22 +238,6 @@ def test_what_cannot_be_kept_is_refused_by_name(what: str) -> None:
 def test_a_model_without_windows_has_no_groups() -> None:
     for config in (LlamaConfig(**SMALL), MistralConfig(**{**SLIDING, "sliding_window": None})):
         assert "groups" not in model_section(config, dtype="float32", name="m")
-
-
-def test_jamba_is_refused_for_a_reason() -> None:
-    """Its prefill forgets the recurrent state: when it no longer does, it can be cached."""
-    torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(
-        JambaConfig(
-            **SMALL, num_key_value_heads=2, attn_layer_period=2, attn_layer_offset=1, num_experts=1, mamba_d_state=8
-        )
-    ).eval()
-    ids = tokens()
-    with torch.no_grad():
-        cache = DynamicCache(config=model.config)
-        model(ids[:, :WHOLE], past_key_values=cache)
-        behind = model(ids[:, WHOLE:], past_key_values=cache).logits
-        assert float((behind - model(ids).logits[:, WHOLE:]).abs().max()) > 0.1
 
 
 # -- the same answer ---------------------------------------------------------------------------------------------------
@@ -509,10 +492,7 @@ def test_a_bad_page_of_any_group_costs_the_hit_and_is_stored_again(
         with PrefixCache(engine, model).open(tokens()) as cache:
             cache.commit(generate(model, tokens(), cache, 1)[0])
     slab = tmp_path / f"groups-{names.index(group)}" / "slab-0.bin"
-    data = bytearray(slab.read_bytes())
-    at = next(n for n in range(len(data)) if data[n])  # the first page that lies there
-    data[at] ^= 0x10
-    slab.write_bytes(data)
+    flip_file(slab, next(n for n, byte in enumerate(slab.read_bytes()) if byte), 4)  # of the first page that lies there
     with opened(model, tmp_path, cpu=None) as engine:
         assert answer(engine, model, tokens()).found == 0
         bad = {name: stats["misses"].get("checksum", 0) for name, stats in engine.stats()["pools"].items()}
@@ -550,32 +530,23 @@ def test_a_full_pool_says_what_to_change_and_holds_nothing(gemma: PreTrainedMode
 
 
 def test_threads_share_the_blocks(gemma: PreTrainedModel, tmp_path: Path) -> None:
-    wrong: list[BaseException] = []
     prompts = [tokens(PROMPT, seed=seed) for seed in range(4)]
     expected = [generate(gemma, ids, None)[0] for ids in prompts]
     with opened(gemma, tmp_path, gpu={"device": "cpu", "capacity": "4MiB"}) as engine:  # room for all of them at once
         prefixes = [PrefixCache(engine, gemma) for _ in prompts]
 
+        @torch.no_grad()
         def converse(n: int) -> None:
-            try:
-                with torch.no_grad():
-                    for _ in range(6):
-                        with prefixes[n].open(prompts[n]) as cache:
-                            past, made = cache.cached_tokens, prompts[n]
-                            for _ in range(NEW):
-                                logits = gemma(made[:, past:], past_key_values=cache).logits
-                                past, made = made.shape[1], torch.cat([made, logits[:, -1:].argmax(-1)], 1)
-                            assert torch.equal(made, expected[n])
-                            cache.commit(made)
-            except BaseException as error:  # noqa: BLE001  # it is looked at below
-                wrong.append(error)
+            for _ in range(6):
+                with prefixes[n].open(prompts[n]) as cache:
+                    past, made = cache.cached_tokens, prompts[n]
+                    for _ in range(NEW):
+                        logits = gemma(made[:, past:], past_key_values=cache).logits
+                        past, made = made.shape[1], torch.cat([made, logits[:, -1:].argmax(-1)], 1)
+                    assert torch.equal(made, expected[n])
+                    cache.commit(made)
 
-        threads = [threading.Thread(target=converse, args=(n,)) for n in range(len(prompts))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        assert wrong == []
+        together(converse, len(prompts))
 
 
 # -- what is refused, and what a program does around it ----------------------------------------------------------------

@@ -37,7 +37,7 @@ from gdscache.store.handle import StoreHandle
 from gdscache.tracing import OFF
 from tests.support.faults import Fault
 from tests.support.faulty import PLAN
-from tests.support.helpers import WAIT, drop_from, until
+from tests.support.helpers import WAIT, drop_from, raising, until
 
 CPU = torch.device("cpu")
 LAYERS, BLOCKS, TOKENS = 3, 16, 4
@@ -235,10 +235,7 @@ def test_a_tier_that_cannot_be_cleared_has_no_page_of_the_old_weights_to_find(
     worker.stores.flush()
     until(lambda: worker.session.cached(hashes(1)) == PAGES, "the pages are stored")
     worker.session.attend(worker.stores, lambda: False)
-
-    def broken(*namespaces: bytes) -> dict[str, int]:
-        raise StorageError("the catalogue cannot be written", "see the device")
-
+    broken = raising(StorageError("the catalogue cannot be written", "see the device"))
     monkeypatch.setattr(worker.session.engine, "invalidate", broken)
     with pytest.raises(StorageError):
         worker.session.weights_changed()
@@ -308,22 +305,6 @@ def test_single_pages_are_handed_over_together() -> None:
 def begun(engine: Any, *, overlapping: bool) -> tuple[Loads, Stores]:
     loads = Loads(LAYERS, Counter(), overlapping=overlapping)
     return loads, Stores([engine], Counter(), loads.prove)
-
-
-def test_a_step_that_is_taken_back_stores_nothing() -> None:
-    """Its later pages were computed from a bad one, and would lie under right names for good."""
-    engine, handles = stub_engine()
-    engine.load_many = lambda batch: stub_load(PageStatus.CANCELLED)
-    loads, stores = begun(engine, overlapping=False)
-    loads.begin(begin_loads([engine], [LoadOrder("r", stub_fetch(), 0, (8,))], Counter()))
-    loads.wait_all()
-    end_step(loads, stores, [StoreOrder("r", hashes(1), 1, (9, 10))], last=True)
-    assert loads.take_bad() == {8}
-    end_step(loads, stores, [StoreOrder("r", hashes(1), 0, (8, 9, 10))], last=True)  # computed again
-    until(lambda: left(handles) == [3], "it is handed over")
-    handles[0].read(None)
-    stores.close()
-    assert len(handles) == 1
 
 
 def test_what_a_step_computes_is_stored_when_its_load_is_proven() -> None:
@@ -416,23 +397,10 @@ def test_a_load_of_which_less_was_begun_than_was_promised() -> None:
     assert (loads.take_arrived(), loads.take_bad()) == ({"r"}, {9, 10})
 
 
-def test_a_page_that_is_read_wrong_is_not_promised(worker: Worker) -> None:
-    worker.store(1, [0, 1, 2, 3, 4], 10)
-    drop_from(worker.session.engine, "cpu")
-    with PLAN.rule(Op.READ, Fault.FLIP, skip=2, times=1):
-        fetch = worker.session.fetch(hashes(1), PAGES)
-        until(fetch.done, "the fetch ends")
-        good = fetch.verified()
-        assert good < PAGES
-        fetch.release()
-
-
 def test_the_thread_of_stores_ends_also_where_the_last_pages_are_refused(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(*_: Any) -> int:
-        raise EngineClosedError("the engine was closed meanwhile", "open a new one")
-
+    refused = raising(EngineClosedError("the engine was closed meanwhile", "open a new one"))
     monkeypatch.setattr(worker.session.engine, "epoch", refused)
     worker.stores.begin([StoreOrder("r", hashes(1), 0, (1,))])
     with pytest.raises(EngineClosedError):

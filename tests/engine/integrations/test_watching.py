@@ -11,6 +11,7 @@ from gdscache.errors import ParallelismUnsupportedError, WeightUpdatesUnsupporte
 from gdscache.integrations.sglang.setup import WEIGHT_METHODS
 from gdscache.integrations.vllm.setup import refuse_config
 from gdscache.integrations.watching import CallWatch, ExecutorWatch
+from tests.support.helpers import raising
 from tests.support.vllm_setup import setup
 
 
@@ -68,11 +69,8 @@ def test_an_error_or_the_end_of_one_watch_leaves_no_other_untold() -> None:
                 self.close()
             return super().__getattribute__(name)
 
-    def fails(*call: Any) -> None:
-        raise ValueError("a tier cannot be cleared")
-
     Leaving(kind, WEIGHT_METHODS)
-    other.append(CallWatch(kind, WEIGHT_METHODS, after=fails))
+    other.append(CallWatch(kind, WEIGHT_METHODS, after=raising(ValueError("a tier cannot be cleared"))))
     other.append(CallWatch(kind, WEIGHT_METHODS, lambda *call: told.append("a"), lambda *call: told.append("b")))
     with pytest.raises(ValueError, match="cleared"):
         kind.update_weights_from_ipc(SimpleNamespace(written=[]))

@@ -20,7 +20,7 @@ from gdscache.pages.layout import GroupSizes, read_groups
 from gdscache.storage.base import Op
 from tests.support import fake_gpu
 from tests.support.faulty import PLAN, Fault
-from tests.support.helpers import MHA, SMALL, WAIT, Host, OpenHost, drop_from, prompt, settle, until
+from tests.support.helpers import MHA, SMALL, WAIT, Host, OpenHost, drop_from, prompt, raising, settle, until
 from tests.support.pages import lose
 
 EVEN = MHA | {"layers": 6, "head_dim": 72}
@@ -267,9 +267,7 @@ def test_a_part_that_breaks_off_leaves_nothing(
     if read:
         drop_from(host.engine, "cpu")
     extend = host.engine._parts.executor.moves.extend
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise InjectedError
+    fail = raising(InjectedError)
 
     def fail_once(move: int, ways: Any, *, last: bool) -> None:
         monkeypatch.setattr(host.engine._parts.executor.moves, "extend", extend)

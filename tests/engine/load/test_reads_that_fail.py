@@ -16,7 +16,7 @@ from gdscache.storage.base import Op
 from gdscache.tiers import ssd as ssd_tier
 from gdscache.tiers.failed_reads import AGAIN_S, OFF_PAGES, OFF_S, TRY_S
 from tests.support.faulty import PLAN, Fault
-from tests.support.helpers import Host, OpenHost, drop_from, prompt, quiet, settle, tokens_of, until
+from tests.support.helpers import Host, OpenHost, drop_from, prompt, quiet, raising, settle, tokens_of, until
 from tests.support.pages import FAULTY, misses, offset_of
 from tests.support.pairs import pairs
 from tests.support.rings import break_rings
@@ -29,15 +29,11 @@ LOADED, FAILED = PageStatus.LOADED, PageStatus.IO_ERROR
 @contextlib.contextmanager
 def failing(what: str, monkeypatch: pytest.MonkeyPatch, fault: Fault = Fault.EIO) -> Iterator[None]:
     """Reads of the slab fail, those of checksums in the catalogue, or both."""
-
-    def refuse(*_: Any) -> Any:
-        raise IOFailedError("the catalogue cannot be read", "", 5)
-
     with monkeypatch.context() as patch, contextlib.ExitStack() as rules:
         if what != "catalogue":
             rules.enter_context(PLAN.rule(Op.READ, fault))
         if what != "slab":
-            patch.setattr(Catalog, "checksum_rows", refuse)
+            patch.setattr(Catalog, "checksum_rows", raising(IOFailedError("the catalogue cannot be read", "", 5)))
         yield
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gdscache import CacheEngine, Prefetch, PrefetchEnd
-from gdscache.errors import DeadlineError, EngineClosedError, InvalidValueError
+from gdscache.errors import DeadlineError, EngineClosedError
 from gdscache.limits import EngineLimits
 from gdscache.prefetch import queue as prefetching
 from gdscache.prefetch.queue import DEMAND_PAUSE_S, MOST
@@ -332,13 +332,6 @@ def test_wait_without_a_limit_gives_up_after_the_deadline(open_host: OpenHost) -
         assert there < 80
         assert ended(prefetch)[1] == "deadline"
     assert host.load(tokens).tokens == 4
-
-
-@pytest.mark.parametrize("seconds", [1e10, float("nan"), "1", True])
-def test_wait_refuses_what_is_no_time(open_host: OpenHost, seconds: Any) -> None:
-    prefetch = slow_host(open_host).engine.prefetch(prompt(1, 2))
-    with pytest.raises(InvalidValueError):
-        prefetch.wait(seconds)
 
 
 def test_the_quota_holds_until_somebody_uses_what_is_there(open_host: OpenHost) -> None:

@@ -450,12 +450,6 @@ def test_a_prefetch_of_a_hit_brings_its_pages_and_no_more(open_host: OpenHost) -
 # -- who may ask -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seconds", [0, -1, math.inf, math.nan, "1", True])
-def test_pins_need_a_time(open_host: OpenHost, seconds: Any) -> None:
-    with pytest.raises(InvalidValueError, match="pin is"):
-        open_host().engine.prefetch(prompt(1, 2), pin=seconds)
-
-
 def test_pins_need_a_tier_in_memory_and_planes(open_host: OpenHost, tmp_path: Path) -> None:
     with pytest.raises(InvalidValueError, match="no CPU tier"):
         open_host(cpu=None).engine.prefetch(prompt(1, 2), pin=1.0)

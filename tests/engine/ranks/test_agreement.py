@@ -11,6 +11,7 @@ import pytest
 from gdscache.errors import GdsCacheError, RankProtocolError
 from gdscache.ranks import agreement
 from gdscache.ranks.agreement import Agreement
+from tests.support.helpers import raising
 
 
 @pytest.fixture
@@ -28,14 +29,10 @@ def never() -> int:
 
 def test_all_ranks_go_by_what_rank_0_finds(three: list[Agreement]) -> None:
     first, *others = three
-
-    def fails() -> int:
-        raise GdsCacheError("on purpose", "none")
-
     for found in (0, 3, 1 << 40):
         assert first.of(lambda found=found: found) == found
         assert [one.of(never) for one in others] == [found] * 2
-    assert first.of(fails) == 0
+    assert first.of(raising(GdsCacheError("on purpose", "none"))) == 0
     assert [one.of(never) for one in others] == [0, 0]
 
 

@@ -34,6 +34,7 @@ from tests.support.helpers import (
     fill,
     prompt,
     quiet,
+    raising,
     ran,
     read_page,
     run,
@@ -221,12 +222,8 @@ def test_pages_in_use_go_with_the_others(open_engine: OpenEngine) -> None:
 
 def test_an_interrupted_clear_ends_the_engine_and_keeps_no_slot(open_host: OpenHost) -> None:
     host = open_host(ssd=12)
-
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
     host.keep(prompt(1, 8))
-    with between_pieces(host.engine, interrupt), pytest.raises(KeyboardInterrupt):
+    with between_pieces(host.engine, raising(KeyboardInterrupt)), pytest.raises(KeyboardInterrupt):
         host.engine.clear()
     with pytest.raises(EngineClosedError):
         tokens_of(host.engine, prompt(1, 8))

@@ -106,8 +106,9 @@ def test_a_pin_of_what_is_not_cached_holds_nothing(open_host: OpenHost) -> None:
 @pytest.mark.parametrize("seconds", [0, -1, math.nan, math.inf, True, "60"])
 def test_a_pin_needs_a_time(open_host: OpenHost, seconds: Any) -> None:
     engine = open_host().engine
-    with pytest.raises(InvalidValueError, match="seconds is"):
-        engine.pin(prompt(1, 1), seconds)
+    for pin in (engine.pin, lambda tokens, seconds: engine.prefetch(tokens, pin=seconds)):
+        with pytest.raises(InvalidValueError, match=r"(seconds|pin) is"):
+            pin(prompt(1, 1), seconds)
     assert engine.stats()["leases"] == []
 
 

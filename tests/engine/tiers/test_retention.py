@@ -285,27 +285,25 @@ def test_a_restored_index_has_its_priorities_and_ends(policy: str, data: st.Data
             assert restored.check() == []
 
 
-def test_check_sees_wrong_retentions() -> None:
-    def fresh() -> tuple[PageIndex, bytes]:
-        index = PageIndex(2)
-        slots = index.allocate(1)
-        entry = index.insert(chain(1, 1)[0], slots[0], PageState.VERIFIED, Retention(1, 5.0))
-        return index, entry.key
-
-    index, key = fresh()
-    assert index.check() == []
-    index.orders.retained[key] = Retention(1, 6.0)
-    assert index.check()
-    index, key = fresh()
-    index.orders.expiries.remove(key, 5.0)
-    assert index.check()
-    index, key = fresh()
+def another_order(index: PageIndex, key: bytes) -> None:
     index.orders._of_priority[2].remove(key)
     index.orders._of_priority[1].insert_all([(key, b"")])
-    assert index.check()
-    index, key = fresh()
-    index.orders.retained[name("nobody")] = Retention(1)
-    assert index.check()
+
+
+@pytest.mark.parametrize(
+    ("damage", "wrong"),
+    [
+        (lambda index, key: None, False),
+        (lambda index, key: index.orders.retained.update({key: Retention(1, 6.0)}), True),
+        (lambda index, key: index.orders.expiries.remove(key, 5.0), True),
+        (another_order, True),
+        (lambda index, key: index.orders.retained.update({name("nobody"): Retention(1)}), True),
+    ],
+)
+def test_check_sees_wrong_retentions(damage: Callable[[PageIndex, bytes], object], wrong: bool) -> None:
+    index = PageIndex(2)
+    damage(index, index.insert(chain(1, 1)[0], index.take_free(1)[0], PageState.VERIFIED, Retention(1, 5.0)).key)
+    assert bool(index.check()) is wrong
 
 
 # -- a manager over indexes, against a dict --------------------------------------------------------------------------

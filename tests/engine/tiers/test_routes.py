@@ -22,7 +22,7 @@ from gdscache.storage.base import Switch
 from gdscache.storage.nixl import NixlTransport
 from gdscache.tiers import ssd_route as routes
 from gdscache.tiers.ssd import SsdTier
-from tests.support.helpers import MHA, MLA, Host, drop_from, layout_of, make_config, prompt, settle
+from tests.support.helpers import MHA, MLA, Host, drop_from, layout_of, make_config, prompt, raising, settle
 from tests.support.index_machine import chain, put
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -194,10 +194,7 @@ def test_every_route_brings_the_same_bytes(
 @pytest.mark.gpu
 @pytest.mark.usefixtures("kvikio")
 def test_a_route_that_fails_while_it_is_measured_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object) -> None:
-        raise ShortIOError("a read moved 0 of 8192 bytes")
-
-    monkeypatch.setattr(routes, "_move", fails)
+    monkeypatch.setattr(routes, "_move", raising(ShortIOError("a read moved 0 of 8192 bytes")))
     config = make_config(
         tmp_path, device="cuda", cpu=None, ssd=32, bounce=8, transport="kvikio", ssd_options={"gds": "off"}
     )

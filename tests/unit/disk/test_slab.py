@@ -178,16 +178,6 @@ def test_slots_fill_the_files_exactly_and_neighbours_stay_together(count: int, s
         assert (file, offset) == (before, at + extent) if slot % stretch else file == (before + 1) % count
 
 
-def test_each_directory_has_its_share_allocated(tmp_path: Path) -> None:
-    first, *others = directories(tmp_path)
-    slab = Slab.open(first, MANY, 17, others)
-    assert slab.files == tuple(path / f"slab-{i}.bin" for i, path in enumerate([first, *others]))
-    assert [path.stat().st_size // MANY for path in slab.files] == [8, 5, 4]
-    assert slab.nbytes == 17 * MANY
-    assert slab.valid_slots == 0
-    assert Slab.open(first, MANY, 17, others).valid_slots == 17
-
-
 @pytest.mark.parametrize(("file", "left", "valid"), [(0, 8, 17), (0, 7, 15), (1, 0, 4), (1, 4, 16), (2, 3, 11)])
 def test_what_a_file_lacks_voids_all_slots_from_there(tmp_path: Path, file: int, left: int, valid: int) -> None:
     first, *others = directories(tmp_path)

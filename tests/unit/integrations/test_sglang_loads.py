@@ -1,20 +1,18 @@
-"""What the SGLang linker knows of requests, against a plain model: pages are in the CPU tier, or it is refused."""
+"""What the SGLang linker knows of requests: pages are in the CPU tier, or it is refused."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from gdscache.errors import InvalidValueError
 from gdscache.integrations.sglang import loads
 from gdscache.integrations.sglang.loads import GONE_S, LOOK_AGAIN_S, LOOKED_S, STOPPED_S, LoadTable
 from gdscache.integrations.sglang.pages import PageLinks, digest
 from tests.support.fetches import PIN, FakeCache, names_of
+from tests.support.helpers import raising
 
 WAIT = 0.5
 PROMPTS = [(0, 1, 2, 3, 4, 5), (0, 1, 2, 9, 9, 9, 9), (7, 7, 7)]
@@ -242,12 +240,8 @@ def test_a_load_that_finds_no_memory_holds_nothing() -> None:
     world = Table(KEYS)
     world.table.lookup("r", KEYS)
     world.cache.fetches[-1].there = len(KEYS)
-
-    def blocks() -> Any:
-        raise MemoryError
-
     with pytest.raises(MemoryError):
-        world.table.load("r", KEYS, blocks)
+        world.table.load("r", KEYS, raising(MemoryError))
     assert (world.cache.fetches[-1].released, len(world.table)) == (1, 0)
 
 
@@ -273,80 +267,3 @@ def test_keys_and_links() -> None:
     for wrong in ("", "ab", "x" * 64, None, KEYS[0] + "00"):
         with pytest.raises(InvalidValueError, match="not the key of a page"):
             digest(wrong)  # type: ignore[arg-type]
-
-
-class Traffic(RuleBasedStateMachine):
-    """Requests come, wait, load, are aborted and never heard of again; pages come, go and are stored."""
-
-    requests = st.integers(0, 4)
-    prompts = st.sampled_from(PROMPTS)
-
-    @initialize()
-    def begin(self) -> None:
-        self.world = Table()
-        self.loading: dict[str, list[str]] = {}
-        self.promised: dict[str, list[str]] = {}
-
-    @rule(prompt=prompts, pages=st.integers(1, 7))
-    def stored(self, prompt: tuple[int, ...], pages: int) -> None:
-        store(self.world.cache, keys_of(prompt)[:pages])
-
-    @rule(number=requests, prompt=prompts, skip=st.integers(0, 3))
-    def lookup(self, number: int, prompt: tuple[int, ...], skip: int) -> None:
-        keys = keys_of(prompt)[skip:]
-        found = self.world.table.lookup(str(number), keys)
-        assert 0 <= found <= len(keys)
-        self.promised[str(number)] = keys[:found]
-
-    @rule(number=requests, blocks=st.integers(0, 100))
-    def load(self, number: int, blocks: int) -> None:
-        """Of what was promised in this pass: SGLang looks up and loads in one."""
-        keys = self.promised.pop(str(number), [])
-        if keys:
-            assert self.world.table.load(str(number), keys, lambda: lambda: range(blocks, blocks + len(keys)))
-            self.loading[str(number)] = keys
-
-    @rule(number=requests)
-    def cancel(self, number: int) -> None:
-        self.world.table.cancel(str(number))
-
-    @rule()
-    def start(self) -> None:
-        for queued in self.world.table.take():
-            assert queued.hit() == named(self.loading[queued.rid]), "other pages than were asked for"
-            assert len(queued.hit()) == len(queued.blocks()) == queued.pages
-            queued.fetch.release()
-
-    @rule(data=st.data(), pages=st.integers(0, 7))
-    def come(self, data: st.DataObject, pages: int) -> None:
-        if self.world.cache.fetches:
-            fetch = data.draw(st.sampled_from(self.world.cache.fetches))
-            fetch.there = max(fetch.there, min(fetch.wanted, pages))
-            fetch.ended = fetch.ended or pages == 7
-
-    @rule(seconds=st.sampled_from([0.01, 1.0, PIN / 3]), alone=st.booleans(), coming=st.integers(0, 3))
-    def wait(self, seconds: float, alone: bool, coming: int) -> None:
-        if not self.world.table._queued:  # SGLang begins what it queued in the same pass
-            self.world.cache.now += seconds
-            self.promised.clear()
-        self.world.alone, self.world.coming = alone, coming
-
-    @rule(prompt=prompts)
-    def computed(self, prompt: tuple[int, ...]) -> None:
-        self.world.table.computed(keys_of(prompt))
-        self.promised.clear()
-
-    @rule()
-    def reset(self) -> None:
-        self.world.table.reset()
-        self.promised.clear()
-        assert all(fetch.released for fetch in self.world.cache.fetches)
-
-    @invariant()
-    def nothing_is_lost(self) -> None:
-        if hasattr(self, "world"):
-            held = [fetch for fetch in self.world.cache.fetches if not fetch.released]
-            assert len(held) == len(self.world.table)
-
-
-TestTraffic = Traffic.TestCase

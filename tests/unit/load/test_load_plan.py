@@ -16,6 +16,7 @@ from gdscache.moves import PageStatus
 from gdscache.pages.keys import Page
 from gdscache.tiers.manager import TierManager
 from tests.support.bare_manager import Clock, bare_manager
+from tests.support.helpers import raising
 from tests.support.index_machine import chain
 
 SLOTS = 12  # of each tier
@@ -163,12 +164,8 @@ def test_a_part_that_breaks_off_leaves_what_was_planned() -> None:
     pages = chain(1, 6)
     manager, planner = prepare(pages, [("absent", "at rest")] * 6)
     plan = planner.plan([pages, pages], "load", most=2)
-
-    def fail(*_: object, **__: object) -> None:
-        raise KeyError("injected")
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(manager.landing.index, "allocate_some", fail)
+        patch.setattr(manager.landing.index, "allocate_some", raising(KeyError("injected")))
         with pytest.raises(KeyError):
             planner.go_on(plan, 2)
     assert plan.whole

@@ -279,15 +279,6 @@ def test_an_order_that_is_always_wrong_costs_a_constant(kind: type[Guarded]) -> 
     assert losses[-1] - losses[0] <= 0.01 * base + capacity
 
 
-def test_without_the_guard_the_same_orders_lose_without_end() -> None:
-    """What the tests above are against."""
-    draw = random.Random(0)
-    work = trace([[int(80 * draw.random() ** 2)] for _ in range(4000)])
-    base = simulate(work, 20, LRU()).hits
-    assert simulate(work, 20, MostRecent()).hits < 0.8 * base
-    assert simulate(work, 20, GuardedMostRecent()).hits > 0.97 * base - 20
-
-
 def test_it_is_the_other_order_or_lru() -> None:
     """While it is free its victims are the order's; while it follows, those that LRU has given up or would."""
     draw = random.Random(3)

@@ -18,7 +18,7 @@ from gdscache.policies import POLICIES
 from gdscache.policies.base import LRU, EvictionPolicy
 from gdscache.policies.guarded import Guarded
 from tests.support.bounds import optimum, plain_lru
-from tests.support.families import FAMILIES, LONGEST, REFERENCES, drawn
+from tests.support.families import FAMILIES, REFERENCES, drawn
 from tests.support.one_tier import simulate
 
 SEED = int(os.environ.get("GDSCACHE_SEED", "0"))
@@ -91,37 +91,6 @@ def worth(rows: list[Row]) -> Worth:
     return found
 
 
-# -- what is drawn -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_is_drawn_from_its_seed(family: str) -> None:
-    first = drawn(family, 5, 3000)
-    assert first == drawn(family, 5, 3000)
-    assert first != drawn(family, 6, 3000)
-    pages = [len(request.blocks) for request in first]
-    assert 3000 <= sum(pages) < 3000 + pages[-1]
-    assert max(pages) <= 2 * LONGEST
-    times = [request.timestamp for request in first]
-    assert times == sorted(times)
-    before: dict[int, int | None] = {}
-    for request in first:  # an id stands for its whole prefix
-        above = None
-        for block in request.blocks:
-            assert before.setdefault(block, above) == above
-            above = block
-
-
-def test_in_its_best_case_lru_is_good_and_in_its_worst_it_finds_nothing() -> None:
-    for family, low, high in (("best", 0.5, 1.0), ("worst", 0.0, 0.2)):
-        work = expand(drawn(family, 0, 20_000))
-        pages = len(work.names) // 10
-        assert low <= plain_lru(work, pages).hits / optimum(work, pages).hits <= high
-
-
-# -- the default ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.suite
 def test_the_default_does_not_lose_to_lru_on_traffic_that_is_drawn() -> None:
     """Few traces, of every family, short ones: losing is a matter of a few pages there."""
@@ -129,20 +98,6 @@ def test_the_default_does_not_lose_to_lru_on_traffic_that_is_drawn() -> None:
     assert found.worst.ratio >= WORST
     assert found.fifth_percentile >= 0.99
     assert found.geometric_mean > 1.02
-
-
-class MRU(LRU):
-    """Gives up what was used last."""
-
-    def __iter__(self):  # type: ignore[no-untyped-def]
-        return iter(list(super().__iter__())[::-1])
-
-
-@pytest.mark.suite
-def test_an_order_that_loses_is_found() -> None:
-    """What the test above is against."""
-    found = worth(rows_of(MRU, [0], families=("best", "turns"), percent=(5, 25), references=5_000))
-    assert found.worst.ratio < 0.9
 
 
 @pytest.mark.soak

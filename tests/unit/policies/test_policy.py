@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -20,13 +19,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from gdscache.config import Config, EvictionOrder
-from gdscache.errors import InvalidValueError
-from gdscache.policies import POLICIES, new_policy
+from gdscache.config import EvictionOrder
+from gdscache.policies import POLICIES
 from gdscache.policies.base import LRU, EvictionPolicy
 from gdscache.policies.guarded import Guarded
 from gdscache.policies.lifetime import Lifetime, ReuseMonitor
-from tests.support.helpers import make_config
 from tests.support.index_machine import name
 from tests.support.policy_models import MODELS, Model, SlowLifetime
 
@@ -166,23 +163,6 @@ def test_the_table_and_the_configuration_know_the_same_policies() -> None:
     assert get_args(EvictionOrder) == tuple(POLICIES)
 
 
-def test_an_unknown_name_is_refused() -> None:
-    with pytest.raises(KeyError, match="fifo"):
-        new_policy("fifo")
-
-
-@pytest.mark.parametrize("policy", [LRU, Lifetime, Guarded])
-def test_looking_at_the_order_changes_nothing(policy: type[EvictionPolicy]) -> None:
-    order = policy()
-    for i in range(50):
-        order.insert_all([(name(i), b"")])
-        for j in range(0, i, 7):
-            order.touch_all([name(j)])
-    first = list(order)
-    assert len(set(first)) == 50
-    assert list(order) == first
-
-
 @pytest.mark.parametrize("policy", [LRU, Lifetime, Guarded])
 def test_nothing_grows_with_the_pages_that_are_gone(policy: type[EvictionPolicy]) -> None:
     order = policy()
@@ -200,8 +180,3 @@ def test_nothing_grows_with_the_pages_that_are_gone(policy: type[EvictionPolicy]
     assert list(order) == []
     if isinstance(order, Lifetime):
         assert order.rows == order.levels == 0
-
-
-def test_a_policy_that_does_not_exist_is_refused(slab: Path) -> None:
-    with pytest.raises(InvalidValueError, match="eviction"):
-        Config.from_dict(make_config(slab, eviction="fifo"))

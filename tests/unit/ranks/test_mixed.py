@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 
@@ -14,6 +13,7 @@ from gdscache.moves import PLANES, End, Move, Priority, Steps, Way
 from gdscache.moves.lanes import drive
 from gdscache.ranks.loads import Verdicts
 from gdscache.ranks.mixed import MixedMoving, plain_rows
+from tests.support.helpers import raising
 
 
 class _Plain:
@@ -31,14 +31,11 @@ class _Plain:
 def test_late_plain_pages_are_told_of_if_the_packed_pages_cannot_be_moved() -> None:
     error = NativeCallError("the executor was stopped", "", errno.ECANCELED)
 
-    def refuses(*asked: Any) -> Any:
-        raise error
-
     def way(tier: str, pages: Sequence[int]) -> Way:
         return Way(tier, PLANES, np.asarray(pages), np.asarray(pages).reshape(-1, 1))
 
     move = Move(Priority.LOAD, (way("ssd", [0, 1]), way("ssd_plain", [2, 3])), 1.0)
-    packed, plain = SimpleNamespace(begin=refuses), SimpleNamespace(begin=lambda *asked: _Plain())
+    packed, plain = SimpleNamespace(begin=raising(error)), SimpleNamespace(begin=lambda *asked: _Plain())
     moving = MixedMoving(packed, plain, move, plain_rows(move), (), Verdicts(4))  # type: ignore[arg-type]
     end = drive(moving.end())
     assert end.error is error
