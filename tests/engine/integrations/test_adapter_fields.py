@@ -19,7 +19,8 @@ from tests.support.pairs import one_in
 
 HASHES = PageHashes([bytes([number]) * 32 for number in range(3)])
 STAND_INS: dict[str, Any] = {"sglang": sglang_fields, "vllm": vllm_fields}
-TABLES = {"sglang": sglang_setup.table, "vllm": vllm_setup.table}
+SETUPS: dict[str, Any] = {"sglang": sglang_setup, "vllm": vllm_setup}
+TABLES = {kind: setup.table for kind, setup in SETUPS.items()}
 UNKNOWN = {
     "sglang": ["ServerArgs.new", "ModelConfig.new", f"{ENVIRONMENT}.SGLANG_NEW"],
     "vllm": ["VllmConfig.new", "ModelConfig.new", "MultiModalConfig.new", f"{ENVIRONMENT}.VLLM_NEW"],
@@ -90,6 +91,23 @@ def test_each_line_alone_makes_the_difference(kind: str, stored: dict[str, Path]
     lines = [line for of, line in LINES if of == kind] + UNKNOWN[kind]  # a field that nobody knows is held
     plain = facts_in(namespace(kind, None, stored[kind]))
     assert {line: differences(kind, line, stored[kind], plain) for line in lines} == {line: {line} for line in lines}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("kind", "line"), LINES)
+def test_a_line_that_is_taken_out_is_missed(
+    kind: str, line: str, stored: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = SETUPS[kind].facts_of
+
+    def some(*given: Any) -> dict[str, object]:
+        return {name: value for name, value in kept(*given).items() if name != line}
+
+    monkeypatch.setattr(SETUPS[kind], "facts_of", some)
+    assert differences(kind, line, stored[kind], facts_in(namespace(kind, None, stored[kind]))) == set()
+    if (kind, line) in OPENED:
+        with pytest.raises(AssertionError):
+            test_another_value_of_a_line_finds_nothing(kind, line, stored)
 
 
 @pytest.mark.parametrize("kind", STAND_INS)

@@ -38,6 +38,13 @@ def engine(model: PreTrainedModel, tmp_path: Path) -> Iterator[CacheEngine]:
         yield engine
 
 
+def test_the_same_model_is_found_after_a_restart(tmp_path: Path, device: str) -> None:
+    for expected in (0, 40):
+        model = build("llama", device)
+        with CacheEngine.from_config(options(model, tmp_path)) as engine:
+            assert serve(engine, model, tokens())["found"] == expected
+
+
 # -- tensors -----------------------------------------------------------------------------------------------------------
 
 
@@ -241,6 +248,19 @@ def fields(*kinds: str) -> list[str]:
 def test_another_value_of_a_line_is_another_model(field: str) -> None:
     before, after = facts(), facts(**{field: "another"})
     assert {name for name in before if before[name] != after[name]} == {f"TextConfig.{field}"}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("field", fields("held"))
+def test_a_line_that_is_taken_out_is_missed(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = live_model.facts_of
+
+    def some(module: torch.nn.Module) -> dict[str, object]:
+        return {name: value for name, value in kept(module).items() if name != f"TextConfig.{field}"}
+
+    monkeypatch.setattr(live_model, "facts_of", some)
+    with pytest.raises(AssertionError):
+        test_another_value_of_a_line_is_another_model(field)
 
 
 def test_what_is_harmless_is_no_fact() -> None:
