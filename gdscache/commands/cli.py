@@ -118,6 +118,10 @@ def doctor(
 @app.command("inspect")
 def inspect_directory(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The ssd.path of a configuration.")],
+    pair: Annotated[
+        tuple[str, str] | None,
+        typer.Option("--compare", metavar="A B", help="Two namespaces, by their first digits: show their lines alone."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show the contents of an SSD tier's directory. Changes nothing, and works while an engine uses the directory.
@@ -125,13 +129,17 @@ def inspect_directory(
     The groups of a hybrid model may have directories of their own below it (groups-0, ...): then each is shown.
 
     Pages of one namespace are interchangeable. Its lines name the model, the weights and the settings. If no page hits
-    after an upgrade, the lines in which the last two namespaces differ say why.
+    after an upgrade, the lines in which the last two namespaces differ say why, or those of two others by --compare.
     """
-    from gdscache.commands.inspect import directories_of, inspect, tables
+    from gdscache.commands.inspect import compare, directories_of, inspect, tables
 
     with progress_bar() as progress:
         reports = [inspect(one, progress) for one in directories_of(directory)]
-    _show(reports, tables.inspect_tables, as_json=as_json)
+    if pair is None:
+        _show(reports, tables.inspect_tables, as_json=as_json)
+    else:
+        every = [namespace for report in reports for namespace in report["namespaces"]]
+        _show([compare(every, pair)], tables.compare_tables, as_json=as_json)
 
 
 @app.command("explain")

@@ -64,6 +64,24 @@ def test_why_nothing_hits_after_a_change(tmp_path: Path, gdscache: Gdscache) -> 
     assert body[2].split() == ["first_layer", "0", "0"]
 
 
+def test_two_of_many_are_compared_by_their_first_digits(tmp_path: Path, gdscache: Gdscache) -> None:
+    path = tmp_path / "c"
+    one, _, other = (stored(path, length=length) for length in (5, 6, 7))
+    status, out, err = gdscache("inspect", path, "--compare", one[:12], other[:12].upper())
+    assert (status, err) == (0, "")
+    head, differs, *_ = out.splitlines()
+    assert head.split() == ["made", "of", one[:16], other[:16]]
+    assert differs.split() == ["salt.length", "5", "7", "differs"]
+    assert len([line for line in out.splitlines() if line.endswith("differs")]) == 1
+    status, out, _ = gdscache("inspect", path, "--compare", one[:12], other[:12], "--json")
+    assert (status, [found["digest"] for found in json.loads(out)["namespaces"]]) == (0, [one, other])
+    for digits, count in (("xyz", 0), ("", 3)):
+        status, out, err = gdscache("inspect", path, "--compare", one, digits)
+        assert (status, out) == (2, "")
+        assert f"begins {count} of 3 namespaces" in err
+        assert one[:16] in err, "the hint names those that are there"
+
+
 def test_an_engine_that_runs_shows_what_it_has_stored(tmp_path: Path) -> None:
     path = tmp_path / "c"
     before = stored(path)

@@ -1,13 +1,16 @@
-"""A namespace's facts, a line each."""
+"""A namespace's facts, a line each, and two namespaces to compare."""
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gdscache.errors import InvalidValueError
 from gdscache.groups.base import Group
+
+COMPARE_SCHEMA = "gdscache.compare/2"
 
 
 def made_of(fields: Mapping[str, Any]) -> dict[str, str]:
@@ -23,6 +26,26 @@ def made_of(fields: Mapping[str, Any]) -> dict[str, str]:
         else:
             lines[name] = _text(value)
     return dict(sorted(lines.items()))
+
+
+def compare(namespaces: Sequence[Mapping[str, Any]], pair: Sequence[str]) -> dict[str, Any]:
+    """Of the `namespaces` of `inspect`, the two whose digests begin with these digits.
+
+    Raises `InvalidValueError` if digits name no namespace, several, or one without a description.
+    """
+    each = {namespace["digest"]: namespace for namespace in namespaces}  # a directory of plain pages has the same
+    found = []
+    for digits in pair:
+        named = [namespace for digest, namespace in each.items() if digest.startswith(digits.lower())]
+        if len(named) != 1 or named[0]["made_of"] is None:
+            there = ", ".join(digest[:16] for digest, one in [*each.items()][:8] if one["made_of"]) or "none"
+            lacks = ", which has no description" if len(named) == 1 else ""
+            raise InvalidValueError(
+                f"{digits!r} begins {len(named)} of {len(each)} namespaces{lacks}",
+                f"give the first digits of one that `gdscache inspect` describes: {there}",
+            )
+        found += named
+    return {"schema": COMPARE_SCHEMA, "namespaces": found}
 
 
 def facts_of(salt: object) -> dict[str, Any] | None:

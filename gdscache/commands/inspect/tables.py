@@ -91,8 +91,13 @@ def _namespaces(namespaces: list[dict[str, Any]]) -> Table:
     return table
 
 
+def compare_tables(report: Mapping[str, Any]) -> list[Table]:
+    """The report of `inspect --compare`."""
+    return [_made_of(report["namespaces"])]
+
+
 def _made_of(namespaces: list[dict[str, Any]]) -> Table:
-    """The lines of the last used namespaces, those in which they differ first."""
+    """The lines of the first namespaces, those in which they differ first."""
     known = [namespace for namespace in namespaces if namespace["made_of"] is not None]
     some = [namespace["made_of"] for namespace in known[:MADE_SHOWN]]
     table = Table("", "made of", *(namespace["digest"][:DIGITS] for namespace in known[:MADE_SHOWN]), "")
