@@ -26,6 +26,7 @@ from gdscache.storage.calls import begin, carry
 from gdscache.storage.cufile import CufileTransport
 from gdscache.storage.kvikio import KvikioTransport
 from gdscache.storage.nixl import NixlTransport
+from gdscache.testing.transport_suite import FILE_BYTES, SECTOR, odd_extents, random_bytes
 from tests.support.cufile_parts import (
     HANG,
     IO_FAILED,
@@ -38,7 +39,6 @@ from tests.support.cufile_parts import (
     StandIns,
 )
 from tests.support.helpers import WAIT, drop_from, make_config, prompt, run, running, until
-from tests.support.transport_suite import FILE_BYTES, SECTOR, odd_extents, random_bytes
 
 REQUESTS = 24
 BAD = 7  # of the requests of a batch

@@ -39,6 +39,7 @@ MAY_IMPORT = {
     "index": "native pages policies",
     "extents": "cuda pages runtime",
     "storage": "cuda native pages runtime",
+    "testing": "cuda pages storage",
     "config": "groups pages",
     "kernels": "cuda extents native pages runtime",
     "disk": "gate pages policies runtime storage",

@@ -12,7 +12,7 @@ from gdscache.errors import IOFailedError, TransportUnavailableError
 from gdscache.storage import files
 from gdscache.storage.base import Switch
 from gdscache.storage.files import NativeTransport, probe_direct_io
-from tests.support.transport_suite import SECTOR, random_bytes
+from gdscache.testing.transport_suite import SECTOR, random_bytes
 
 
 @pytest.fixture

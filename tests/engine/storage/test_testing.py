@@ -106,7 +106,7 @@ def example() -> str:
 
 def run_suite(directory: Path, code: str, wanted: dict[str, str]) -> dict[str, str]:
     """Run the suite over classes of the module `code`, of each the test named or, for "", all; what failed of each."""
-    lines = [code, "from tests.support.transport_suite import TransportSuite"]
+    lines = [code, "from gdscache.testing.transport_suite import TransportSuite"]
     for name in wanted:
         lines += [f"class Test{name}(TransportSuite):", "    def make_transport(self, threads):"]
         lines += [f"        return {name}(threads)"]
@@ -136,6 +136,21 @@ def test_the_suite_finds_broken_transports(tmp_path: Path) -> None:
 
 def test_the_transport_of_the_documentation_passes(tmp_path: Path) -> None:
     assert run_suite(tmp_path, example(), {"MyTransport": ""}) == {}
+
+
+def test_without_pytest_only_the_suite_is_missing() -> None:
+    code = """
+import sys
+sys.modules["pytest"] = None
+import gdscache.storage
+from gdscache.errors import MissingPackageError
+try:
+    import gdscache.testing.transport_suite
+except MissingPackageError as error:
+    print(error.hint)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("install gdscache[test]\n", "")
 
 
 # -- by name, and from a file ----------------------------------------------------------------------------------------

@@ -17,12 +17,12 @@ from gdscache.errors import DeadlineError, EngineClosedError, IOFailedError, Tra
 from gdscache.storage import Transport, calls, cufile
 from gdscache.storage.base import DeviceMemory
 from gdscache.storage.cufile import CufileTransport
+from gdscache.testing.transport_suite import FILE_BYTES, SECTOR, Make, Remember, TransportSuite
 from tests.engine.storage.by_disk import CufileByDisk
 from tests.support import fake_cufile
 from tests.support.cufile_parts import HANG, NOT_ON_THIS_FILE, TOO_MUCH_MEMORY, Call, Fault
 from tests.support.fake_cufile import DeviceBytes
 from tests.support.helpers import until
-from tests.support.transport_suite import FILE_BYTES, SECTOR, Make, Remember, TransportSuite
 
 
 @pytest.fixture(autouse=True)

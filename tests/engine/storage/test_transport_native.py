@@ -14,10 +14,10 @@ import pytest
 from gdscache import errors
 from gdscache.storage import files
 from gdscache.storage.files import NativeTransport
+from gdscache.testing.transport_suite import random_bytes
 from tests.support.helpers import WAIT, OpenHost, prompt, until
 from tests.support.native_parts import has_ring
 from tests.support.transport_parts import opened
-from tests.support.transport_suite import random_bytes
 
 
 @pytest.fixture(params=["uring", "posix"])

@@ -23,9 +23,9 @@ from gdscache.storage import Transport, calls, open_transport, probe
 from gdscache.storage.base import DeviceMemory, Switch
 from gdscache.storage.calls import begin
 from gdscache.storage.nixl import NixlTransport
+from gdscache.testing.transport_suite import FILE_BYTES, SECTOR, random_bytes
 from tests.support.helpers import until
 from tests.support.posix_transport import PosixTransport
-from tests.support.transport_suite import FILE_BYTES, SECTOR, random_bytes
 
 installed = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
 

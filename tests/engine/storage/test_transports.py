@@ -1,4 +1,4 @@
-"""The suite that every transport passes (tests/support/transport_suite.py), over those that come with the package."""
+"""The suite that every transport passes (gdscache.testing.transport_suite), over those that come with the package."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from gdscache.storage import Transport, probe
 from gdscache.storage.files import NativeTransport, probe_direct_io
 from gdscache.storage.kvikio import KvikioTransport
 from gdscache.storage.nixl import NixlTransport
+from gdscache.testing.transport_suite import TransportSuite
 from tests.engine.storage.by_disk import NativeByDisk
 from tests.support.faults import Fault, FaultPlan, FaultRule, FaultyTransport
 from tests.support.places import SUPPORT
 from tests.support.transport_parts import has_libcuda
-from tests.support.transport_suite import TransportSuite
 
 needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
 needs_kvikio = pytest.mark.skipif(importlib.util.find_spec("kvikio") is None, reason="kvikio is not installed")
