@@ -232,12 +232,18 @@ FAMILIES = (
     # Lookups
     _counter("lookups", "Lookups.", _one("lookups", "requests")),
     _counter("lookup_tokens", "Tokens of full pages that lookups asked for.", _asked, hybrid=True),
-    _counter("hit_tokens", "Tokens of them found, by the fastest tier of their page.", _hit, _TIER, hybrid=True),
+    _counter("hit_tokens", "Tokens that lookups found, by the fastest tier.", _hit, _TIER, hybrid=True),
     _counter("lookup_pages", "Pages looked up.", _one("lookups", "pages")),
     _counter("hit_pages", "Pages found, by their fastest tier.", _by_tier("hits"), _TIER),
     _counter("miss_pages", "Pages not found or not loaded, by cause.", _by_cause("misses", MISSES), _CAUSE),
     _counter("gate_hits", "Hits below the GPU, by load.gate's decision.", _gate("hits"), ("decision",), hybrid=True),
-    _counter("gate_tokens", "Their tokens, by load.gate's decision.", _gate("tokens"), ("decision",), hybrid=True),
+    _counter(
+        "gate_tokens",
+        "Tokens of hits below the GPU, by load.gate's decision.",
+        _gate("tokens"),
+        ("decision",),
+        hybrid=True,
+    ),
     # Loads
     _counter("loaded_pages", "Pages loaded, by source.", _by_tier("loaded"), _TIER),
     _counter("loaded_bytes", "Bytes of pages loaded, by source.", _by_tier("bytes_loaded"), _TIER),
@@ -323,7 +329,12 @@ FAMILIES = (
     _gauge("failing_pages", "Pages whose last read failed.", _given_up("failing_pages")),
     _counter("given_up_pages", "Pages dropped as their reads kept failing.", _given_up("given_up")),
     _gauge("rank_running", "1 while a rank answers.", _ranks(lambda rank: int(rank["state"] == "running")), ("rank",)),
-    _gauge("rank_overdue_orders", "Orders not answered in time.", _ranks(lambda rank: rank["overdue"]), ("rank",)),
+    _gauge(
+        "rank_overdue_orders",
+        "Orders that a rank has not answered in time.",
+        _ranks(lambda rank: rank["overdue"]),
+        ("rank",),
+    ),
     _gauge("concerns", "Warnings of the configuration when it was opened.", lambda stats: {(): len(stats["concerns"])}),
     _gauge(
         "copies",
