@@ -85,9 +85,8 @@ class _Renumbered:
         self.finish(sorted(self._left), "error")
 
 
-_Round = tuple[
-    list[Parcel], Moving | None
-]  # pages of a store that have slots, and what brings their bytes, if not there
+# Pages of a store that have slots, and what brings their bytes; None: they are there.
+_Round = tuple[list[Parcel], Moving | None]
 
 
 class Storer:

@@ -9,7 +9,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,8 @@ from gdscache.pages.checksum import Checksums, first_bad_layer, unbound
 
 SCHEMA = "gdscache.verify/2"
 PIECE_BYTES = 8 << 20  # of neighbouring extents in one read; a larger extent is read alone
-THREADS, AT_ONCE = 4, 8  # AT_ONCE: pieces between two reports of progress
+THREADS, AHEAD = 4, 8  # AHEAD: pieces that threads read or will
+REFRESH = 0.1  # seconds at most between two looks at who wants the directory, and reports of progress
 KEY_DIGITS = 16  # hexadecimal digits of a key in a report
 UNCHECKED = "no_description"
 _LATER = "verify it when that engine is closed"
@@ -55,6 +56,10 @@ class Finding:
     cause: str
     layer: int | None = None
     shard: int | None = None
+
+
+# Of a piece: its pages, a finding for each bad slot (of the first bad shard), and the bytes read.
+_Checked = tuple[int, Iterable[Finding], int]
 
 
 def verify(directory: Path, progress: Progress = lambda done, total, text: None) -> dict[str, Any]:
@@ -111,7 +116,7 @@ def _own(directories: Sequence[Path]) -> CacheDirectory:
     except DirectoryInUseError as error:
         raise DirectoryInUseError(
             error.message,
-            f"{_LATER}; while it runs, gdscache inspect shows its status, and its check() holds its index against its "
+            f"{_LATER}; while it runs, gdscache top shows its status, and its check() holds its index against its "
             "files",
         ) from error
 
@@ -149,14 +154,20 @@ class _Check:
                 undo.callback(os.close, slab)
                 os.posix_fadvise(slab, 0, 0, os.POSIX_FADV_RANDOM)  # no readahead
                 self._files.append(slab)
-            pool = undo.enter_context(ThreadPoolExecutor(THREADS, "gdscache-verify"))
-            for at in range(0, len(pieces), AT_ONCE):
+            pool = ThreadPoolExecutor(THREADS, "gdscache-verify")
+            undo.callback(pool.shutdown, cancel_futures=True)
+            todo, running = iter(pieces), set[Future[_Checked]]()
+            while True:
+                for rows in itertools.islice(todo, AHEAD - len(running)):
+                    running.add(pool.submit(self._piece, rows, self._checksums(rows)))
+                if not running:
+                    break
                 progress(done, total, "pages")
-                some = pieces[at : at + AT_ONCE]
-                for found, nbytes in pool.map(self._piece, some, map(self._checksums, some)):
+                ended, running = wait(running, REFRESH, FIRST_COMPLETED)
+                for pages, found, nbytes in (one.result() for one in ended):
                     findings += found
                     self.bytes_read += nbytes
-                done += sum(map(len, some))
+                    done += pages
                 if done < total and wanted(self._directory):
                     raise DirectoryInUseError(
                         f"an engine wants {self._directory}: {done:,} of {total:,} pages were verified, "
@@ -166,15 +177,14 @@ class _Check:
         progress(total, total, "pages")
         return findings
 
-    def _piece(self, rows: range, sums: list[Checksums | None]) -> tuple[Iterable[Finding], int]:
-        """A finding for each bad slot, of the first bad shard; and the bytes read."""
+    def _piece(self, rows: range, sums: list[Checksums | None]) -> _Checked:
         buffer = np.empty(len(rows) * self._extent, np.uint8).data
         found, nbytes = dict[int, Finding](), 0
         for shard in range(self._shards):
             findings, got = self._part(buffer, rows, sums, shard)
             found = {finding.slot: finding for finding in findings} | found
             nbytes += got
-        return found.values(), nbytes
+        return len(rows), found.values(), nbytes
 
     def _part(
         self, buffer: memoryview, rows: range, sums: list[Checksums | None], shard: int
