@@ -536,7 +536,8 @@ class Attached(Machine):
             for path, its in zip(some, keys, strict=True):
                 loads.append(self.host.begin(tokens_at(path), salt=salt))
                 loads[-1][0].wait(0, WAIT)
-                stores.append((self.host.store(tokens_at(path), salt=salt), its))
+                if not stores:  # a second one may take a page for present that the first one then drops
+                    stores.append((self.host.store(tokens_at(path), salt=salt), its))
                 prefetches.append(self.engine.prefetch(tokens_at(path), salt=salt))
         thread.join(WAIT)
         for begun in loads:
