@@ -262,6 +262,12 @@ def test_a_disk_without_room_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_packed_pages_of_a_small_total(tmp_path: Path) -> None:
+    """As `--quick` measures them on a GPU: a few pages, and slots for those that cannot be packed."""
+    rows = io.packed_loads(Place(tmp_path, 16 * MIB, 1, 2, CPU))
+    assert {row["against"] for row in rows} == {"a page-locked copy", "unpacked"}
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_every_transport_on_a_gpu(tmp_path: Path) -> None:

@@ -83,7 +83,8 @@ class ColdEngine:
                         "gds": "off",
                         **(ssd or {}),
                     },
-                    "host_buffer": max(min(256 * MIB, self.nbytes), 2 * page_bytes),
+                    # with packed pages two of its slots are for pages that cannot be packed
+                    "host_buffer": max(min(256 * MIB, self.nbytes), (4 if pack else 2) * page_bytes),
                     "store": {"queue": self.nbytes},
                     "deadline": self._patience,
                 }

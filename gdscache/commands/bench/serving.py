@@ -297,8 +297,8 @@ class Serving:
             "states": states,
             "kv_cache": 9 * prompt // 4 // settings.tp,  # of each GPU
             "token_bytes": nbytes,
-            "cpu": GIB if small else 9 * prompt // 2,
-            "ssd": GIB if small else 11 * prompt // 2,
+            "cpu": GIB if small else (2 * settings.repeat + 3) * prompt // 2,  # it holds all prompts of first tokens
+            "ssd": GIB if small else (2 * settings.repeat + 5) * prompt // 2,
             "host_buffer": "64MiB" if small else "512MiB",
             "threads": settings.threads if where == "ram" else 8,  # the default, 8, keeps a disk busy and no RAM disk
         }

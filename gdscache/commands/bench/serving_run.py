@@ -112,9 +112,9 @@ def first_tokens(generate: Generate, forget: Callable[[], object], answers: Answ
             if order["groups"]:  # windows and states are kept at places where two prompts have parted
                 turn("parted", n, 200 + n)
             turn("resident", n, 100 + n)
-        time.sleep(SETTLE_S)
         if order["way"] == "none":
             return
+    time.sleep(SETTLE_S)  # after a restart, too: the first prompt is stored
     for n in range(order["repeat"]):
         if not order["restarted"]:
             forget()
