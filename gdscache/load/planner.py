@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gdscache.tiers.manager import TierManager
 
 _BAD = (PageStatus.CHECKSUM, PageStatus.GONE)  # the page itself is bad, and its tier forgets it
-_FAILED = (PageStatus.IO_ERROR, PageStatus.SHORT_READ)
+_FAILED = (PageStatus.IO_ERROR, PageStatus.SHORT_READ)  # the way to the page failed: `FailedReads` judges
 _log = logging.getLogger("gdscache.load")
 # The log's words for a page that did not come.
 _SAID = {
@@ -40,11 +40,11 @@ _SAID = {
 class LoadPlanner:
     """Plans loads and prefetches over the chain of tiers, and decides how their pages end.
 
-    The *landing* tier is the first one in memory; plain pages, whose extents are of another size, have one of their
-    own. Pages of slower tiers get slots in it as they are read, or pass through a bounce reserve, memory that a read
-    has until its bytes are copied on. `due` functions, such as the expiry of pins, are called once for each request of
-    a load, before its first pages are leased. `prefetched` is told which pages loads read. Any thread may call: each
-    public method takes the manager's lock, which guards everything here.
+    The *landing* tier is the first one in memory. Plain pages, which do not fit into packed extents, have a landing
+    tier of their own. Pages of slower tiers get slots there as they are read, or pass through a bounce reserve, memory
+    that a read has until its bytes are copied on. Each of `due` is called once for each request of a load, before its
+    first pages are leased: it sends pages on to the SSD. `prefetched` is told which pages loads read. Any thread may
+    call: each public method takes the manager's lock, which guards everything here.
 
     Many methods: they are the steps of one plan, and share its lock and its leases.
     """
@@ -58,16 +58,16 @@ class LoadPlanner:
         prefetched: PrefetchedPages | None = None,
         at_once: bool = False,
     ) -> None:
-        """`at_once`: all pages of a load begin together, as with ranks, so none waits for another of the same load."""
+        """`at_once`: all pages of a load begin together, as with ranks: a page of two requests is read twice."""
         self.manager = manager
-        self.under_way: Counter[str] = Counter()  # pages by tier, of plans that have not ended
-        # Notified when pages get their verdict.
+        self.under_way: Counter[str] = Counter()  # pages by tier, of plans that have not ended; the gate reads it
+        # Notified when pages get their verdict: loads wait for pages that another plan reads.
         self.filled = threading.Condition(manager.lock) if filled is None else filled
         self.landing = manager.landing
         self._due = due
         self._prefetched = prefetched
         self._at_once = at_once
-        self._chain = [tier for tier in manager.tiers.values() if tier.kind != "planes" and tier.served]
+        self._chain = [tier for tier in manager.tiers.values() if tier.kind != "planes" and tier.served]  # loads read
         self._filling: dict[Entry, LoadPlan] = {}  # page of a landing tier -> the plan that reads it into there
 
     # -- loads ---------------------------------------------------------------------------------------------------------
@@ -82,12 +82,12 @@ class LoadPlanner:
         most: int | None = None,
     ) -> LoadPlan:
         """Lease the consecutive pages of each request that the tiers hold, and reserve slots of the landing tier for
-        pages of slower tiers, in one step.
+        pages of slower tiers, without releasing the lock in between.
 
-        `keep`: pages of slower tiers stay in the landing tier; without it, or without a free slot, they pass through
-        the bounce reserve. Never waits. `checked`: the caller has had the pages verified in the landing tier, so only
-        those are planned that are complete there, up to the first that is not. `most`: plan this many pages at first;
-        `go_on` plans the next.
+        `keep`: pages of slower tiers stay in the landing tier; without it, or where no slot can be freed, they pass
+        through the bounce reserve. Never waits. `checked`: the caller has had the pages verified in the landing tier,
+        so only those are planned that are complete there, up to the first that is not. `most`: plan this many pages
+        now; `go_on` plans the next.
         """
         with self.manager.lock:
             plan = LoadPlan(requests, owner, keep=keep, checked=checked)
@@ -99,7 +99,8 @@ class LoadPlanner:
             return plan
 
     def go_on(self, plan: LoadPlan, most: int | None = None) -> None:
-        """Plan `most` more pages, or all that are left. A request ends at the first page that no tier has any more."""
+        """Plan `most` more pages, or all that are left. A request ends at the first page that no tier has. An error
+        makes the plan `whole`: it keeps the pages planned so far, which its caller ends."""
         first, runs = len(plan.pages), len(plan.runs)
         with self.manager.lock:
             try:
@@ -110,20 +111,20 @@ class LoadPlanner:
                         plan.leases.append(self.manager.lease(plan.owner))  # one a request: requests may share pages
                         plan.requests.append(range(begun, begun))
                     with self.manager.timeline.span("plan", pages=stop - plan.at):
-                        self._plan_some(plan, pages, stop)
+                        self._plan_until(plan, pages, stop)
                     found = len(plan.pages) - begun
                     if plan.at + found < stop or stop == len(pages):
                         plan.request, plan.at = plan.request + 1, 0
                     else:
                         plan.at = stop
-                self._set_out(plan, runs)
+                self._begin_runs(plan, runs)
             except BaseException:
-                self._cover(plan)
+                self._grow_statuses(plan)
                 plan.requests += [range(len(plan), len(plan))] * (len(plan.asked) - len(plan.requests))
                 plan.request, plan.at = len(plan.asked), 0
                 raise
 
-    def _plan_some(self, plan: LoadPlan, pages: Sequence[Page], stop: int) -> None:
+    def _plan_until(self, plan: LoadPlan, pages: Sequence[Page], stop: int) -> None:
         first = len(plan.pages)
         self.manager.expire(pages if stop - plan.at == len(pages) else pages[plan.at : stop])
         if not plan.at:
@@ -142,8 +143,8 @@ class LoadPlanner:
                 self._reserve(landing.index, plan, rows, later)
 
     def _lease(self, plan: LoadPlan, pages: Sequence[Page], stop: int) -> list[int]:
-        """Lease pages up to `stop`, or to the first that no tier has. Returns the rows of pages that their landing tier
-        lacks."""
+        """Lease pages up to `stop`, or to the first that no tier has. Returns the rows of slower tiers' pages of which
+        their landing tier has no copy, not even an incomplete one."""
         absent: list[int] = []
         first = at = plan.at
         while at < stop:
@@ -160,10 +161,9 @@ class LoadPlanner:
         return absent
 
     def _take_run(self, plan: LoadPlan, pages: Sequence[Page], at: int, stop: int, row: int, absent: list[int]) -> int:
-        """Lease `pages[at]` from its fastest tier, and the pages behind it, before `stop`, with the same fastest tier.
-        `row` is the row of the first. Returns the number of pages leased."""
-        # whether the landing tier, of packed or plain pages, has no copy at all, so that one may be made there
-        lacking = dict[bool, bool]()
+        """Lease `pages[at]` from its fastest tier, and the pages behind it, before `stop`, with the same fastest tier;
+        or, by itself, a page that a plan is reading. `row`: of `pages[at]`. Returns the number of pages leased."""
+        lacking = dict[bool, bool]()  # by `Tier.plain`: whether that landing tier has no copy at all
         for tier in self._chain:
             taken = self._take_run_of(plan, tier, pages, at, stop, row)
             if taken:
@@ -172,14 +172,14 @@ class LoadPlanner:
                 return taken
             if tier in self.manager.landings:
                 copy = tier.index.find(pages[at].key)  # a copy found here is incomplete
-                filling = None if copy is None or copy.state is not PENDING else self._filling.get(copy)
-                if copy is not None and filling is not None and not (self._at_once and filling is plan):
+                filler = None if copy is None or copy.state is not PENDING else self._filling.get(copy)
+                if copy is not None and filler is not None and not (self._at_once and filler is plan):
                     plan.leases[-1].add(tier.index, copy)
                     plan.slots.append(copy.slot)
                     plan.sources.append(copy)
-                    plan.runs.append(TierRun(tier, range(row, row + 1), (filling, filling.row_of(copy))))
+                    plan.runs.append(TierRun(tier, range(row, row + 1), (filler, filler.row_of(copy))))
                     return 1
-                # other incomplete copies are a store's, or of no use here: a slower tier may have the page
+                # a store's incomplete copy is not waited for, nor one of this plan `at_once`: a slower tier may do
                 lacking[tier.plain] = copy is None
             if tier is not self._chain[-1]:
                 stop = min(stop, max(at + 1, tier.index.absent_until(pages, at, stop)))
@@ -192,7 +192,7 @@ class LoadPlanner:
             plan.leases[-1].hold(tier.index, pages[at : at + len(slots)], slots)
             plan.sources += [None] * len(slots)
         else:
-            entries = self._take(tier, pages, at, stop, plan.leases[-1])
+            entries = self._pin_run(tier, pages, at, stop, plan.leases[-1])
             slots = [entry.slot for entry in entries]
             plan.sources += entries
         if slots:
@@ -200,7 +200,8 @@ class LoadPlanner:
             plan.runs.append(TierRun(tier, range(row, row + len(slots))))
         return len(slots)
 
-    def _take(self, tier: Tier, pages: Sequence[Page], start: int, stop: int, lease: Lease) -> list[Entry]:
+    def _pin_run(self, tier: Tier, pages: Sequence[Page], start: int, stop: int, lease: Lease) -> list[Entry]:
+        """Lease pages up to the first that the tier lacks or the quarantine hides."""
         index, quarantine = tier.index, self.manager.quarantine
         entries = index.pin_run(pages, start, stop)
         if quarantine.hiding:
@@ -234,20 +235,20 @@ class LoadPlanner:
         plain = [plan.tier_of(row).plain for row in rows]
         return [(tier, [row for row, one in zip(rows, plain, strict=True) if one == tier.plain]) for tier in landings]
 
-    def _set_out(self, plan: LoadPlan, first: int = 0) -> None:
-        self._cover(plan)
+    def _begin_runs(self, plan: LoadPlan, first: int = 0) -> None:
+        """Count the pages of runs from number `first` on as under way."""
+        self._grow_statuses(plan)
         for run in plan.runs[first:]:
             plan.under_way[run.tier.name] += len(run.rows)
             self.under_way[run.tier.name] += len(run.rows)
 
     def waits(self, plan: LoadPlan) -> None:
-        """Count the plan's pages in memory as under way no longer: they wait for the model to be done with their
-        blocks, and hold up no other load."""
+        """Take the plan's pages in memory out of `under_way`: they wait for their blocks, and no load for them."""
         with self.manager.lock:
             for name in [name for name in plan.under_way if self.manager.tiers[name].kind != "files"]:
                 self.under_way[name] -= plan.under_way.pop(name)
 
-    def _cover(self, plan: LoadPlan) -> None:
+    def _grow_statuses(self, plan: LoadPlan) -> None:
         """Fill `plan.statuses` up to the plan's length with 0, the code of `PageStatus.PENDING`. By a bytearray: numpy
         releases the interpreter's lock to grow large arrays."""
         plan.statuses = np.frombuffer(bytearray(plan.statuses.tobytes().ljust(len(plan.pages), b"\0")), np.uint8)
@@ -265,7 +266,7 @@ class LoadPlanner:
             plan = LoadPlan()
             plan.leases.append(manager.lease("prefetch"))
             undo.callback(self.abandon, plan)
-            undo.callback(self._cover, plan)
+            undo.callback(self._grow_statuses, plan)  # runs before `abandon`
             found, then = self._prefetchable(plan, pages, start, most)
             plan.targets += [None] * len(plan)
             placed = 0
@@ -281,14 +282,15 @@ class LoadPlanner:
                 del found[[i for i, moves in enumerate(found) if moves][placed] :]
                 self._cut(plan, placed)
             plan.requests.append(range(len(plan)))
-            self._set_out(plan)
+            self._begin_runs(plan)
             if not plan.pages:
                 self.end(plan)
             undo.pop_all()
             return PrefetchPlan(found, then, plan)
 
     def _prefetchable(self, plan: LoadPlan, pages: Sequence[Page], start: int, most: int) -> tuple[list[bool], Behind]:
-        """Whether each page moves, up to the first that cannot be planned, and the reason to end there."""
+        """Whether each page from `start` on moves (else a fast tier has it), and the reason to end behind them: `more`
+        after `most` moving pages, and after the last page."""
         tiers = list(self.manager.tiers.values())
         fast = [tier for tier in tiers if tier.kind != "files"]
         slow = [tier for tier in tiers if tier not in fast]
@@ -303,7 +305,7 @@ class LoadPlanner:
             if not most:
                 break
             for tier in slow:
-                entries = self._take(tier, pages, i, i + 1, plan.leases[-1])
+                entries = self._pin_run(tier, pages, i, i + 1, plan.leases[-1])
                 if entries:
                     plan.pages.append(pages[i])
                     plan.sources += entries
@@ -327,9 +329,9 @@ class LoadPlanner:
     # -- the end of pages ----------------------------------------------------------------------------------------------
 
     def finish(self, plan: LoadPlan, rows: Int64Array, status: PageStatus) -> None:
-        """A verdict on pages. A good page is published in the landing tier. A bad page is dropped from the tier that it
-        was read from; a page that could not be read stays there, unless `FailedReads` gives it up. Neither is in the
-        landing tier then. A cancelled page counts as a miss of its load, and is good: it was read and verified."""
+        """A verdict on pages. A good page is published in the landing tier, and no other is kept there. A bad page is
+        dropped from the tier that it was read from; one that could not be read stays there, unless `FailedReads` gives
+        it up. A cancelled page is a miss of its load. If it has a slot of the landing tier, it was read and is good."""
         if not len(rows):
             return
         manager, some = self.manager, rows.tolist()
@@ -368,8 +370,8 @@ class LoadPlanner:
             self.filled.notify_all()
 
     def _end_filling(self, plan: LoadPlan, rows: Sequence[int], *, good: bool) -> None:
-        """Publish pages in their landing tiers, or drop them there. A target keeps its slot while its plan leases
-        it."""
+        """Publish pages in their landing tiers, or drop them there. A dropped target keeps its slot while a lease is on
+        it: its plan's, or the quarantine's for a late read."""
         for landing, some in self._by_landing(plan, rows):
             targets = [target for row in some if (target := plan.targets[row]) is not None]
             ended = [target for target in targets if self._filling.pop(target, None) is not None]
@@ -389,8 +391,7 @@ class LoadPlanner:
                 continue
             first, slot, now = plan.pages[mine[0]], plan.slots[mine[0]], manager.expiry.clock()
             for row in mine if status in _BAD else ():
-                at = plan.slots[row]
-                told = told_of(status, run.tier.name)
+                at, told = plan.slots[row], told_of(status, run.tier.name)
                 manager.fates.found_bad(plan.pages[row].key, told, at, run.tier.place(at), now)
             manager.log.say(
                 *(_log, logging.WARNING, f"{status.value}, {run.tier.name}"),
@@ -406,12 +407,13 @@ class LoadPlanner:
                 yield tier, of_tier
 
     def abandon(self, plan: LoadPlan) -> None:
+        """Abort the pages without a verdict, if any, and `end` the plan; may be called after `end`."""
         with self.manager.lock:
             self.finish(plan, plan.pending(), PageStatus.ABORTED)
             self.end(plan)
 
     def end(self, plan: LoadPlan) -> None:
-        """Release every page; may be called twice."""
+        """Release every page; each has its verdict. May be called twice."""
         with self.manager.lock:
             for lease in plan.leases:
                 self.manager.end(lease)

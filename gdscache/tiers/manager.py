@@ -48,7 +48,7 @@ class TierManager:
     """
 
     # Limits, which tests may set for one manager.
-    changes_kept = 1024  # changes of an eviction order that may wait for its next use
+    changes_kept = 1024  # changes that `bring_in` leaves waiting in an eviction order
     changes_at_once = 1024  # changes brought in under the lock at a time: some tenths of a millisecond
     close_s = 5.0  # seconds that close() waits for late I/O
 
@@ -69,7 +69,7 @@ class TierManager:
         """`tiers`: the fastest first, with unique names. `landing` is the first tier in memory, where pages of slower
         tiers are read to, and `landings` are the first ones of packed and of plain pages; `files` are the tiers of
         files; lookups see the `served` tiers. Each of `on_use` gets the keys of a prefix that a lookup found, tail
-        first, under the lock: it only notes them. `measured`: learn times of loads."""
+        first, under the lock: it only notes them. `measured`: loads are timed for `costs`."""
         self.lock = lock
         self.calls = Caller() if calls is None else calls
         self.tiers: dict[str, Tier] = {tier.name: tier for tier in tiers}
@@ -83,22 +83,22 @@ class TierManager:
         self.landings = [*self._landings.values()][::-1]
         self.landing = next(iter(self.landings), None)
         self.files = [cast("DurableTier", tier) for tier in tiers if tier.kind == "files"]
-        self._watches = any(tier.served for tier in self.files)  # a post costs lookups some 2 ms beside busy threads
+        self._watches = any(tier.served for tier in self.files)  # else lookups spare a post to a thread, some 2 ms
         self.counts: Counter[tuple[str, str]] = Counter()
         self._on_use = on_use
         self._leases: set[Lease] = set()
         self.clearing = Clearing(lock, self.tiers, self.files)
         self.costs = Costs([name for name, tier in self.tiers.items() if tier.kind == "memory"])
-        self.busy = BusyPeriods(self._was_busy)
+        self.busy = BusyPeriods(self._note_busy_period)
         self.latencies = Latencies()
         self.measures = Measures({name: tier.kind for name, tier in self.tiers.items()})
         self.expiry = Expiry(self, wall_clock)
         self.pins = Pins(self, clock)
         self.measured = measured
         self.log = LimitedLog(clock) if log is None else log
-        # writes waiting lines of the log: for threads that no caller waits for
+        # writes lines of the log that are due: for threads that no caller waits for
         self.tell: Callable[[], object] = self.log.flush
-        self.sample: Callable[[], str] | None = None  # the reasons of the last lookup that missed pages
+        self.sample: Callable[[], str] | None = None  # the log's next line on missing pages; None: written
         self.fates = PageFates(sum(tier.index.slots for tier in tiers))
         for tier in tiers:
             tier.index.on_evict = self.fates.evict
@@ -107,7 +107,7 @@ class TierManager:
         self._clock = clock
         # time of the last check of the locks, and whether the next is posted
         self._watched, self._watching = -math.inf, False
-        if self.landing is not None:
+        if self.landing is not None:  # an engine adds its other memories
             self.quarantine.add_memory(self.landing.name, self.landing.index.slots)
 
     def landing_of(self, *, plain: bool) -> Tier | None:
@@ -125,7 +125,7 @@ class TierManager:
         with self.lock:
             self.expire(pages)
             keys = [p.key for p in pages]
-            found, hidden = self._visible(self._find(keys[start:]), pages, start)
+            found, hidden = self._cut_hidden(self._find(keys[start:]), pages, start)
             del keys[start + len(found) :]
             keys.reverse()
             for name, tier in self.served:
@@ -147,20 +147,21 @@ class TierManager:
         found: list[Told] = []
         for at in range(0, len(keys), _LOOKED):
             with self.lock:
-                away = self.quarantine.absent()
-                found += [self._told(key, away) for key in keys[at : at + _LOOKED]]
+                silent = self.quarantine.absent()
+                found += [self._told(key, silent) for key in keys[at : at + _LOOKED]]
         return found
 
-    def _told(self, key: bytes, away: str) -> Told:
+    def _told(self, key: bytes, silent: str) -> Told:
+        """`silent`: not empty while ranks do not answer, so that nothing is loaded."""
         quarantine, told = self.quarantine, None
         for name, tier in self.tiers.items():
             if not tier.index.has(key):
-                if told is None and key in tier.index:
+                if told is None and key in tier.index:  # incomplete
                     told = Told("storing", name)
                 continue
             slot = tier.index.slot(key)
-            if away or (slot is not None and self.hidden(name, slot)):
-                cause = quarantine.cause if quarantine.off or away else "switched_off"
+            if silent or (slot is not None and self.hidden(name, slot)):
+                cause = quarantine.cause if quarantine.off or silent else "switched_off"
                 told = Told("off", name, cause) if quarantine.refuses(name) else Told("late", name)
             elif tier.kind == "files" and quarantine.failed_reads.failing(name, key):
                 told = Told("failing", name)
@@ -173,9 +174,9 @@ class TierManager:
     def missing(
         self, pages: Sequence[Page], first: int, declined: int, start: int, page_tokens: int
     ) -> tuple[Reason, ...]:
-        """Why the pages from number `first` on were not in a lookup's hit. `declined`: the number of pages from `first`
-        on that were found and left to be computed, by the gate. `start`: the token that the first of `pages` begins
-        with. Cached pages behind one that is not cached are `behind`; cached ones in front of it came since."""
+        """Why the pages from number `first` on were not in a lookup's hit. The gate left the first `declined` of them
+        to be computed. Of the others, a cached page is `behind` if a page before it is not cached; else it was stored
+        after the lookup. `start`: the token that the first of `pages` begins with."""
         told, gap = self.told([page.key for page in pages[first:]]), False
         for at, one in enumerate(told):
             if one.cause != CACHED:
@@ -191,12 +192,12 @@ class TierManager:
             return self.fates.told(key).cause
 
     def missed(self, pages: int) -> None:
-        """Count pages of a request that were not passed to `lookup`, since no tier has them."""
+        """Count the pages behind a hybrid model's hit as misses: only the hit's pages are passed to `lookup`."""
         with self.lock:
             self.counts["lookups", "pages"] += pages
             self.counts["misses", "absent"] += pages
 
-    def _visible(self, found: list[str], pages: Sequence[Page], start: int) -> tuple[list[str], int]:
+    def _cut_hidden(self, found: list[str], pages: Sequence[Page], start: int) -> tuple[list[str], int]:
         """`found` up to the first page that quarantine hides, and the number of pages cut off."""
         seen = self._first_hidden(found, pages, start)
         hidden = len(found) - seen
@@ -207,7 +208,7 @@ class TierManager:
 
     def _first_hidden(self, found: Sequence[str], pages: Sequence[Page], start: int) -> int:
         if self.quarantine.hiding:
-            if self.quarantine.absent():
+            if self.quarantine.absent():  # ranks do not answer
                 return 0
             for i, name in enumerate(found):
                 slot = self.tiers[name].index.slot(pages[start + i].key)
@@ -321,17 +322,17 @@ class TierManager:
             lease.end()
             self._leases.discard(lease)
 
-    # -- behind the work ------------------------------------------------------------------------------------------
+    # -- after the calls -------------------------------------------------------------------------------------------
 
     def measure_for(self, costs: Costs) -> None:
         """Measure loads for `costs` from now on, as for a gate that several managers share."""
-        self.busy.tell()  # else its last measures are lost
+        self.busy.tell()  # times so far are for the costs so far
         self.costs = costs
 
     def learn(self) -> None:
-        """Add measured times to the costs, and write waiting lines of the log: for threads that no caller waits for."""
+        """Add measured times to the costs, and write lines of the log: for threads that no caller waits for."""
         if self.busy.untold:
-            time.sleep(PAUSE_S)
+            time.sleep(PAUSE_S)  # as in `bring_in`
             self.busy.tell()
         self.tell()
 
@@ -354,7 +355,7 @@ class TierManager:
 
     # -- figures --------------------------------------------------------------------------------------------------
 
-    def _was_busy(self, tier: str, nbytes: int, seconds: float) -> None:
+    def _note_busy_period(self, tier: str, nbytes: int, seconds: float) -> None:
         self.latencies.note("read", tier, seconds)
         self.costs.observe_load(tier, nbytes, seconds)
 
@@ -367,7 +368,7 @@ class TierManager:
             return dict(self.counts)
 
     def check(self) -> list[str]:
-        """Contradictions in any tier. For a quiet engine: work in flight holds slots of its own."""
+        """Contradictions in any tier. For a quiet engine: slots that work in flight has taken look lost."""
         with self.clearing.alone:  # a clear holds slots outside the index
             return [f"{name}: {p}" for name, tier in self.tiers.items() for p in tier.check(self.lock)]
 
@@ -403,18 +404,15 @@ class TierManager:
             groups["tokens"] = self.measures.tokens.describe()
             return {"tiers": tiers, **groups, "leases": leases, "measured": measured, "bytes_per_second": speeds}
 
-    def close(self, executor: Callable[[], None] = lambda: None) -> None:
-        """Call `executor()`, which closes the executor of their moves, and close the tiers. Where I/O hangs, both come
-        when it ends, perhaps after this call.
-
-        Memory and files that hanging I/O may still touch are kept until it ends; the log lists them.
-        """
+    def close(self, close_executor: Callable[[], None] = lambda: None) -> None:
+        """Close the executor of the tiers' moves, and the tiers. While I/O hangs, the executor and the memory and files
+        that this I/O may touch stay open, perhaps beyond this call; the log lists them."""
         self.sample = None
         with self.clearing.alone:
             pass  # wait for a clear: the SSD tier deletes the dropped pages before it is closed
         quarantine = self.quarantine
         in_time = not self.files or quarantine.wait(self.close_s)
-        quarantine.afterwards(executor)
+        quarantine.afterwards(close_executor)
         with contextlib.ExitStack() as last_to_first:
             for tier in self.tiers.values():
                 if tier.kind == "planes":

@@ -10,7 +10,7 @@ namespace gdscache {
 namespace {
 
 constexpr Nanoseconds kLongest = 1'000'000'000;  // of one wait
-constexpr size_t kMostSpans = 1 << 16;           // kept until they are taken
+constexpr size_t kMostSpans = 1 << 16;           // that wait to be taken; later ones are dropped
 constexpr Span::Kind kKinds[] = {Span::Kind::kScatter, Span::Kind::kGather, Span::Kind::kDigest};  // by `Copy`
 
 }  // namespace
@@ -18,9 +18,9 @@ constexpr Span::Kind kKinds[] = {Span::Kind::kScatter, Span::Kind::kGather, Span
 bool Executor::Held::let_go(bool always) {
     News news = executor_.moves_.take_news();
     if (executor_.traced_ && news.ended) executor_.keep_ready();
-    const int64_t job = executor_.limits_.copy_bytes, idle = executor_.idle_;
-    news.copies = std::min((news.copies + job - 1) / job, idle);
-    if (std::exchange(all_, false)) news = {true, true, idle, true, true, true, true};
+    const int64_t job_bytes = executor_.limits_.copy_bytes, idle = executor_.idle_;
+    news.copies = std::min((news.copies + job_bytes - 1) / job_bytes, idle);  // from bytes to threads that are woken
+    if (std::exchange(all_, false)) news = {true, true, idle, true, true, true, true};  // of every kind
     const uint64_t disks = (news.io ? ~uint64_t{0} : news.room ? executor_.moves_.crowded() : 0) & ~own_;
     const bool some = news.ended || news.late || news.loads || news.stores || news.copies != 0 || disks != 0;
     if (!some && !always) return false;
@@ -77,7 +77,7 @@ void Executor::end() {
 
 bool Executor::begin(MoveSpec spec) {
     const Held held(*this);
-    const MayFail may_fail;
+    const MayFail may_fail;  // without memory for the move this throws
     if (moves_.knows(spec.id)) return false;
     moves_.begin(std::move(spec));
     return true;
@@ -94,7 +94,7 @@ bool Executor::extend(int64_t move, std::vector<Way> ways, bool last) {
 
 std::optional<int64_t> Executor::wait(int64_t move, int32_t group, Nanoseconds until) {
     Held held(*this);
-    int64_t point = 0;
+    int64_t point = 0;  // of the group's last queued copy that is under way
     const bool happened = wait_for(held, ended_, until, [&] {
         if (!moves_.knows(move) || group >= moves_.groups(move)) return true;
         return group < 0 ? moves_.ended(move) : moves_.ready(move, group, &point);
@@ -172,7 +172,7 @@ bool Executor::wait_for(Held& held, std::condition_variable& condition, Nanoseco
     return true;
 }
 
-// --- our threads
+// --- our threads: they copy, and see deadlines pass when there is nothing to copy
 
 void Executor::copy_loop() {
     give_way();
@@ -190,7 +190,7 @@ void Executor::copy_loop() {
             const int64_t bytes = limits_.bounds[job->last] - limits_.bounds[job->first];
             keep({kKinds[static_cast<size_t>(job->copy)], job->first, job->last, job->move, pages, pages * bytes, begin,
                   end});
-            moves_.copy_ended(job->id, found.data(), nullptr, unfit.data());
+            moves_.copy_ended(job->id, found.data(), /*broken=*/nullptr, unfit.data());
             continue;
         }
         const Nanoseconds time = now(), until = moves_.deadline();
@@ -207,7 +207,7 @@ void Executor::copy_loop() {
 void Executor::copy(const CopyJob& job, std::vector<uint64_t>* found, std::vector<uint8_t>* unfit) const {
     const int32_t layers = job.last - job.first;
     found->resize(job.sums ? job.pages.size() * layers : 0);
-    unfit->assign(job.pages.size(), 0);
+    unfit->assign(job.pages.size(), 0);  // 1: the page does not fit into a packed extent
     uint8_t* const memory = places_[job.memory].memory;
     const Store store = job.large ? Store::kStreamed : Store::kCached;
     for (size_t page = 0; page < job.pages.size(); ++page) {
@@ -242,10 +242,10 @@ struct Executor::Flight {
     struct Page {
         uint32_t left = 0;  // fragments under way
         int32_t error = 0;
-        int32_t summed = 0;  // layers
+        int32_t summed = 0;  // layers whose checksums the disk took
     };
     std::vector<Page> pages;
-    std::vector<Look> looks;       // in the order of fragments
+    std::vector<Look> looks;       // checksums for the disk to take, in the order of fragments
     std::vector<size_t> looks_at;  // the first look of each run, and behind them the number of looks
     std::vector<uint64_t> sums;    // (pages, layers)
     size_t open = 0;               // pages under way
@@ -261,6 +261,7 @@ std::unique_ptr<Executor::Flight> Executor::flight(IoJob job, const Disk& disk) 
     uint8_t* const memory = places_[job.memory].memory;
     const int64_t count = std::ssize(files.files);
     const int64_t total = (job.stop - job.start) * static_cast<int64_t>(job.pages.size());
+    // A transport of Python's gets jobs of the size of its calls, which are cut no further.
     const int64_t limit = files.io_bytes ? total : run_bytes(total, static_cast<int>(disk.depth()));
     flight->shares = shares(job, limit);
     std::vector<Request> requests;
@@ -300,7 +301,7 @@ std::vector<Executor::Share> Executor::shares(const IoJob& job, int64_t limit) c
     return made;
 }
 
-// A look for each layer of each share that is one fragment.
+// The disk takes the checksum of each layer of each share that is one fragment.
 void Executor::add_looks(Flight& flight, const IoJob& job) const {
     const Runs& runs = flight.runs;
     flight.sums.resize(job.pages.size() * limits_.layers);
@@ -326,13 +327,13 @@ void Executor::disk_loop(int32_t number) {
     uint32_t next_flight = 0;
     std::vector<Piece> pieces;
     std::vector<Ended> ended;
-    std::vector<IoEnd> ends, looked;
+    std::vector<IoEnd> unsummed, summed;
     Held held(*this, number);
     while (!closing_ || !flights.empty()) {
         pieces.clear();
         const auto room = [&] { return disk.pending() + pieces.size() < disk.room(); };
         while (const IoJob* const job = !closing_ && room() ? moves_.take_io(number) : nullptr) {
-            held.let_go();
+            held.let_go();  // the job stays until its pages have ended
             auto made = flight(*job, disk);
             const Place& files = places_[made->job.files];
             for (size_t n = 0; n < made->runs.runs.size(); ++n) {
@@ -350,35 +351,34 @@ void Executor::disk_loop(int32_t number) {
         held.let_go();
         if (!pieces.empty()) disk.submit(pieces);
         ended.clear();
-        if (disk.reap(ended, 1.0) < 0) std::this_thread::sleep_for(std::chrono::milliseconds(100));  // a broken disk
+        if (disk.reap(ended, 1.0) < 0) std::this_thread::sleep_for(std::chrono::milliseconds(100));  // broken
         held.take_again();
-        for (const Ended& some : ended) {
-            const auto flight_number = static_cast<uint32_t>(some.tag >> 32);
+        for (const Ended& answer : ended) {
+            const auto flight_number = static_cast<uint32_t>(answer.tag >> 32);
             Flight* const owner = flights.at(flight_number).get();
-            const uint32_t first = owner->runs.runs[static_cast<uint32_t>(some.tag)].first;
-            ends.clear(), looked.clear();
-            int64_t moved = some.moved;
-            for (uint32_t n = 0; n < some.count; ++n) {
-                const uint32_t fragment = first + some.first + n;
-                const uint32_t number_of = owner->page_of(fragment);
-                Flight::Page& page = owner->pages[number_of];
+            const uint32_t first = owner->runs.runs[static_cast<uint32_t>(answer.tag)].first;
+            unsummed.clear(), summed.clear();
+            int64_t moved = answer.moved;
+            for (uint32_t n = 0; n < answer.count; ++n) {
+                const uint32_t fragment = first + answer.first + n;
+                const uint32_t place = owner->page_of(fragment);
+                Flight::Page& page = owner->pages[place];
                 const int64_t wanted = static_cast<int64_t>(owner->runs.fragments[fragment].iov_len);
-                int32_t error = some.error;
-                if (error == 0 && moved < wanted) error = kShort;
+                const int32_t error = answer.error == 0 && moved < wanted ? kShort : answer.error;
                 moved -= std::min(moved, wanted);
                 if (page.error == 0) page.error = error;
                 const Share& share = owner->share_of(fragment);
-                if (some.looked && wanted == share.stop - share.start) page.summed += share.last - share.first;
+                if (answer.looked && wanted == share.stop - share.start) page.summed += share.last - share.first;
                 if (--page.left != 0) continue;
                 const bool all = page.summed == limits_.layers;
-                (all ? looked : ends).push_back({static_cast<int32_t>(number_of), page.error});
+                (all ? summed : unsummed).push_back({static_cast<int32_t>(place), page.error});
             }
-            const auto end = [&](const std::vector<IoEnd>& pages, const uint64_t* sums) {
+            const auto report = [&](const std::vector<IoEnd>& pages, const uint64_t* sums) {
                 owner->open -= pages.size();
                 if (!pages.empty()) moves_.io_ended(owner->job.id, pages.data(), std::ssize(pages), sums);
             };
-            end(ends, nullptr);
-            end(looked, owner->sums.data());
+            report(unsummed, nullptr);
+            report(summed, owner->sums.data());
             if (owner->open == 0) {
                 const IoJob& done = owner->job;
                 const auto pages = static_cast<int64_t>(done.pages.size());
