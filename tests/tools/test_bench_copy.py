@@ -345,10 +345,11 @@ def test_copy_and_work_have_targets_of_their_own() -> None:
         return Beside.run(beside, way)
 
     beside.run = run  # type: ignore[method-assign]
-    found = beside.compare(ours, gpu.way, 10**9, 6)
-    assert (found["beside"], found["size"], found["bytes"]) == ("work", 7, 10**9)
-    copies, work = found["copy"], found["work"]
-    assert copies["gb_per_second"]["median"] == pytest.approx(1 / 25.5)
+    copies, work = beside.compare(ours, gpu.way, "other", 10**9, 6)
+    for row, what, unit in (copies, "copy beside work", "GB/s"), (work, "work beside it", "s"):
+        assert (row["what"], row["unit"], row["against"]) == (what, unit, "other")
+        assert (row["size"], row["bytes"], row["pairs"]) == (7, 10**9, 6)
+    assert copies["figure"]["median"] == pytest.approx(1 / 25.5)
     assert (copies["ratio"], copies["target"], copies["met"]) == (pytest.approx(20.5 / 25.5), 0.97, False)
     assert (work["ratio"], work["target"], work["met"]) == (pytest.approx(1.1), 1.02, False)
     assert work["alone_seconds"] == 1.0
@@ -390,13 +391,13 @@ def found() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def report(found: dict[str, Any]) -> dict[str, Any]:
-    return {"schema": "gdscache.bench.copy/5", "settings": {"profile": "default"}, **found}
+    return {"schema": "gdscache.bench.copy/6", "settings": {"profile": "default"}, **found}
 
 
 def check_row(row: dict[str, Any], ratio: float) -> None:
     assert row["ratio"] == pytest.approx(ratio, rel=0.1)
     assert row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
-    assert row["pairs"] == len(row["gb_per_second"]["values"]) == len(row["against_gb_per_second"]["values"])
+    assert row["pairs"] == len(row["figure"]["values"]) == len(row["against_figure"]["values"])
     assert row["bytes"] > 0
 
 
@@ -418,13 +419,15 @@ def test_every_cell_has_its_rows_without_and_with_checksums(found: dict[str, Any
 
 
 def test_a_load_runs_beside_both_kinds_of_work(found: dict[str, Any]) -> None:
-    rows = [(r["beside"], r["against"], r["copy"]["target"], r["work"]["target"]) for r in found["beside"]]
-    assert rows == [(name, "cudaMemcpyAsync", 0.97, 1.02) for name in ("matrix product", "attention")]
+    rows = [(r["what"], r["against"], r["target"]) for r in found["beside"]]
+    names = "matrix product", "attention"
+    each = [((f"copy beside {name}", 0.97), (f"{name} beside it", 1.02)) for name in names]
+    assert rows == [(what, "cudaMemcpyAsync", target) for two in each for what, target in two]
     for row in found["beside"]:
         assert (row["geometry"], row["page_tokens"], row["parts"], row["direction"]) == ("gqa", 64, ["all"], "load")
         assert row["bytes"] >= 16 * MIB
-        assert row["work"]["ratio"] == pytest.approx(1.0)
-        assert row["copy"]["ratio"] == pytest.approx(0.98, abs=0.01)
+        ratio = 1.0 if row["unit"] == "s" else 0.98
+        assert row["ratio"] == pytest.approx(ratio, abs=0.01)
 
 
 class Interrupted(Stand):
@@ -455,14 +458,14 @@ def test_tables_have_every_figure(report: dict[str, Any], width: int) -> None:
     text = "\n".join(lines)
     assert max(map(len, lines)) <= width
     rows = [*report["copies"], *report["checksums"]]
-    judged = [*rows, *(row[part] for row in report["beside"] for part in ("copy", "work"))]
+    judged = [*rows, *report["beside"]]
     assert len(judged) == 2 * 44 + 4
     assert [text.count(word) for word in ("met:", "MISSED")] == [
         sum(r["met"] is met for r in judged) for met in (True, False)
     ]
     for row in rows:
         assert console.figure(row["ratio"]) in text
-        assert console.figure(row["gb_per_second"]["median"]) in text
+        assert console.figure(row["figure"]["median"]) in text
     if width == 300:
         assert "load, gqa, 64 tokens, all (staged)" in text
         assert "load, mla, 1 token, group/all" in text
@@ -475,7 +478,7 @@ def test_people_get_whole_pages_of_64_tokens_and_what_it_comes_to(report: dict[s
     [said] = copy.bottom(report)
     usual = {row["direction"]: row for row in report["copies"] if (row["geometry"], row["page_tokens"]) == ("gqa", 64)}
     for direction, words in (("load", "loads to the GPU"), ("store", "stores from it")):
-        assert f"{console.figure(usual[direction]['gb_per_second']['median'])} GB/s of {words}" in said
+        assert f"{console.figure(usual[direction]['figure']['median'])} GB/s of {words}" in said
     assert "A model's work takes" in said
     assert copy.bottom({**report, "copies": [], "beside": []}) == []
 
@@ -532,10 +535,9 @@ def test_the_quick_profile_on_a_gpu(tmp_path: Path) -> None:
     assert report["machine"]["gpus"]
     assert len(report["copies"]) == len(copy_cells.cells())
     assert len(report["checksums"]) == 44
-    assert len(report["beside"]) == 2
+    assert len(report["beside"]) == 4
     assert not any(word in json.dumps(report) for word in ("NaN", "Infinity"))
-    parts = [row[part] for row in report["beside"] for part in ("copy", "work")]
-    assert all(row["ratio_low"] > 0 for row in (*report["copies"], *report["checksums"], *parts))
+    assert all(row["ratio_low"] > 0 for key in ("copies", "checksums", "beside") for row in report[key])
     assert report["mover"]["calibration"]
     assert report["mover"]["driver"] > 12000
     assert "MISSED" not in done.stdout

@@ -101,7 +101,7 @@ def _of_row(section: str, row: Mapping[str, Any]) -> Iterator[tuple[str, Figure]
     words = [str(row[key]) for key in ("case", "what", "op", "against", "direction") if key in row]
     words += [f"{row[key]:,} B" for key in ("io_bytes", "page_bytes") if key in row]
     name = ", ".join(dict.fromkeys(words)) or section
-    unit = row.get("unit", RATE if "gb_per_second" in row else "")
+    unit = row.get("unit", RATE if "gb_per_second" in row else "")  # such a row is of `bench copy`, format 5
     more = True if unit == RATE else False if unit in _LESS else None
     if "ratio" in row:
         rounds = row.get("figure", row.get("gb_per_second", {})).get("values", ())
