@@ -227,7 +227,7 @@ def compare(
 ) -> None:
     """Show the changes from report A to report B beyond noise: figures whose spreads of four rounds or more do not
     meet."""
-    from gdscache.commands.bench import compare as measured
+    from gdscache.commands.bench import report as measured
     from gdscache.commands.console import show
 
     both, gone, new = measured.compare(first, second)

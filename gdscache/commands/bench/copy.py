@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from gdscache.commands.bench import kit
-from gdscache.commands.bench.copy_cells import Cell, cells
 from gdscache.commands.bench.copy_gpu import Beside, Gpu, Way, attention, matrix_product, timed
-from gdscache.commands.bench.copy_planes import BenchPlanes, Copies
+from gdscache.commands.bench.copy_planes import BenchPlanes, Cell, Copies, cells
 from gdscache.commands.bench.figures import Line, Ratios, compared, frozen_heap, in_words, rate, series, turns
 from gdscache.commands.console import Table, figure
 from gdscache.sizes import GIB, MIB
