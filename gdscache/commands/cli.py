@@ -15,7 +15,7 @@ from gdscache import __version__
 from gdscache.commands import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED
 from gdscache.commands.bench.commands import bench_app
 from gdscache.commands.config_init import init, load_any, print_shipped
-from gdscache.commands.console import App, Table, progress_bar, show
+from gdscache.commands.console import App, Table, progress_bar, say
 from gdscache.commands.replay.commands import plan_tiers, replay
 from gdscache.commands.top import top
 from gdscache.config import Config, config_schema, load_config
@@ -74,10 +74,8 @@ def check(
 
     config, described = load_any(file)
     meaning = describe(as_directory(config)) if described else describe_sizes(config)
-    if as_json:
-        typer.echo(json.dumps({"file": str(file), **meaning}, indent=2))
-        return
-    show(f"{file}: valid", _table(meaning), *(f"warning: {concern}" for concern in meaning["concerns"]))
+    warnings = [f"warning: {concern}" for concern in meaning["concerns"]]
+    say({"file": str(file), **meaning}, [f"{file}: valid", _table(meaning), *warnings], as_json=as_json)
 
 
 @app.command("doctor")
@@ -104,13 +102,9 @@ def doctor(
     asked = checks.defaults() if file is None else checks.Asked(load_any(file)[0])
     asked = dataclasses.replace(asked, directory=directory)
     report = checks.examine(checks.find(asked, recalibrate=recalibrate), asked)
-    if as_json:
-        typer.echo(json.dumps(report.describe(), indent=2))
-    else:
-        subject = str(file) if file else "the defaults"
-        failed = ", ".join(row.name for row in report.failed)
-        end = f"{subject}: not as asked for: {failed}" if failed else f"{subject}: no check fails"
-        show(*checks.tables(report), end)
+    failed = ", ".join(row.name for row in report.failed)
+    end = f"{file or 'the defaults'}: {f'not as asked for: {failed}' if failed else 'no check fails'}"
+    say(report.describe(), [*checks.tables(report), end], as_json=as_json)
     if report.failed:
         raise typer.Exit(EXIT_FAILED)
 
@@ -280,10 +274,8 @@ def _groups(config: Config) -> list[dict[str, Any]]:
 
 def _show(reports: list[dict[str, Any]], tables: Callable[[dict[str, Any]], list[Table]], *, as_json: bool) -> None:
     """One report alone; in JSON several are a list, each with its `path`."""
-    if as_json:
-        typer.echo(json.dumps(reports[0] if len(reports) == 1 else reports, indent=2))
-    else:
-        show(*(table for report in reports for table in tables(report)))
+    found = reports[0] if len(reports) == 1 else reports
+    say(found, (table for report in reports for table in tables(report)), as_json=as_json)
 
 
 def _table(meaning: dict[str, Any]) -> Table:

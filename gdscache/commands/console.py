@@ -12,13 +12,14 @@ number stays in one piece with its unit.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import re
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import typer
@@ -84,6 +85,14 @@ def show(*parts: Table | str) -> None:
     texts = [p.lines(width) if isinstance(p, Table) else _wrap(printable(p, lines=True), width) for p in parts]
     text = "\n\n".join("\n".join(lines) for lines in texts if lines)
     print(text)  # `typer.echo` would write UTF-8 in every encoding
+
+
+def say(found: object, parts: Iterable[Table | str], *, as_json: bool) -> None:
+    """Print a command's answer: `found`, which is plain data, as JSON, or the parts of it for people."""
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        show(*parts)
 
 
 def reason_of(error: BaseException) -> str:
@@ -192,15 +201,13 @@ def _beside(
 ) -> list[str]:
     """A row's lines, its cells side by side. `low`: short cells are bottom-aligned."""
     cells = [_wrap(cell, width) for cell, width in zip(row, widths, strict=True)]
-    height = max(map(len, cells))
+    blank = [[""] * (max(map(len, cells)) - len(cell)) for cell in cells]
+    columns = [above + cell if low else cell + above for above, cell in zip(blank, cells, strict=True)]
     lines = []
-    for number in range(height):
-        texts = []
-        for cell, width, to_right in zip(cells, widths, right, strict=True):
-            at = number - (height - len(cell) if low else 0)
-            text = cell[at] if 0 <= at < len(cell) else ""
-            texts.append(text.rjust(width) if to_right else text.ljust(width))
-        lines.append(_GAP.join([_painted(texts[0], color), *texts[1:]]))
+    for texts in zip(*columns, strict=True):
+        padded = (t.rjust(w) if to_right else t.ljust(w) for t, w, to_right in zip(texts, widths, right, strict=True))
+        first, *others = padded
+        lines.append(_GAP.join([_painted(first, color), *others]))
     return lines
 
 
