@@ -300,7 +300,7 @@ def _table(meaning: dict[str, Any]) -> Table:
         if described:
             table.add_row("namespace", meaning["namespace"])
         return table
-    from gdscache.commands.inspect.names import kept_by
+    from gdscache.commands.inspect.tables import kept_by
 
     for group in meaning["groups"]:
         layers, size = len(group["layers"]), group["page_tokens"]

@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 
 from gdscache.commands.console import Progress, Table, reason_of, silent
-from gdscache.commands.inspect.names import facts_of, kept_by, made_of
 from gdscache.commands.inspect.owner import find_owner
 from gdscache.commands.inspect.reading import Contents, existing, read
+from gdscache.commands.inspect.tables import facts_of, kept_by, made_of
 from gdscache.config import Config
 from gdscache.disk import history_file
 from gdscache.disk.history_file import History
