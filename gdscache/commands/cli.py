@@ -21,6 +21,7 @@ from gdscache.commands.top import top
 from gdscache.config import Config, config_schema, load_config
 from gdscache.config.concerns import concerns
 from gdscache.config.pools import plain_parts, pool_parts
+from gdscache.groups.base import Group
 from gdscache.pages.keys import namespace_digest
 from gdscache.pages.layout import PLAIN, PageLayout
 from gdscache.sizes import about
@@ -296,18 +297,12 @@ def _table(meaning: dict[str, Any]) -> Table:
         table.add_row(f"{name} tier", size)
     if meaning["ssd_path"]:
         table.add_row("ssd path", meaning["ssd_path"])
-    if not meaning["groups"]:
-        if described:
-            table.add_row("namespace", meaning["namespace"])
-        return table
-    from gdscache.commands.inspect.tables import kept_by
-
+    if described and not meaning["groups"]:
+        table.add_row("namespace", meaning["namespace"])
     for group in meaning["groups"]:
-        layers, size = len(group["layers"]), group["page_tokens"]
-        table.add_row(
-            "group",
-            f"{kept_by(group)}; {layers} layers, pages of {size} tokens, extents of {group['extent_bytes']:,} bytes",
-        )
+        pages = f"pages of {group['page_tokens']} tokens, extents of {group['extent_bytes']:,} bytes"
+        words = Group(group["name"], (), 0, group["keeps"], group["span"]).words
+        table.add_row("group", f"{words}; {len(group['layers'])} layers, {pages}")
         pages = ", ".join(f"{name} {count:,}" for name, count in group["pages"].items() if count is not None)
         shared = "" if group["pool"] == group["name"] else f" (with {group['pool']})"
         table.add_row("", f"{100 * group['share']:.1f} % of each size{shared}, in pages: {pages}")

@@ -12,6 +12,7 @@ number stays in one piece with its unit.
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import json
 import math
 import os
@@ -98,6 +99,14 @@ def say(found: object, parts: Iterable[Table | str], *, as_json: bool) -> None:
 def reason_of(error: BaseException) -> str:
     """The words of an error that a message about a file ends with; of the system's errors without number and file."""
     return str(getattr(error, "strerror", None) or error)
+
+
+def version_of(distribution: str) -> str:
+    """The version of an installed distribution; empty without it."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def figure(value: float, unit: str = "") -> str:

@@ -6,11 +6,11 @@ judged alone is collected as a row.
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
+from gdscache.commands.console import version_of
 from gdscache.commands.doctor import gpu
 from gdscache.commands.doctor.facts import Asked, Facts, defaults
 from gdscache.commands.doctor.report import Found, Report, Row, Section, attempt, tables
@@ -42,7 +42,7 @@ def engine_rows() -> Iterator[Row]:
     """A row for each engine with an integration, from distribution metadata: nothing is imported. An untested version
     is no defect."""
     for engine, known in TRIED.items():
-        found = {name: version for name in known if (version := _version(name))}
+        found = {name: version for name in known if (version := version_of(name))}
         if not found:
             yield Row(engine, "not installed")
         for distribution, version in list(found.items())[:1]:
@@ -52,13 +52,6 @@ def engine_rows() -> Iterator[Row]:
             tried = ", ".join(f"{name} {one}" for name, versions in known.items() for one in versions)
             hint = f"tried were: {tried}. Compare the answers with and without the cache once"
             yield Row(engine, value, "ok" if is_tried else "warn", "" if is_tried else hint, data)
-
-
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 CHECKS: tuple[tuple[str, Check], ...] = (
