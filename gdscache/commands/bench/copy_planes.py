@@ -28,7 +28,7 @@ SAMPLE = 4  # pages for the comparison of bytes
 ASIDE = 1 * GIB  # of GPU memory, for the staging ring and a neighbour's work
 
 
-# -- cells: arithmetic only -------------------------------------------------------------------------------------------
+# -- cells: arithmetic only --------------------------------------------------------------------------------------------
 
 PAGE_TOKENS = (64, 1, 256, 16)  # in the order of measuring
 BOTH: tuple[Direction, ...] = ("load", "store")
@@ -133,7 +133,7 @@ def cells() -> list[Cell]:
     return [cell for cell in found if cell.target is not None]
 
 
-# -- copies -----------------------------------------------------------------------------------------------------------
+# -- copies ------------------------------------------------------------------------------------------------------------
 
 
 class BenchPlanes:

@@ -83,7 +83,7 @@ class Settings(kit.Settings):
             raise InvalidValueError("GDS is required of transports without it", "add --transport cufile")
 
 
-# -- an engine with its pages on the SSD only -------------------------------------------------------------------------
+# -- an engine with its pages on the SSD only --------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,7 +261,7 @@ def _model(page_bytes: int) -> dict[str, Any]:
     }
 
 
-# -- cases ------------------------------------------------------------------------------------------------------------
+# -- cases -------------------------------------------------------------------------------------------------------------
 
 
 def measure(run: kit.Run, settings: Settings, directory: Path) -> None:

@@ -207,12 +207,11 @@ class Bench:
         run.save()
         return run.found
 
-    def command(self, **options: Any) -> None:
+    def command(
+        self, directory: Path = Path(), json_file: Path | None = None, plot: Path | None = None, **options: Any
+    ) -> None:
         """The command, by its options: a progress bar, tables, the JSON file, the plot, the exit status."""
         settings = self.settings.of(**options)
-        names = ("directory", "json_file", "plot")
-        given, json_file, plot = (Path(options[n]) if options.get(n) is not None else None for n in names)
-        directory = given or Path()
         settings.check()
         matplotlib = None if plot is None else require_matplotlib(plot)
         check_writable(plot, "--plot")

@@ -89,7 +89,7 @@ def _text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
 
 
-# -- tables -----------------------------------------------------------------------------------------------------------
+# -- tables ------------------------------------------------------------------------------------------------------------
 
 
 def inspect_tables(report: Mapping[str, Any]) -> list[Table]:

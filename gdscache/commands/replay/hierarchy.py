@@ -189,7 +189,7 @@ class Hierarchy:
         self._idle = limits.load_threads  # free load threads
         self._waiting: deque[Done] = deque()  # loads that wait for a thread
 
-    # -- loads -------------------------------------------------------------------------------------------------------
+    # -- loads ---------------------------------------------------------------------------------------------------------
 
     def plan_load(self, pages: Sequence[Page]) -> LoadPlan:
         """Lease the pages of a load; `load` moves them."""
@@ -213,7 +213,7 @@ class Hierarchy:
         else:
             self._idle += 1
 
-    # -- stores ------------------------------------------------------------------------------------------------------
+    # -- stores --------------------------------------------------------------------------------------------------------
 
     def store(self, pages: Sequence[Page]) -> None:
         """Accept pages for the lower tiers, as an engine does."""

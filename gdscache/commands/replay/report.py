@@ -156,7 +156,7 @@ def lifetime(writes_a_day: float) -> str:
     return f"{days / 365.25:,.1f} years" if days >= 365.25 else f"{days:,.1f} days"
 
 
-# -- tables -----------------------------------------------------------------------------------------------------------
+# -- tables ------------------------------------------------------------------------------------------------------------
 
 
 def replay_tables(report: Row) -> list[Table | str]:
@@ -168,23 +168,18 @@ def replay_tables(report: Row) -> list[Table | str]:
         counts = [f"{tier[key]:,}" for key in ("capacity_pages", "hit_pages")]
         sizes = [about(tier["read_bytes"]), about(tier["written_bytes"])]
         tiers.add_row(name, *counts, *sizes, f"{tier['evictions']:,}", f"{tier['promoted_pages']:,}")
-    refused = run["ssd"]["refused_pages"] if run["ssd"] else {}
-    for what, causes in (
-        ("miss", run["miss_pages"]),
-        ("dropped", run["stores"]["dropped_pages"]),
-        ("refused by the SSD", refused),
-    ):
+    lost = {"miss": run["miss_pages"], "dropped": run["stores"]["dropped_pages"]}
+    lost |= {"refused by the SSD": run["ssd"]["refused_pages"]} if run["ssd"] else {}
+    for what, causes in lost.items():
         for cause, pages in causes.items():
             if pages:
                 tiers.add_row(f"{what}: {cause}", f"{pages:,}")
-    if run["first_token_seconds"]["p50"] <= run["first_token_seconds_no_cache"]["p50"]:
-        return [result, tiers]
-    return [
-        result,
-        tiers,
+    slower = (
         "The median TTFT is above that without a cache: loads wait for the SSD or the link. An engine with load.gate: "
-        "enforcing computes hits that would load more slowly, which is not simulated.",
-    ]
+        "enforcing computes hits that would load more slowly, which is not simulated."
+    )
+    is_slower = run["first_token_seconds"]["p50"] > run["first_token_seconds_no_cache"]["p50"]
+    return [result, tiers, *([slower] if is_slower else [])]
 
 
 def plan_tables(report: Row) -> list[Table | str]:

@@ -127,7 +127,7 @@ def _name(block: int | None) -> str:
     return "nothing" if block is None else f"block {block}"
 
 
-# -- the pages of the prompts -----------------------------------------------------------------------------------------
+# -- the pages of the prompts ------------------------------------------------------------------------------------------
 
 
 class Prompt(NamedTuple):
