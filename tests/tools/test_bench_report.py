@@ -142,6 +142,19 @@ def test_less_time_is_better(tmp_path: Path) -> None:
     assert (one.word, one.ratio) == ("better", 0.5)
 
 
+def test_copies_of_the_format_before_are_compared_with_those_of_this_one(tmp_path: Path) -> None:
+    """Their rates had another name, and no unit."""
+    about = {"case": "load, gqa", "direction": "load", "page_tokens": 64}
+    rates, plain = series((40.0,) * 4), series((50.0,) * 4)
+    ratios = {"ratio": 0.8, "ratio_low": 0.8, "ratio_high": 0.8}
+    old = {**about, "against": "memcpy", "gb_per_second": rates, "against_gb_per_second": plain, **ratios}
+    new = about | figures.compared("load, gqa", plain, "memcpy", plain, pairs=True)
+    for name, row, number in ("a", old, 5), ("b", new, 6):
+        (tmp_path / name).write_text(json.dumps({"schema": f"gdscache.bench.copy/{number}", "copies": [row]}))
+    ((one,), gone, came) = report.compare(tmp_path / "a", tmp_path / "b")
+    assert (one.word, one.ratio, gone, came) == ("better", 1.25, [], [])
+
+
 def test_a_whole_report_is_compared_with_one_bench(tmp_path: Path) -> None:
     one = written(tmp_path / "one", up=(1.0,) * 4)
     whole = {"schema": report.SCHEMA, "benches": {"io": json.loads(written(tmp_path / "b", up=(2.0,) * 4).read_text())}}
