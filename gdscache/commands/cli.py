@@ -134,7 +134,8 @@ def inspect_directory(
         _show(reports, tables.inspect_tables, as_json=as_json)
     else:
         every = [namespace for report in reports for namespace in report["namespaces"]]
-        _show([compare(every, pair)], tables.compare_tables, as_json=as_json)
+        found = compare(every, pair)
+        say(found, [tables.made_of_table(found["namespaces"])], as_json=as_json)
 
 
 @app.command("explain")

@@ -228,7 +228,8 @@ class Bench:
             found = self.run(settings, directory, progress, keep)
         report = {**head, **found}
         tables = self.tables(report, everything=settings.everything)
-        show(*_above(report), *tables, *below(report), *self.bottom(report))
+        above = ["--quick: these figures show that everything runs, and mean nothing."] if quick(report) else []
+        show(machine_line(report["machine"]), *above, *tables, *below(report), *self.bottom(report))
         if json_file is not None:
             write_json(json_file, report)
         if matplotlib is not None:
@@ -306,11 +307,6 @@ def machine_line(said: Report) -> str:
     storage = said["storage"]
     where = f"{storage['file_system']} on {storage['source']}"
     return f"{said['cpu']}, {said['cores']} cores, {about(said['memory_bytes'])}, {gpus(said) or 'no GPU'}; {where}"
-
-
-def _above(report: Report) -> list[str]:
-    lines = [machine_line(report["machine"])]
-    return [*lines, "--quick: these figures show that everything runs, and mean nothing."] if quick(report) else lines
 
 
 def below(report: Report) -> list[Table | str]:

@@ -47,16 +47,11 @@ def shared_prompts(part: int, turn: int) -> list[list[int]]:
     return found
 
 
-def lone_prompts(part: int, turn: int) -> list[list[int]]:
-    """Prompts without a common part."""
-    return [words(f"lone {turn} {number}", 2 * part) for number in range(DOCUMENTS)]
-
-
 def traffic(order: dict[str, Any]) -> Iterator[tuple[str, list[list[int]]]]:
-    """Loads of both kinds in turns, `order["turns"]` of each."""
+    """Loads of both kinds in turns, `order["turns"]` of each: prompts with and without a common part."""
     for turn in range(order["turns"]):
         yield "shared", shared_prompts(order["part"], turn)
-        yield "lone", lone_prompts(order["part"], turn)
+        yield "lone", [words(f"lone {turn} {number}", 2 * order["part"]) for number in range(DOCUMENTS)]
 
 
 Generate = Callable[[Sequence[list[int]], int], Sequence[int]]  # prompts, tokens to answer: cached tokens of each
@@ -145,13 +140,10 @@ def measure(
 
 def tiers(order: dict[str, Any]) -> dict[str, Any]:
     """gdscache's sections, as `gdscache config init` writes them."""
+    path = f"{order['folder']}/gds-{order['way']}"
     return {
         "cpu": {"capacity": order["cpu"]},
-        "ssd": {
-            "path": f"{order['folder']}/gds-{order['way']}",
-            "capacity": order["ssd"],
-            "threads": order["threads"],
-        },
+        "ssd": {"path": path, "capacity": order["ssd"], "threads": order["threads"]},
         "host_buffer": order["host_buffer"],
         "load": {"verify": "once", "gate": "enforcing"},
     }

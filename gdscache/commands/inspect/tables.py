@@ -100,7 +100,8 @@ def inspect_tables(report: Mapping[str, Any]) -> list[Table]:
     if report["format_version"] != FORMAT_VERSION:
         version += f"; the next engine makes it {FORMAT_VERSION}, and keeps its pages"
     table.add_row("format version", version)
-    table.add_row("extent", _extent(report))
+    shards = f" in each of {report['shards']:,} shards" if report["shards"] > 1 else ""
+    table.add_row("extent", f"{_size(report['extent_bytes'])}{shards}")
     table.add_row("capacity", f"{about(report['capacity_bytes'])}: {report['slots']:,} slots")
     table.add_row("pages", f"{report['pages']:,}, {about(report['bytes'])} without padding")
     table.add_row("free slots", f"{report['free_slots']:,}")
@@ -125,7 +126,7 @@ def inspect_tables(report: Mapping[str, Any]) -> list[Table]:
         table.add_row("set aside", f"{file['name']!s}, {about(file['bytes'])}: was corrupt; may be deleted")
     if report["owner"]["state"] == "in use":
         table.add_row("not shown", "pages that are not committed yet; and rates and causes, which gdscache top shows")
-    return [table, _namespaces(report["namespaces"]), _made_of(report["namespaces"])]
+    return [table, _namespaces(report["namespaces"]), made_of_table(report["namespaces"])]
 
 
 def verify_tables(report: Mapping[str, Any]) -> list[Table]:
@@ -166,12 +167,7 @@ def _namespaces(namespaces: list[dict[str, Any]]) -> Table:
     return table
 
 
-def compare_tables(report: Mapping[str, Any]) -> list[Table]:
-    """The report of `inspect --compare`."""
-    return [_made_of(report["namespaces"])]
-
-
-def _made_of(namespaces: list[dict[str, Any]]) -> Table:
+def made_of_table(namespaces: list[dict[str, Any]]) -> Table:
     """The lines of the first namespaces, those in which they differ first."""
     known = [namespace for namespace in namespaces if namespace["made_of"] is not None]
     some = [namespace["made_of"] for namespace in known[:MADE_SHOWN]]
@@ -192,11 +188,6 @@ def _owner(owner: Mapping[str, Any]) -> str:
         return "free: not open"
     since = f", since {owner['started']!s}: {owner['command']!s}" if owner["started"] else ""
     return f"in use by process {owner['pid']}{since}"
-
-
-def _extent(report: Mapping[str, Any]) -> str:
-    size = _size(report["extent_bytes"])
-    return size if report["shards"] == 1 else f"{size} in each of {report['shards']:,} shards"
 
 
 def _size(nbytes: int) -> str:
