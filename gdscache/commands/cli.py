@@ -15,12 +15,13 @@ from gdscache import __version__
 from gdscache.commands import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED
 from gdscache.commands.bench.commands import bench_app
 from gdscache.commands.config_init import init, load_any, print_shipped
-from gdscache.commands.console import App, Table, progress_bar, show
+from gdscache.commands.console import App, Table, progress_bar, say
 from gdscache.commands.replay.commands import plan_tiers, replay
 from gdscache.commands.top import top
 from gdscache.config import Config, config_schema, load_config
 from gdscache.config.concerns import concerns
 from gdscache.config.pools import plain_parts, pool_parts
+from gdscache.groups.base import Group
 from gdscache.pages.keys import namespace_digest
 from gdscache.pages.layout import PLAIN, PageLayout
 from gdscache.sizes import about
@@ -74,10 +75,8 @@ def check(
 
     config, described = load_any(file)
     meaning = describe(as_directory(config)) if described else describe_sizes(config)
-    if as_json:
-        typer.echo(json.dumps({"file": str(file), **meaning}, indent=2))
-        return
-    show(f"{file}: valid", _table(meaning), *(f"warning: {concern}" for concern in meaning["concerns"]))
+    warnings = [f"warning: {concern}" for concern in meaning["concerns"]]
+    say({"file": str(file), **meaning}, [f"{file}: valid", _table(meaning), *warnings], as_json=as_json)
 
 
 @app.command("doctor")
@@ -104,13 +103,9 @@ def doctor(
     asked = checks.defaults() if file is None else checks.Asked(load_any(file)[0])
     asked = dataclasses.replace(asked, directory=directory)
     report = checks.examine(checks.find(asked, recalibrate=recalibrate), asked)
-    if as_json:
-        typer.echo(json.dumps(report.describe(), indent=2))
-    else:
-        subject = str(file) if file else "the defaults"
-        failed = ", ".join(row.name for row in report.failed)
-        end = f"{subject}: not as asked for: {failed}" if failed else f"{subject}: no check fails"
-        show(*checks.tables(report), end)
+    failed = ", ".join(row.name for row in report.failed)
+    end = f"{file or 'the defaults'}: {f'not as asked for: {failed}' if failed else 'no check fails'}"
+    say(report.describe(), [*checks.tables(report), end], as_json=as_json)
     if report.failed:
         raise typer.Exit(EXIT_FAILED)
 
@@ -139,7 +134,8 @@ def inspect_directory(
         _show(reports, tables.inspect_tables, as_json=as_json)
     else:
         every = [namespace for report in reports for namespace in report["namespaces"]]
-        _show([compare(every, pair)], tables.compare_tables, as_json=as_json)
+        found = compare(every, pair)
+        say(found, [tables.made_of_table(found["namespaces"])], as_json=as_json)
 
 
 @app.command("explain")
@@ -280,10 +276,8 @@ def _groups(config: Config) -> list[dict[str, Any]]:
 
 def _show(reports: list[dict[str, Any]], tables: Callable[[dict[str, Any]], list[Table]], *, as_json: bool) -> None:
     """One report alone; in JSON several are a list, each with its `path`."""
-    if as_json:
-        typer.echo(json.dumps(reports[0] if len(reports) == 1 else reports, indent=2))
-    else:
-        show(*(table for report in reports for table in tables(report)))
+    found = reports[0] if len(reports) == 1 else reports
+    say(found, (table for report in reports for table in tables(report)), as_json=as_json)
 
 
 def _table(meaning: dict[str, Any]) -> Table:
@@ -304,18 +298,12 @@ def _table(meaning: dict[str, Any]) -> Table:
         table.add_row(f"{name} tier", size)
     if meaning["ssd_path"]:
         table.add_row("ssd path", meaning["ssd_path"])
-    if not meaning["groups"]:
-        if described:
-            table.add_row("namespace", meaning["namespace"])
-        return table
-    from gdscache.commands.inspect.names import kept_by
-
+    if described and not meaning["groups"]:
+        table.add_row("namespace", meaning["namespace"])
     for group in meaning["groups"]:
-        layers, size = len(group["layers"]), group["page_tokens"]
-        table.add_row(
-            "group",
-            f"{kept_by(group)}; {layers} layers, pages of {size} tokens, extents of {group['extent_bytes']:,} bytes",
-        )
+        pages = f"pages of {group['page_tokens']} tokens, extents of {group['extent_bytes']:,} bytes"
+        words = Group(group["name"], (), 0, group["keeps"], group["span"]).words
+        table.add_row("group", f"{words}; {len(group['layers'])} layers, {pages}")
         pages = ", ".join(f"{name} {count:,}" for name, count in group["pages"].items() if count is not None)
         shared = "" if group["pool"] == group["name"] else f" (with {group['pool']})"
         table.add_row("", f"{100 * group['share']:.1f} % of each size{shared}, in pages: {pages}")

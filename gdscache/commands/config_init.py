@@ -5,13 +5,12 @@ An inference engine describes its model itself. NAME is a file of configs/, whic
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -28,11 +27,7 @@ _MOST_CPU, _MOST_SSD = 64 * GIB, 512 * GIB
 _LEAST = 256 * MIB
 _SAMPLE = {"name": "sample", "layers": 1, "kv_heads": 1, "head_dim": 64}  # where an inference engine has the model
 _FIRST_REPLICA = {"GDSCACHE_DP_RANK": "0"}
-
-
-ENGINES = ("vllm", "sglang", "sglang-hicache")  # the cache linker, and the storage below HiCache
 SHIPPED = ("default", "cpu_only", "three_tier_gds", "ssd_direct", "llama3_8b", "deepseek_v3_mla")
-
 PRINTED = (*SHIPPED, "alerts", "grafana")
 
 
@@ -65,7 +60,7 @@ def print_shipped(
 
 
 def init(
-    engine: Annotated[str, _name("ENGINE", ENGINES, "The inference engine")],
+    engine: Annotated[str, _name("ENGINE", tuple(ENGINES), "The inference engine")],
     file: Annotated[Path, typer.Argument(help="The file to write.")] = Path("gdscache.yaml"),
     cpu: Annotated[str | None, typer.Option("--cpu", metavar="SIZE", help="cpu.capacity, e.g. 32GiB.")] = None,
     ssd: Annotated[str | None, typer.Option("--ssd", metavar="SIZE", help="ssd.capacity, e.g. 500GiB.")] = None,
@@ -84,24 +79,24 @@ def init(
         directory = _DIRECTORY.format(engine=engine)
     if not directory.startswith(("/", "~", "$")):
         directory = str(Path.cwd() / directory)  # the engine's working directory may differ
-    written_for = WRITTEN_FOR[engine]
-    if cpu is not None and not written_for.cpu:
+    about = ENGINES[engine]
+    if cpu is not None and "C" not in about.lines:
         raise InvalidValueError("--cpu is given, but HiCache keeps pages in host memory itself", "leave --cpu out")
-    sizes = choose(cpu, ssd, directory)
-    absolute = _write(file, written_for.text(sizes, directory), force=force)
-    command = written_for.command(absolute)
+    tiers = {"cpu": _size(cpu, "--cpu", _of_memory), "ssd": _size(ssd, "--ssd", lambda: _of_disk(directory))}
+    absolute = _write(file, about.text(tiers, directory), force=force)
+    tiers = tiers if "C" in about.lines else {"ssd": tiers["ssd"]}
+    option = json.dumps(about.option(absolute))
+    command = [*about.command.split(), option]
     if as_json:
-        said: dict[str, Any] = {"engine": engine, "file": absolute, "ssd_bytes": sizes.ssd}
-        said |= {"cpu_bytes": sizes.cpu} if written_for.cpu else {}
-        said |= {written_for.option: json.loads(command[-1]), "command": command}
-        typer.echo(json.dumps(said, indent=2))
+        said: dict[str, Any] = {"engine": engine, "file": absolute}
+        said |= {f"{tier}_bytes": nbytes for tier, (nbytes, _) in tiers.items()}
+        typer.echo(json.dumps({**said, about.key: json.loads(option), "command": command}, indent=2))
         return
     typer.echo(f"{absolute}: written")
-    if written_for.cpu:
-        typer.echo(f"  cpu.capacity {format_size(sizes.cpu)}: {sizes.cpu_reason}")
-    typer.echo(f"  ssd.capacity {format_size(sizes.ssd)} in {directory}: {sizes.ssd_reason}")
-    typer.echo(f"\nStart {written_for.name} with\n")
-    typer.echo(f"  {shlex.join(command)}")
+    for tier, (nbytes, reason) in tiers.items():
+        place = f" in {directory}" if tier == "ssd" else ""
+        typer.echo(f"  {tier}.capacity {format_size(nbytes)}{place}: {reason}")
+    typer.echo(f"\nStart {about.name} with\n\n  {shlex.join(command)}")
 
 
 def load_any(file: Path) -> tuple[Config, bool]:
@@ -112,11 +107,9 @@ def load_any(file: Path) -> tuple[Config, bool]:
     return load_config(file), True
 
 
-def choose(cpu: str | None, ssd: str | None, directory: str) -> Sizes:
-    """The given sizes, or sizes for this machine. Raises `InvalidValueError`."""
-    cpu_bytes, cpu_reason = (size_of(cpu, "--cpu"), "as asked for") if cpu is not None else _of_memory()
-    ssd_bytes, ssd_reason = (size_of(ssd, "--ssd"), "as asked for") if ssd is not None else _of_disk(directory)
-    return Sizes(cpu_bytes, ssd_bytes, cpu_reason, ssd_reason)
+def _size(text: str | None, option: str, choose: Callable[[], tuple[int, str]]) -> tuple[int, str]:
+    """A tier's bytes and the reason for them: as given, or chosen for this machine. Raises `InvalidValueError`."""
+    return choose() if text is None else (size_of(text, option), "as asked for")
 
 
 def _of_memory() -> tuple[int, str]:
@@ -171,142 +164,109 @@ def _write(file: Path, text: str, *, force: bool) -> str:
 # -- inference engines -------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """The tiers' bytes, and the reasons for them."""
-
-    cpu: int
-    ssd: int
-    cpu_reason: str
-    ssd_reason: str
-
-
-@dataclasses.dataclass(frozen=True)
-class WrittenFor:
-    """An inference engine. `room`: its setting for GPU memory. `option`: JSON of `command`'s last argument. `cpu`:
-    whether the configuration has a CPU tier; `gate`: whether the engine reports its computing times."""
-
-    name: str
-    room: str
-    option: str
-    command: Callable[[str], list[str]]
-    cpu: bool = True
-    gate: bool = False
-
-    def text(self, sizes: Sizes, directory: str) -> str:
-        """The file: the keys that a user may change, each with its purpose."""
-        return "\n".join([_HEAD, *([_GPU, _CPU] if self.cpu else []), _SSD, _BUFFER, _STORE, _LOAD]).format(
-            name=self.name,
-            room=self.room,
-            optional=_OPTIONAL if self.cpu else "",
-            passing="find no room in the CPU tier" if self.cpu else "pass through between HiCache's and the SSD",
-            queued="the CPU tier, and as many to the SSD" if self.cpu else "the SSD",
-            policy=_POLICY if self.cpu else "",
-            gate=_GATE if self.gate else "",
-            cpu=f"capacity: {format_size(sizes.cpu)}",
-            cpu_reason=sizes.cpu_reason,
-            ssd=f"capacity: {format_size(sizes.ssd)}",
-            ssd_reason=sizes.ssd_reason,
-            directory=json.dumps(directory),
-        )
-
-
-def _vllm(file: str) -> list[str]:
-    transfer = {
+def vllm_transfer(config: object) -> dict[str, Any]:
+    """vLLM's `KVTransferConfig` for gdscache. `config`: a file, or its sections."""
+    return {
         "kv_connector": "GdsCacheConnector",
         "kv_connector_module_path": "gdscache.integrations.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"config": file},
+        "kv_connector_extra_config": {"config": config},
     }
-    return ["vllm", "serve", "MODEL", "--block-size", "64", "--kv-transfer-config", json.dumps(transfer)]
 
 
-_SGLANG = ["python", "-m", "sglang.launch_server", "--model-path", "MODEL", "--page-size", "64"]
-
-
-def _linker(file: str) -> list[str]:
-    config: dict[str, Any] = {
+def sglang_linker(config: object) -> dict[str, Any]:
+    """SGLang's configuration of gdscache's cache linker."""
+    return {
         "linker": "GdsCacheLinker",
         "linker_module_path": "gdscache.integrations.sglang.linker",
-        "linker_extra_config": {"config": file},
+        "linker_extra_config": {"config": config},
     }
-    flags = ["--schedule-policy", "lpm", "--enable-unified-cache-external-linker"]
-    flags += ["--unified-cache-external-linker-backend", "dynamic"]
-    return [*_SGLANG, *flags, "--unified-cache-external-linker-config", json.dumps(config)]
 
 
-def _hicache(file: str) -> list[str]:
-    config = {
+def hicache_storage(config: object) -> dict[str, Any]:
+    """HiCache's extra configuration of gdscache's storage."""
+    return {
         "backend_name": "gdscache",
         "module_path": "gdscache.integrations.sglang.storage",
         "class_name": "GdsCacheStorage",
         "interface_v1": 1,
         "hicache_storage_pass_prefix_keys": True,
-        "config": file,
+        "config": config,
     }
-    flags = ["--enable-hierarchical-cache", "--hicache-mem-layout", "page_first"]
-    flags += ["--hicache-storage-backend", "dynamic"]
-    return [*_SGLANG, *flags, "--hicache-storage-backend-extra-config", json.dumps(config)]
 
 
-WRITTEN_FOR = {
-    "vllm": WrittenFor("vLLM", "--gpu-memory-utilization", "kv_transfer_config", _vllm, gate=True),
-    "sglang": WrittenFor("SGLang", "--mem-fraction-static", "linker_config", _linker),
-    "sglang-hicache": WrittenFor("SGLang", "--mem-fraction-static", "storage_config", _hicache, cpu=False),
+class WrittenFor(NamedTuple):
+    """An inference engine. `room`: its setting for GPU memory. `lines`: the marks of its lines in `_TEXT`. `command`
+    ends with an option whose value is `option(file)` in JSON, which `config init --json` has as `key`."""
+
+    name: str
+    room: str
+    lines: str
+    command: str
+    option: Callable[[str], dict[str, Any]]
+    key: str
+
+    def text(self, tiers: Mapping[str, tuple[int, str]], directory: str) -> str:
+        """The file: the keys that a user may change, each with its purpose."""
+        given = {tier: f"capacity: {format_size(nbytes)}" for tier, (nbytes, _) in tiers.items()}
+        given |= {f"{tier}_reason": reason for tier, (_, reason) in tiers.items()}
+        text = "\n".join(line[1:] for line in _TEXT.splitlines() if line[:1] in ("", "|", *self.lines))
+        return text.format(name=self.name, room=self.room, directory=json.dumps(directory), **given) + "\n"
+
+
+_LAUNCH = "python -m sglang.launch_server --model-path MODEL --page-size 64"
+_LINKER = "--schedule-policy lpm --enable-unified-cache-external-linker --unified-cache-external-linker-backend dynamic"
+_HICACHE = "--enable-hierarchical-cache --hicache-mem-layout page_first --hicache-storage-backend dynamic"
+_VLLM = "vllm serve MODEL --block-size 64 --kv-transfer-config"
+_SGLANG = "SGLang", "--mem-fraction-static"
+ENGINES = {  # the last two: the cache linker, and the storage below HiCache
+    "vllm": WrittenFor("vLLM", "--gpu-memory-utilization", "CG", _VLLM, vllm_transfer, "kv_transfer_config"),
+    "sglang": WrittenFor(
+        *_SGLANG, "C", f"{_LAUNCH} {_LINKER} --unified-cache-external-linker-config", sglang_linker, "linker_config"
+    ),
+    "sglang-hicache": WrittenFor(
+        *_SGLANG, "H", f"{_LAUNCH} {_HICACHE} --hicache-storage-backend-extra-config", hicache_storage, "storage_config"
+    ),
 }
 
+# A line is for all engines (|), for those with a CPU tier (C), for HiCache (H), or for engines that report the times
+# of their computing (G).
+_TEXT = """\
+|# gdscache under {name}, which describes the model. Omitted keys have their defaults: docs/configuration.md has
+|# all keys, with their meaning. With an unknown key {name} does not start.
 
-_HEAD = """\
-# gdscache under {name}, which describes the model. Omitted keys have their defaults: docs/configuration.md has
-# all keys, with their meaning. With an unknown key {name} does not start.
+|# model:
+|#   weights: "2026-11-23"     # names the weights where no files do: dummy weights, a remote store
 
-# model:
-#   weights: "2026-11-23"     # names the weights where no files do: dummy weights, a remote store
-"""
+Cgpu:
+C  staging: 256MiB             # GPU memory for copies, beside {name}'s own ({room})
+C
+Ccpu:
+C  {cpu:<27} # page-locked host memory: {cpu_reason};
+C                              # half of it at most is for pages of requests that wait for their turn
+C
+Cssd:                          # take the section out to have no SSD tier: then nothing outlives a restart
+Hssd:
+|  # On a fast local disk, a directory for each server. ~ and $VARS are replaced.
+|  path: {directory}
+|  {ssd:<27} # reserved when {name} starts, and never exceeded: {ssd_reason}
+|  durability: process         # a stored page survives: process (any kill) | power (a power cut; slower stores)
+|  endurance: null             # bytes that may be written in any 24 hours, e.g. 2TiB; null is no limit
 
-_GPU = """\
-gpu:
-  staging: 256MiB             # GPU memory for copies, beside {name}'s own ({room})
-"""
+Chost_buffer: 256MiB           # host memory for pages that find no room in the CPU tier
+Hhost_buffer: 256MiB           # host memory for pages that pass through between HiCache's and the SSD
 
-_CPU = """\
-cpu:
-  {cpu:<27} # page-locked host memory: {cpu_reason};
-                              # half of it at most is for pages of requests that wait for their turn
-"""
+|store:
+C  queue: 2GiB                 # bytes on their way to the CPU tier, and as many to the SSD; more pages are not stored
+H  queue: 2GiB                 # bytes on their way to the SSD; more pages are not stored
+C  write_policy: write_through # when a page goes on to the SSD: write_through (when it is stored) |
+C                              # write_through_selective (after two hits) | write_back (before the CPU tier gives it up)
+|  admission: all              # pages that are written to the SSD: all | second_offer (seen twice) | tinylfu
 
-_OPTIONAL = "                          # take the section out to have no SSD tier: then nothing outlives a restart"
+|load:
+|  verify: once                # checksums are compared when bytes come from the SSD, and not again for each load
+G  gate: enforcing             # compute hits that would load more slowly: enforcing | advisory (loaded) | off
 
-_SSD = """\
-ssd:{optional}
-  # On a fast local disk, a directory for each server. ~ and $VARS are replaced.
-  path: {directory}
-  {ssd:<27} # reserved when {name} starts, and never exceeded: {ssd_reason}
-  durability: process         # a stored page survives: process (any kill) | power (a power cut; slower stores)
-  endurance: null             # bytes that may be written in any 24 hours, e.g. 2TiB; null is no limit
-"""
-
-_BUFFER = "host_buffer: 256MiB           # host memory for pages that {passing}\n"
-
-_STORE = """\
-store:
-  queue: 2GiB                 # bytes on their way to {queued}; further pages are not stored
-{policy}  admission: all              # pages that are written to the SSD: all | second_offer (seen twice) | tinylfu
-"""
-
-_POLICY = """\
-  write_policy: write_through # when a page goes on to the SSD: write_through (when it is stored) |
-                              # write_through_selective (after two hits) | write_back (before the CPU tier gives it up)
-"""
-
-_GATE = (
-    "  gate: enforcing             # compute hits that would load more slowly: enforcing | advisory (loaded) | off\n"
-)
-
-_LOAD = """\
-load:
-  verify: once                # checksums are compared when bytes come from the SSD, and not again for each load
-{gate}
-deadline: 30                  # seconds until a read or a write of the SSD that hangs is given up
+|deadline: 30                  # seconds until a read or a write of the SSD that hangs is given up
 """

@@ -12,13 +12,15 @@ number stays in one piece with its unit.
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
+import json
 import math
 import os
 import re
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import typer
@@ -86,9 +88,25 @@ def show(*parts: Table | str) -> None:
     print(text)  # `typer.echo` would write UTF-8 in every encoding
 
 
+def say(found: object, parts: Iterable[Table | str], *, as_json: bool) -> None:
+    """Print a command's answer: `found`, which is plain data, as JSON, or the parts of it for people."""
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        show(*parts)
+
+
 def reason_of(error: BaseException) -> str:
     """The words of an error that a message about a file ends with; of the system's errors without number and file."""
     return str(getattr(error, "strerror", None) or error)
+
+
+def version_of(distribution: str) -> str:
+    """The version of an installed distribution; empty without it."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def figure(value: float, unit: str = "") -> str:
@@ -192,15 +210,13 @@ def _beside(
 ) -> list[str]:
     """A row's lines, its cells side by side. `low`: short cells are bottom-aligned."""
     cells = [_wrap(cell, width) for cell, width in zip(row, widths, strict=True)]
-    height = max(map(len, cells))
+    blank = [[""] * (max(map(len, cells)) - len(cell)) for cell in cells]
+    columns = [above + cell if low else cell + above for above, cell in zip(blank, cells, strict=True)]
     lines = []
-    for number in range(height):
-        texts = []
-        for cell, width, to_right in zip(cells, widths, right, strict=True):
-            at = number - (height - len(cell) if low else 0)
-            text = cell[at] if 0 <= at < len(cell) else ""
-            texts.append(text.rjust(width) if to_right else text.ljust(width))
-        lines.append(_GAP.join([_painted(texts[0], color), *texts[1:]]))
+    for texts in zip(*columns, strict=True):
+        padded = (t.rjust(w) if to_right else t.ljust(w) for t, w, to_right in zip(texts, widths, right, strict=True))
+        first, *others = padded
+        lines.append(_GAP.join([_painted(first, color), *others]))
     return lines
 
 

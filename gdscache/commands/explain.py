@@ -15,16 +15,16 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from gdscache.commands.console import Progress, Table, reason_of, silent
-from gdscache.commands.inspect.names import facts_of, kept_by, made_of
 from gdscache.commands.inspect.owner import find_owner
 from gdscache.commands.inspect.reading import Contents, existing, read
+from gdscache.commands.inspect.tables import facts_of, kept_by, made_of
 from gdscache.config import Config
 from gdscache.disk import history_file
 from gdscache.disk.history_file import History
@@ -95,9 +95,25 @@ def explain(directory: Path, asked: Asked, config: Config | None = None, progres
     owner = find_owner(directory)
     contents = read(directory, progress)
     history = history_file.read(directory)
-    named = {digest: _keys(digest, each.fields, asked, config) for digest, each in contents.names.items()}
-    rows = _Rows(contents, history, [way for one in named.values() if one is not None for way in one.ways])
-    found = [_describe(rows, digest, one) for digest, one in named.items()]
+    named = {digest: _named(digest, one.fields, asked, config) for digest, one in contents.names.items()}
+    tell = _teller(contents, history, [key for ways, _ in named.values() for way in ways for key in way])
+    found = []
+    for digest, (ways, size) in named.items():
+        each = [[tell(key, digest) for key in way] for way in ways]
+        told = max(each, key=lambda pages: sum(page["state"] != "absent" for page in pages), default=[])
+        fields, states = contents.names[digest].fields, Counter(page["state"] for page in told)
+        about: dict[str, Any] = {
+            "digest": digest.hex(),
+            "fields": fields,
+            "made_of": None if fields is None else made_of(fields),
+            "page_tokens": size,
+            "pages": len(told) if ways else None,
+            "found": len(told) - states["absent"],
+            "hit": next((n for n, page in enumerate(told) if page["state"] != "stored"), len(told)),
+            "states": {state: n for state, n in states.items() if n},
+            "runs": [*_runs(told, size)],
+        }
+        found.append(about)
     with_pages = [one for one in found if one["found"]]
     return {
         "schema": SCHEMA,
@@ -112,98 +128,56 @@ def explain(directory: Path, asked: Asked, config: Config | None = None, progres
     }
 
 
-class _Rows:
-    """A directory's rows by key, and the history of keys without a row."""
+def _teller(
+    contents: Contents, history: History | None, keys: Sequence[bytes]
+) -> Callable[[bytes, bytes], dict[str, Any]]:
+    """A function that gives the facts of one of these pages in a namespace, as a run of one page."""
+    pages, slab, now = contents.pages, contents.slab, time.time()
+    rows = find(pages.keys, np.frombuffer(b"".join(keys), f"V{KEY_BYTES}")).tolist()
+    at = {key: row for key, row in zip(keys, rows, strict=True) if row >= 0}
+    retentions = zip(pages.priorities.tolist(), pages.expires.tolist(), strict=True)
+    kept = dict(zip(pages.retained.tolist(), retentions, strict=True))
 
-    def __init__(self, contents: Contents, history: History | None, asked: Sequence[Sequence[bytes]]) -> None:
-        """`asked`: all keys of later `describe_pages` calls."""
-        pages, keys = contents.pages, [*itertools.chain.from_iterable(asked)]
-        rows = find(pages.keys, np.frombuffer(b"".join(keys), f"V{KEY_BYTES}")).tolist()
-        self._at = {key: row for key, row in zip(keys, rows, strict=True) if row >= 0}
-        self.contents, self._history = contents, history
-        self._expires = np.full(len(pages), math.inf)
-        self._expires[pages.retained] = pages.expires
-        self._priorities = np.zeros(len(pages), np.int64)
-        self._priorities[pages.retained] = pages.priorities
-        self._now = time.time()
-
-    def describe_pages(self, keys: Sequence[bytes], namespace: bytes) -> list[dict[str, Any]]:
-        """Each page's facts, as a run of one page."""
-        return [self._row(self._at.get(key, -1), key, namespace) for key in keys]
-
-    def _row(self, row: int, key: bytes, namespace: bytes) -> dict[str, Any]:
-        pages, slab = self.contents.pages, self.contents.slab
-        if row < 0 or pages.digests[pages.namespaces[row]] != namespace:
-            return self._gone(key)
-        slot, expires = int(pages.slots[row]), float(self._expires[row])
-        return {
-            "state": "expired" if expires <= self._now else "stored",
-            "place": str(slab.files[slab.locate(slot)[0]].parent),
-            "slots": [slot, slot],
-            "priority": int(self._priorities[row]),
-            "expires": None if math.isinf(expires) else expires,
-        }
-
-    def _gone(self, key: bytes) -> dict[str, Any]:
-        bad = None if self._history is None else self._history.bad.get(key)
+    def tell(key: bytes, namespace: bytes) -> dict[str, Any]:
+        row = at.get(key, -1)
+        if row >= 0 and pages.digests[pages.namespaces[row]] == namespace:
+            slot, (priority, expires) = int(pages.slots[row]), kept.get(row, (0, math.inf))
+            return {
+                "state": "expired" if expires <= now else "stored",
+                "place": str(slab.files[slab.locate(slot)[0]].parent),
+                "slots": [slot, slot],
+                "priority": priority,
+                "expires": None if math.isinf(expires) else expires,
+            }
+        bad = None if history is None else history.bad.get(key)
         if bad is not None:
             told = {"state": "bad", "cause": bad.cause, "tier": bad.tier, "place": bad.place, "at": bad.at}
-            return told | {"slots": [bad.slot, bad.slot]}
-        evicted = self._history is not None and key in self._history.evicted
-        return {"state": "evicted" if evicted else "absent"}
+            return {**told, "slots": [bad.slot, bad.slot]}
+        return {"state": "evicted" if history is not None and key in history.evicted else "absent"}
+
+    return tell
 
 
-def _describe(rows: _Rows, digest: bytes, named: _Named | None) -> dict[str, Any]:
-    """A request's facts in a namespace. `pages`: its number of pages there, None if unknown. `found`: the number of
-    them that are stored or have a history. `hit`: the number of leading stored pages."""
-    fields = rows.contents.names[digest].fields
-    about = {
-        "digest": digest.hex(),
-        "fields": fields,
-        "made_of": None if fields is None else made_of(fields),
-        "page_tokens": None if named is None else named.page_tokens,
-    }
-    if named is None:
-        return about | {"pages": None, "found": 0, "hit": 0, "runs": []}
-    told = [rows.describe_pages(keys, digest) for keys in named.ways]
-    best = max(told, key=lambda one: sum(page["state"] != "absent" for page in one))
-    states = Counter(page["state"] for page in best)
-    hit = next((n for n, page in enumerate(best) if page["state"] != "stored"), len(best))
-    runs = [*_runs(best, named.page_tokens)]
-    return about | {
-        "pages": len(best),
-        "found": len(best) - states["absent"],
-        "hit": hit,
-        "states": dict(states),
-        "runs": runs,
-    }
-
-
-@dataclasses.dataclass(frozen=True)
-class _Named:
-    """The keys of a request's pages in a namespace, one list for each of the possible namings (`ways`)."""
-
-    ways: Sequence[Sequence[bytes]]
-    page_tokens: int | None
-
-
-def _keys(digest: bytes, fields: Mapping[str, Any] | None, asked: Asked, config: Config | None) -> _Named | None:
-    """A request's names in a namespace; None if the known facts do not give them."""
+def _named(
+    digest: bytes, fields: Mapping[str, Any] | None, asked: Asked, config: Config | None
+) -> tuple[Sequence[Sequence[bytes]], int | None]:
+    """The keys of a request's pages in a namespace, one list for each of the possible namings (none if the known facts
+    do not give them), and the tokens of a page."""
     group = (fields or {}).get("group")
     about = group if isinstance(group, dict) else fields
     size = about.get("page_tokens") if about is not None else None
     size = size if type(size) is int and size > 0 else None
     if asked.tokens is None:
-        return _Named((asked.digests, [_named_by(digest, one) for one in asked.digests]), size)
+        return (asked.digests, [_named_by(digest, one) for one in asked.digests]), size
     if fields is None or size is None:
-        return None
+        return (), None
     if group is None:
-        return _Named([page_keys(digest, asked.tokens, size)], size)
+        return [page_keys(digest, asked.tokens, size)], size
     base, step = _base(fields, config)
     if step is None or size % step:
-        return None
+        return (), None
     chained = page_keys(base, asked.tokens, step)[size // step - 1 :: size // step]
-    return _Named([[_named_by(digest, one) for one in chained]], size)
+    return [[_named_by(digest, one) for one in chained]], size
 
 
 def _base(fields: Mapping[str, Any], config: Config | None) -> tuple[bytes, int | None]:
@@ -231,17 +205,12 @@ def _named_by(namespace: bytes, digest: bytes) -> bytes:
 
 def _runs(told: Sequence[dict[str, Any]], page_tokens: int | None) -> Iterator[dict[str, Any]]:
     """Runs of successive pages with equal facts. Stored ones lie in successive slots."""
-    at = 0
-    for _, some in itertools.groupby(zip(itertools.count(), told, strict=False), key=_alike):
-        pages = [page for _, page in some]
-        first, last = pages[0], pages[-1]
-        run: dict[str, Any] = {"first": at, "stop": at + len(pages)}
-        run["tokens"] = None if page_tokens is None else [at * page_tokens, (at + len(pages)) * page_tokens]
-        run |= first
-        if "slots" in first:
-            run["slots"] = [first["slots"][0], last["slots"][1]]
-        yield run
-        at += len(pages)
+    for _, some in itertools.groupby(enumerate(told), key=_alike):
+        run = list(some)
+        (first, page), (last, end) = run[0], run[-1]
+        tokens = None if page_tokens is None else [first * page_tokens, (last + 1) * page_tokens]
+        slots = {"slots": [page["slots"][0], end["slots"][1]]} if "slots" in page else {}
+        yield {"first": first, "stop": last + 1, "tokens": tokens, **page, **slots}
 
 
 def _alike(numbered: tuple[int, dict[str, Any]]) -> tuple[Any, ...]:
@@ -271,10 +240,10 @@ def explain_tables(report: Mapping[str, Any]) -> list[Table]:
     elif not report["namespaces"] and report["other_namespaces"] > report["unnamed_namespaces"]:
         looked = report["other_namespaces"] - report["unnamed_namespaces"]
         head.add_row("found", f"nothing, in {looked:,} namespaces")
-    return [head, *itertools.chain.from_iterable(map(_tables, report["namespaces"]))]
+    return [head, *map(_table, report["namespaces"])]
 
 
-def _tables(namespace: Mapping[str, Any]) -> Iterator[Table]:
+def _table(namespace: Mapping[str, Any]) -> Table:
     fields = namespace["fields"] or {}
     group = f", {kept_by(fields['group'])}" if "group" in fields else ""
     salt = f", salt {fields['request_salt']!s}" if fields.get("request_salt") else ""
@@ -290,7 +259,7 @@ def _tables(namespace: Mapping[str, Any]) -> Iterator[Table]:
     stored = namespace["hit"] if prefix else namespace["states"].get("stored", 0)
     whole = f"{stored:,} of {namespace['pages']:,} pages{' from the first on' if prefix else ''} are stored"
     table.caption = whole if more <= 0 else f"{whole}; and {more:,} runs more: --json has all"
-    yield table
+    return table
 
 
 _COLORS = {"stored": "green", "expired": "yellow", "bad": "red", "evicted": "yellow", "absent": ""}

@@ -174,10 +174,8 @@ def _directory(report: Report, room: int) -> list[Text]:
     head = _lines([(path, _TITLE), *about], room)
     if "pid" not in report:
         return head
-    sections = [_tier_rows(report, width), _flows(report, width), _queues(report, width), _latencies(report, width)]
-    sections += [_slowest(report, width), _causes(report, width), _ranks(report)]
     filled: list[Section] = [[] for _ in range(columns)]
-    for section in filter(None, sections):
+    for section in filter(None, _sections(report, width)):
         least = min(filled, key=len)
         least += [("", ""), *section] if least else section
     return head + _side_by_side([_lines(column, width) for column in filled], width, _GAP)
@@ -223,85 +221,54 @@ def _about(report: Report) -> Section:
     return [*lines, (f"process {report['pid']} on {report['host']}, up {up}", _NOTE), ("", "")]
 
 
-def _tier_rows(report: Report, width: int) -> Section:
-    rows = []
+def _sections(report: Report, width: int) -> Iterator[Section]:
+    """Tiers, rates, queues, latencies, slow loads, causes and ranks; a section of which nothing is known is empty."""
+    table, rates, queues = functools.partial(_table, width), report["rates"], report["queues"]
+    rows: list[tuple[str, ...]] = []
     for tier in report["tiers"]:
         share, size = tier["pages"] / (tier["slots"] or 1), tier["slots"] * tier["extent_bytes"]
         rows.append((_barred(tier["name"], share), _share(share), _bytes(size)))
-    return _table(width, (8, 12), ("TIER", "full", "of"), rows)
-
-
-def _flows(report: Report, width: int) -> Section:
-    """Rates by tier, and those of lookups and stores."""
-    rates = report["rates"]
+    yield table((8, 12), ("TIER", "full", "of"), rows)
     if rates is None:
-        return [] if report["late"] else [("no rates yet: they need two pages", _NOTE)]
-    rows = [
-        (
-            name,
-            _share(of["hit_rate"]),
-            *map(_bytes, (of["loaded_bytes"], of["stored_bytes"])),
-            _number(of["evicted_pages"]),
-        )
-        for name, of in rates["tiers"].items()
-    ]
-    titles = "FLOW", "hits", "load/s", "store/s", "evict/s"
-    asked = f"{_number(rates['lookups'])} lookups/s of {_number(rates['lookup_pages'])} pages/s"
-    table = _table(width, (8, 9, 9, 8), titles, [*rows, ("all", _share(rates["hit_rate"]))])
-    return [*table, (asked, ""), (f"{_number(rates['stores'])} stores/s", "")]
-
-
-def _queues(report: Report, width: int) -> Section:
-    """Stores against the room of their queue, and the numbers of loads and prefetches; empty for an older page."""
-    queues = report["queues"]
-    if not (limit := queues["limit_bytes"]):
-        return []
-    rows = [
-        (_barred(name, nbytes / limit), _share(nbytes / limit), _bytes(nbytes))
-        for name, nbytes in (("stores", queues["store_bytes"]), ("to SSD", queues["to_ssd_bytes"]))
-    ]
-    under_way = f"{queues['loads']:,} loads, {queues['prefetches']:,} prefetches"
-    return [*_table(width, (8, 12), ("QUEUES", "full", "bytes"), rows), (under_way, "")]
-
-
-def _latencies(report: Report, width: int) -> Section:
+        yield [] if report["late"] else [("no rates yet: they need two pages", _NOTE)]
+    else:
+        rows = []
+        for name, of in rates["tiers"].items():
+            loaded, stored = _bytes(of["loaded_bytes"]), _bytes(of["stored_bytes"])
+            rows.append((name, _share(of["hit_rate"]), loaded, stored, _number(of["evicted_pages"])))
+        rows.append(("all", _share(rates["hit_rate"])))
+        asked = f"{_number(rates['lookups'])} lookups/s of {_number(rates['lookup_pages'])} pages/s"
+        flow = table((8, 9, 9, 8), ("FLOW", "hits", "load/s", "store/s", "evict/s"), rows)
+        yield [*flow, (asked, ""), (f"{_number(rates['stores'])} stores/s", "")]
+    if limit := queues["limit_bytes"]:  # none is known of an older page
+        stores = {"stores": queues["store_bytes"], "to SSD": queues["to_ssd_bytes"]}
+        rows = [(_barred(name, n / limit), _share(n / limit), _bytes(n)) for name, n in stores.items()]
+        under_way = f"{queues['loads']:,} loads, {queues['prefetches']:,} prefetches"
+        yield [*table((8, 12), ("QUEUES", "full", "bytes"), rows), (under_way, "")]
     rows = [
         (name.replace("_", " "), duration(one["median_seconds"]), duration(one["p99_seconds"]), str(one["samples"]))
         for name, one in report["latencies"].items()
         if one["samples"]
     ]
-    return _table(width, (9, 9, 9), ("TAKES", "median", "99 %", "samples"), rows)
-
-
-def _slowest(report: Report, width: int) -> Section:
+    yield table((9, 9, 9), ("TAKES", "median", "99 %", "samples"), rows)
     rows = [
         (duration(load["seconds"]), load["tier"], _bytes(load["nbytes"]), _ago(report["written"] - load["ended"]))
         for load in report["slowest_loads"][:_LOADS]
     ]
-    return _table(width, (10, 9, 7), ("SLOW LOADS", "", "", "ago"), rows)
-
-
-def _causes(report: Report, width: int) -> Section:
-    """Why pages were not found or not stored: the most frequent causes of the last seconds, then of all time."""
-    rates = report["rates"]
-    found = [
+    yield table((10, 9, 7), ("SLOW LOADS", "", "", "ago"), rows)
+    causes = [  # the most frequent ones of the last seconds, then of all time
         (0.0 if rates is None else rates["causes"][group][cause], pages, f"{group} {cause}")
-        for group, causes in report["causes"].items()
-        for cause, pages in causes.items()
+        for group, some in report["causes"].items()
+        for cause, pages in some.items()
     ]
-    most = sorted(found, reverse=True)[:_CAUSES]
+    most = sorted(causes, reverse=True)[:_CAUSES]
     rows = [(name, "" if rates is None else _number(rate), f"{pages:,}") for rate, pages, name in most]
-    return _table(width, (8, 10), ("CAUSES", "pages/s", "in all"), rows)
-
-
-def _ranks(report: Report) -> Section:
-    """The number of ranks that run, and each rank that does not."""
+    yield table((8, 10), ("CAUSES", "pages/s", "in all"), rows)
     ranks = report["ranks"]
-    if len(ranks) < 2:
-        return []
-    bad = [rank for rank in ranks if rank["state"] != "running"]
-    rows = [("RANKS", _TITLE), (f"{len(ranks) - len(bad)} of {len(ranks)} run", "" if bad else "green")]
-    return rows + [(f"rank {r['rank']}, process {r['pid']}: {r['state']}", _WARNING) for r in bad[:_RANKS]]
+    bad = [f"rank {r['rank']}, process {r['pid']}: {r['state']}" for r in ranks if r["state"] != "running"]
+    if len(ranks) > 1:
+        run = f"{len(ranks) - len(bad)} of {len(ranks)} run"
+        yield [("RANKS", _TITLE), (run, "" if bad else "green"), *((text, _WARNING) for text in bad[:_RANKS])]
 
 
 def _barred(name: str, share: float) -> str:

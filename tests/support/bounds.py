@@ -10,7 +10,7 @@ import heapq
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from gdscache.commands.replay.workload import Workload
+from gdscache.commands.replay.trace import Workload
 
 _NEVER = 1 << 62
 

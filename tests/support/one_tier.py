@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gdscache.commands.replay.workload import Workload
+from gdscache.commands.replay.trace import Workload
 from gdscache.index.index import PageIndex
 from gdscache.index.retention import DEFAULT
 from gdscache.index.table import PageState

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gdscache.commands.replay.trace import Workload
 from gdscache.commands.replay.traffic import Found
-from gdscache.commands.replay.workload import Workload
 from gdscache.config import Config
 from gdscache.limits import LIMITS
 from gdscache.pages.keys import Page, namespace_digest, page_keys

@@ -8,8 +8,8 @@ from typing import Any
 
 from gdscache.commands.replay.clock import Clock, MachineModel
 from gdscache.commands.replay.hierarchy import Hierarchy
+from gdscache.commands.replay.trace import Workload, expand
 from gdscache.commands.replay.traffic import Outcome, Traffic
-from gdscache.commands.replay.workload import Workload, expand
 from gdscache.config import Config
 from gdscache.index.retention import DEFAULT, Retention
 from gdscache.limits import LIMITS, EngineLimits

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import strategies as st
 
-from gdscache.commands.replay.trace import Request, read_trace
-from gdscache.commands.replay.workload import Workload, expand
+from gdscache.commands.replay.trace import Request, Workload, expand, read_trace
 
 _CONVERSATION = os.environ.get("GDSCACHE_CONVERSATION_TRACE", "")
 needs_conversation = pytest.mark.skipif(

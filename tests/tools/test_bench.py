@@ -271,5 +271,7 @@ def test_pairs_change_their_order_and_their_ratio_is_that_of_each_pair() -> None
     found = figures.turns(lambda: order.append("a") or "A", lambda: order.append("b") or "B", 3)
     assert order == ["a", "b", "b", "a", "a", "b"]
     assert found == (["A"] * 3, ["B"] * 3)
-    slowing = figures.paired([9.0, 4.5, 4.5, 9.0, 18.0], [10.0, 5.0, 5.0, 10.0, 20.0])
-    assert slowing == {"ratio": 0.9, "ratio_low": 0.9, "ratio_high": 0.9, "coverage": 0.9375, "pairs": 5}
+    ours, other = ([way * slow for slow in (2, 1, 1, 2, 4)] for way in (4.5, 5.0))
+    row = figures.compared("", figures.series(ours), "", figures.series(other), 0.95, unit="s", pairs=True)
+    slowing = {"ratio": 0.9, "ratio_low": 0.9, "ratio_high": 0.9, "coverage": 0.9375, "pairs": 5}
+    assert row == row | slowing | {"unit": "s", "target": 0.95, "met": True}

@@ -19,10 +19,9 @@ import pytest
 import torch
 
 from gdscache.commands import console
-from gdscache.commands.bench import copy, copy_cells, copy_gpu
-from gdscache.commands.bench.copy_cells import GQA, MLA, MLA_FP8, Cell
+from gdscache.commands.bench import copy, copy_gpu, copy_planes
 from gdscache.commands.bench.copy_gpu import Beside, Gpu, Moved, Neighbour, Queued, timed
-from gdscache.commands.bench.copy_planes import BenchPlanes, Copies
+from gdscache.commands.bench.copy_planes import GQA, MLA, MLA_FP8, BenchPlanes, Cell, Copies
 from gdscache.errors import CapacityError, DeviceError, IOFailedError
 from gdscache.pages.planes import PagedPlanes
 from tests.support.host_copies import HostCopies
@@ -148,16 +147,16 @@ def test_a_group_has_1_mib_a_page_where_the_page_has(geometry: Any, page_tokens:
 
 def test_every_target_is_a_cell() -> None:
     """All pages of 1 MiB a call in all directions, one layer of GQA, pages of one token, and packed pages."""
-    every = copy_cells.cells()
+    every = copy_planes.cells()
     targets = {(c.geometry.name, c.page_tokens, c.parts, c.direction): c.target for c in every}
     assert len(targets) == len(every) == 44
     both = ("load", "store")
     for name, tokens, parts in ("gqa", 64, ("one",)), ("gqa", 1, ("group", "all")), ("mla", 1, ("group", "all")):
         assert [targets[name, tokens, parts, direction] for direction in both] == [0.92, 0.92]
-    assert [targets[copy_cells.PACKED.name, 64, ("all",), direction] for direction in both] == [1.28, 1.20]
+    assert [targets[copy_planes.PACKED.name, 64, ("all",), direction] for direction in both] == [1.28, 1.20]
     bulk = [c for c in every if c.span_bytes >= MIB and not c.geometry.packed]
     assert all(c.target == (0.93 if c.direction == "both" else 0.97) for c in bulk)
-    sizes = itertools.product(copy_cells.GEOMETRIES, (1, 16, 64, 256), copy_cells.PARTS, copy_cells.DIRECTIONS)
+    sizes = itertools.product(copy_planes.GEOMETRIES, (1, 16, 64, 256), copy_planes.PARTS, copy_planes.DIRECTIONS)
     wanted = [Cell(geometry, tokens, (part,), direction) for geometry, tokens, part, direction in sizes]
     layers = {(c.geometry, c.page_tokens, c.layers, c.direction) for c in wanted if c.span_bytes >= MIB}
     assert {(c.geometry, c.page_tokens, c.layers, c.direction) for c in bulk} == layers
@@ -216,13 +215,13 @@ def test_plain_copies_keep_to_halves_of_their_own(pool: BenchPlanes) -> None:
 
 def test_packed_pages_move_the_bytes_of_the_planes(gpu: Stand) -> None:
     """The rate is of these; what comes back has the same bits, and copies that bring none are no figure."""
-    with contextlib.closing(BenchPlanes(gpu, copy_cells.PACKED.layout(16), 2 * MIB)) as pool:
+    with contextlib.closing(BenchPlanes(gpu, copy_planes.PACKED.layout(16), 2 * MIB)) as pool:
         by = StandCopies(gpu, pool.planes)
         assert pool.planes.blocks * pool.layout.plane_bytes == 8 * MIB
         assert pool.extents.nbytes < 0.8 * 8 * MIB
         pool.pack(by)
         for direction in ("load", "store"):
-            cell = cell_of("all", direction, copy_cells.PACKED)
+            cell = cell_of("all", direction, copy_planes.PACKED)
             copies = Copies(pool, by, cell)
             assert copies.moved_bytes == 2 * MIB
             copies.check()
@@ -345,10 +344,11 @@ def test_copy_and_work_have_targets_of_their_own() -> None:
         return Beside.run(beside, way)
 
     beside.run = run  # type: ignore[method-assign]
-    found = beside.compare(ours, gpu.way, 10**9, 6)
-    assert (found["beside"], found["size"], found["bytes"]) == ("work", 7, 10**9)
-    copies, work = found["copy"], found["work"]
-    assert copies["gb_per_second"]["median"] == pytest.approx(1 / 25.5)
+    copies, work = beside.compare(ours, gpu.way, "other", 10**9, 6)
+    for row, what, unit in (copies, "copy beside work", "GB/s"), (work, "work beside it", "s"):
+        assert (row["what"], row["unit"], row["against"]) == (what, unit, "other")
+        assert (row["size"], row["bytes"], row["pairs"]) == (7, 10**9, 6)
+    assert copies["figure"]["median"] == pytest.approx(1 / 25.5)
     assert (copies["ratio"], copies["target"], copies["met"]) == (pytest.approx(20.5 / 25.5), 0.97, False)
     assert (work["ratio"], work["target"], work["met"]) == (pytest.approx(1.1), 1.02, False)
     assert work["alone_seconds"] == 1.0
@@ -380,7 +380,7 @@ def found() -> dict[str, Any]:
         progress=lambda done, total, text: texts.append((done, text)),
         keep=lambda part: kept.append((part["complete"], len(part["copies"]))),
     )
-    pools, cells = 9, len(copy_cells.cells())
+    pools, cells = 9, len(copy_planes.cells())
     assert (gpu.opened, gpu.released) == (pools, pools)
     assert kept == [*((number == cells, number) for number in range(1, cells + 1)), (True, cells)]
     assert [done for done, _ in texts] == list(range(cells))
@@ -390,18 +390,18 @@ def found() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def report(found: dict[str, Any]) -> dict[str, Any]:
-    return {"schema": "gdscache.bench.copy/5", "settings": {"profile": "default"}, **found}
+    return {"schema": "gdscache.bench.copy/6", "settings": {"profile": "default"}, **found}
 
 
 def check_row(row: dict[str, Any], ratio: float) -> None:
     assert row["ratio"] == pytest.approx(ratio, rel=0.1)
     assert row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
-    assert row["pairs"] == len(row["gb_per_second"]["values"]) == len(row["against_gb_per_second"]["values"])
+    assert row["pairs"] == len(row["figure"]["values"]) == len(row["against_figure"]["values"])
     assert row["bytes"] > 0
 
 
 def test_every_cell_has_its_rows_without_and_with_checksums(found: dict[str, Any]) -> None:
-    cells, keys = copy_cells.cells(), ("geometry", "page_tokens", "direction", "layers", "parts")
+    cells, keys = copy_planes.cells(), ("geometry", "page_tokens", "direction", "layers", "parts")
     for row, cell in zip(found["copies"], cells, strict=True):
         bounds = cell.geometry.layout(cell.page_tokens).layer_bounds[cell.layers - 1][1]
         said = cell.describe()
@@ -418,13 +418,15 @@ def test_every_cell_has_its_rows_without_and_with_checksums(found: dict[str, Any
 
 
 def test_a_load_runs_beside_both_kinds_of_work(found: dict[str, Any]) -> None:
-    rows = [(r["beside"], r["against"], r["copy"]["target"], r["work"]["target"]) for r in found["beside"]]
-    assert rows == [(name, "cudaMemcpyAsync", 0.97, 1.02) for name in ("matrix product", "attention")]
+    rows = [(r["what"], r["against"], r["target"]) for r in found["beside"]]
+    names = "matrix product", "attention"
+    each = [((f"copy beside {name}", 0.97), (f"{name} beside it", 1.02)) for name in names]
+    assert rows == [(what, "cudaMemcpyAsync", target) for two in each for what, target in two]
     for row in found["beside"]:
         assert (row["geometry"], row["page_tokens"], row["parts"], row["direction"]) == ("gqa", 64, ["all"], "load")
         assert row["bytes"] >= 16 * MIB
-        assert row["work"]["ratio"] == pytest.approx(1.0)
-        assert row["copy"]["ratio"] == pytest.approx(0.98, abs=0.01)
+        ratio = 1.0 if row["unit"] == "s" else 0.98
+        assert row["ratio"] == pytest.approx(ratio, abs=0.01)
 
 
 class Interrupted(Stand):
@@ -440,7 +442,7 @@ def test_wrong_bytes_fail_their_cells(monkeypatch: pytest.MonkeyPatch) -> None:
             super().open_copies(planes)
             return StandCopies(self, planes, broken=self.opened == 2)
 
-    few = [cell for cell in copy_cells.cells() if cell.page_tokens == 64]  # four pools
+    few = [cell for cell in copy_planes.cells() if cell.page_tokens == 64]  # four pools
     monkeypatch.setattr(copy, "cells", lambda: few)
     bad = run(Wrong(), dataclasses.replace(SMALL, pairs=1))
     assert {row["what"] for row in bad["failed"]} == {copy.label(cell) for cell in few if cell.geometry == MLA}
@@ -455,14 +457,14 @@ def test_tables_have_every_figure(report: dict[str, Any], width: int) -> None:
     text = "\n".join(lines)
     assert max(map(len, lines)) <= width
     rows = [*report["copies"], *report["checksums"]]
-    judged = [*rows, *(row[part] for row in report["beside"] for part in ("copy", "work"))]
+    judged = [*rows, *report["beside"]]
     assert len(judged) == 2 * 44 + 4
     assert [text.count(word) for word in ("met:", "MISSED")] == [
         sum(r["met"] is met for r in judged) for met in (True, False)
     ]
     for row in rows:
         assert console.figure(row["ratio"]) in text
-        assert console.figure(row["gb_per_second"]["median"]) in text
+        assert console.figure(row["figure"]["median"]) in text
     if width == 300:
         assert "load, gqa, 64 tokens, all (staged)" in text
         assert "load, mla, 1 token, group/all" in text
@@ -475,7 +477,7 @@ def test_people_get_whole_pages_of_64_tokens_and_what_it_comes_to(report: dict[s
     [said] = copy.bottom(report)
     usual = {row["direction"]: row for row in report["copies"] if (row["geometry"], row["page_tokens"]) == ("gqa", 64)}
     for direction, words in (("load", "loads to the GPU"), ("store", "stores from it")):
-        assert f"{console.figure(usual[direction]['gb_per_second']['median'])} GB/s of {words}" in said
+        assert f"{console.figure(usual[direction]['figure']['median'])} GB/s of {words}" in said
     assert "A model's work takes" in said
     assert copy.bottom({**report, "copies": [], "beside": []}) == []
 
@@ -530,12 +532,11 @@ def test_the_quick_profile_on_a_gpu(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "r.json").read_text())
     assert report["complete"] is True
     assert report["machine"]["gpus"]
-    assert len(report["copies"]) == len(copy_cells.cells())
+    assert len(report["copies"]) == len(copy_planes.cells())
     assert len(report["checksums"]) == 44
-    assert len(report["beside"]) == 2
+    assert len(report["beside"]) == 4
     assert not any(word in json.dumps(report) for word in ("NaN", "Infinity"))
-    parts = [row[part] for row in report["beside"] for part in ("copy", "work")]
-    assert all(row["ratio_low"] > 0 for row in (*report["copies"], *report["checksums"], *parts))
+    assert all(row["ratio_low"] > 0 for key in ("copies", "checksums", "beside") for row in report[key])
     assert report["mover"]["calibration"]
     assert report["mover"]["driver"] > 12000
     assert "MISSED" not in done.stdout

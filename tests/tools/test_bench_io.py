@@ -16,9 +16,8 @@ import torch
 
 from gdscache import errors
 from gdscache.commands import console
-from gdscache.commands.bench import bare, io, io_engine, machine
-from gdscache.commands.bench.io import BENCH, Settings
-from gdscache.commands.bench.io_engine import ColdEngine, Place
+from gdscache.commands.bench import bare, io, machine
+from gdscache.commands.bench.io import BENCH, ColdEngine, Place, Settings
 from gdscache.config import SsdConfig
 from gdscache.storage import files, open_transport
 from gdscache.storage.base import Op
@@ -185,7 +184,7 @@ def test_a_load_of_damaged_pages_is_no_figure(cold: ColdEngine) -> None:
 
 def test_a_transport_that_hangs_ends_with_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind its probe, in a write or in a read."""
-    monkeypatch.setattr(io_engine, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(io, "PATIENCE_S", 0.5)
     with PLAN.rule(Op.WRITE, Fault.HANG), pytest.raises(errors.IOFailedError, match="reached the SSD; pages: deadline"):
         ColdEngine(place(tmp_path), MIB, {"transport": FAULTY})
     with contextlib.closing(ColdEngine(place(tmp_path), MIB, {"transport": FAULTY})) as engine:

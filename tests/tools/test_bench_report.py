@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from gdscache.commands.bench import compare, figures, kit, report
+from gdscache.commands.bench import figures, kit, report
 from gdscache.commands.bench.figures import series
 from gdscache.commands.cli import app
 from gdscache.commands.console import silent
@@ -125,11 +125,11 @@ def test_changes_are_those_whose_spreads_do_not_meet(tmp_path: Path) -> None:
     steady, spread = (1.0, 1.01, 1.02, 1.03), (0.5, 1.0, 1.5, 2.0)
     a = written(tmp_path / "a", up=steady, down=steady, noisy=steady, few=(1.0, 1.0, 1.0), gone=steady)
     b = written(tmp_path / "b", up=(1.2,) * 4, down=(0.8,) * 4, noisy=spread, few=(2.0, 2.0, 2.0), new=steady)
-    both, gone, new = compare.compare(a, b)
+    both, gone, new = report.compare(a, b)
     words = {one.name.split(",")[0]: one.word for one in both}
     assert words == {"io: up": "better", "io: down": "worse", "io: noisy": "same", "io: few": "unsure"}
     assert ["gone" in name for name in gone] == ["new" in name for name in new] == [True]
-    assert [one.word in compare.QUIET for one in both] == [False, False, True, True]
+    assert [one.word in report.QUIET for one in both] == [False, False, True, True]
 
 
 def test_less_time_is_better(tmp_path: Path) -> None:
@@ -138,8 +138,21 @@ def test_less_time_is_better(tmp_path: Path) -> None:
         path.write_text(json.dumps({"schema": "gdscache.bench.ttft/4", "cells": [cell]}))
         return path
 
-    ((one,), _, _) = compare.compare(timed(tmp_path / "a", 2.0), timed(tmp_path / "b", 1.0))
+    ((one,), _, _) = report.compare(timed(tmp_path / "a", 2.0), timed(tmp_path / "b", 1.0))
     assert (one.word, one.ratio) == ("better", 0.5)
+
+
+def test_copies_of_the_format_before_are_compared_with_those_of_this_one(tmp_path: Path) -> None:
+    """Their rates had another name, and no unit."""
+    about = {"case": "load, gqa", "direction": "load", "page_tokens": 64}
+    rates, plain = series((40.0,) * 4), series((50.0,) * 4)
+    ratios = {"ratio": 0.8, "ratio_low": 0.8, "ratio_high": 0.8}
+    old = {**about, "against": "memcpy", "gb_per_second": rates, "against_gb_per_second": plain, **ratios}
+    new = about | figures.compared("load, gqa", plain, "memcpy", plain, pairs=True)
+    for name, row, number in ("a", old, 5), ("b", new, 6):
+        (tmp_path / name).write_text(json.dumps({"schema": f"gdscache.bench.copy/{number}", "copies": [row]}))
+    ((one,), gone, came) = report.compare(tmp_path / "a", tmp_path / "b")
+    assert (one.word, one.ratio, gone, came) == ("better", 1.25, [], [])
 
 
 def test_a_whole_report_is_compared_with_one_bench(tmp_path: Path) -> None:
@@ -156,9 +169,9 @@ def test_a_whole_report_is_compared_with_one_bench(tmp_path: Path) -> None:
 def test_what_is_no_report_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "a").write_text(content)
     with pytest.raises(InvalidValueError):
-        compare.compare(tmp_path / "a", written(tmp_path / "b", up=(1.0,) * 4))
+        report.compare(tmp_path / "a", written(tmp_path / "b", up=(1.0,) * 4))
 
 
 def test_a_missing_report_is_named_in_words(tmp_path: Path) -> None:
     with pytest.raises(InvalidValueError, match=r"a cannot be read: No such file or directory\n"):
-        compare.compare(tmp_path / "a", tmp_path)
+        report.compare(tmp_path / "a", tmp_path)

@@ -18,7 +18,6 @@ import yaml
 from gdscache import load_config
 from gdscache.commands import doctor
 from gdscache.commands.config_init import PRINTED, SHIPPED
-from gdscache.commands.doctor import engines
 from gdscache.commands.main import main
 from gdscache.config import Config
 from gdscache.errors import InvalidValueError
@@ -272,7 +271,7 @@ def test_doctor_says_which_engine_there_is(
     monkeypatch.setattr(importlib.metadata, "version", version)
     for name in ("vllm", "sglang"):
         monkeypatch.setitem(sys.modules, name, None)  # which it must not import
-    rows = {row.name: row for row in engines.engine_rows()}
+    rows = {row.name: row for row in doctor.engine_rows()}
     row = rows.pop(engine)
     assert [other.verdict for other in rows.values()] == ["info"]
     assert row.verdict == verdict

@@ -11,7 +11,7 @@ import pytest
 
 from gdscache import CacheEngine
 from gdscache.commands.inspect import inspect
-from gdscache.commands.inspect.names import made_of
+from gdscache.commands.inspect.tables import made_of
 from tests.support.helpers import make_config, prompt, run, settle, until
 
 Gdscache = Callable[..., tuple[int, str, str]]

@@ -17,19 +17,18 @@ import pytest
 from gdscache.commands.replay import report as reports
 from gdscache.commands.replay.clock import MachineModel
 from gdscache.commands.replay.plan import (
-    DRIVE_WRITES,
     HOST_PRICE,
     SCHEMA,
     Limits,
     cost,
     grid,
-    lifetime,
     mean_of,
     packing,
     plan,
 )
+from gdscache.commands.replay.report import DRIVE_WRITES, lifetime
 from gdscache.commands.replay.setup import base_of, config_of
-from gdscache.commands.replay.workload import Workload, expand
+from gdscache.commands.replay.trace import Workload, expand
 from gdscache.config.pools import PLAIN_PARTS
 from gdscache.errors import CapacityError, InvalidValueError
 from tests.support.replays import adds_up, make

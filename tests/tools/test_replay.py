@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gdscache.commands.replay.trace import Request, TraceError, read_trace
-from gdscache.commands.replay.workload import Workload, expand
+from gdscache.commands.replay.trace import Request, TraceError, Workload, expand, read_trace
 from gdscache.errors import InvalidValueError
 from gdscache.policies import POLICIES
 from gdscache.policies.base import LRU

@@ -12,8 +12,7 @@ import torch
 
 from gdscache.commands.replay import report as reports
 from gdscache.commands.replay.setup import config_of
-from gdscache.commands.replay.trace import Request
-from gdscache.commands.replay.workload import Workload, expand
+from gdscache.commands.replay.trace import Request, Workload, expand
 from gdscache.config import Config
 from gdscache.engine.engine import CacheEngine
 from gdscache.limits import LIMITS

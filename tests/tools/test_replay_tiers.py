@@ -19,8 +19,8 @@ from gdscache.commands.replay import report as reports
 from gdscache.commands.replay.clock import Clock, DiskModel, Done, MachineModel, Pipe, Process
 from gdscache.commands.replay.hierarchy import Hierarchy, open_pools
 from gdscache.commands.replay.setup import MODELS, base_of, config_of
+from gdscache.commands.replay.trace import Workload, expand
 from gdscache.commands.replay.traffic import Found, Outcome, Traffic
-from gdscache.commands.replay.workload import Workload, expand
 from gdscache.config import Config, EvictionOrder
 from gdscache.errors import ConfigError, InvalidValueError
 from gdscache.limits import EngineLimits

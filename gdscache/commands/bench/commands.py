@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import logging
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from gdscache.commands import EXIT_FAILED, EXIT_INTERRUPTED
-from gdscache.commands.console import App, size_option
+from gdscache.commands.console import App, progress_bar, say, size_option
 from gdscache.errors import InvalidValueError
 
 bench_app = App()
@@ -201,7 +200,6 @@ def report(
     import torch
 
     from gdscache.commands.bench import report as measured
-    from gdscache.commands.console import progress_bar
 
     if not directory.is_dir():
         raise InvalidValueError(f"--dir {directory} is not a directory", "name a directory that exists")
@@ -227,15 +225,12 @@ def compare(
 ) -> None:
     """Show the changes from report A to report B beyond noise: figures whose spreads of four rounds or more do not
     meet."""
-    from gdscache.commands.bench import compare as measured
-    from gdscache.commands.console import show
+    from gdscache.commands.bench import report as measured
 
     both, gone, new = measured.compare(first, second)
-    if as_json:
-        rows = [{"what": one.name, "ratio": one.ratio, "word": one.word} for one in both]
-        typer.echo(json.dumps({"changes": rows, "only_in_first": gone, "only_in_second": new}, indent=2))
-    else:
-        show(*measured.shown(both, gone, new, everything=everything))
+    rows = [{"what": one.name, "ratio": one.ratio, "word": one.word} for one in both]
+    found = {"changes": rows, "only_in_first": gone, "only_in_second": new}
+    say(found, measured.shown(both, gone, new, everything=everything), as_json=as_json)
 
 
 def _refuse(ctx: typer.Context, panel: str) -> None:

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from gdscache.commands.bench import kit
-from gdscache.commands.bench.copy_cells import Cell, cells
 from gdscache.commands.bench.copy_gpu import Beside, Gpu, Way, attention, matrix_product, timed
-from gdscache.commands.bench.copy_planes import BenchPlanes, Copies
-from gdscache.commands.bench.figures import RATE, Line, Ratios, frozen_heap, in_words, paired_rates, turns
+from gdscache.commands.bench.copy_planes import BenchPlanes, Cell, Copies, cells
+from gdscache.commands.bench.figures import Line, Ratios, compared, frozen_heap, in_words, rate, series, turns
 from gdscache.commands.console import Table, figure
 from gdscache.sizes import GIB, MIB
 
@@ -87,31 +86,26 @@ def _measure_cell(settings: Settings, copies: Copies) -> dict[str, list[dict[str
 
 
 def _row(settings: Settings, copies: Copies, other: Way, against: str, limit: float, *, sums: bool) -> dict[str, Any]:
-    """Our copies, with `sums` or without, in turns with another way, as plain data."""
+    """Our copies, with `sums` or without, in turns with another way."""
     gpu, ours = copies.bench.gpu, copies.ours(sums=sums)
     for way in (ours, other):  # the first run warms up
         timed(gpu, way)
     runs = turns(lambda: timed(gpu, ours).seconds, lambda: timed(gpu, other).seconds, settings.pairs)
-    return {
-        **copies.cell.describe(),
-        "sums": sums,
-        "routes": copies.routes(sums=sums),
-        "pages": copies.pages,
-        "calls": len(copies.calls),
-        "bytes": copies.moved_bytes,
-        "against": against,
-        **paired_rates(copies.moved_bytes, *runs, limit),
-    }
+    mine, others = (series(rate(copies.moved_bytes, seconds) for seconds in way) for way in runs)
+    more = {"pages": copies.pages, "calls": len(copies.calls), "bytes": copies.moved_bytes, "sums": sums}
+    about = {**copies.cell.describe(), "routes": copies.routes(sums=sums), **more}
+    return compared(label(copies.cell), mine, against, others, limit, pairs=True, **about)
 
 
 def _beside(settings: Settings, copies: Copies) -> list[dict[str, Any]]:
     """A load beside matrix products and beside attention, against a plain copy there."""
     gpu, rows, least = copies.bench.gpu, [], max(1, settings.beside_total // copies.nbytes)
+    more = {**copies.cell.describe(), "routes": copies.routes()}
     for make, size in ((matrix_product, settings.product), (attention, settings.attention)):
         beside = Beside(gpu, make(gpu, size), lambda n: copies.ours(repeat=n), least)
         n, nbytes = beside.repeat, beside.repeat * copies.moved_bytes
-        found = beside.compare(copies.ours(repeat=n), copies.plain(repeat=n), nbytes, settings.pairs)
-        rows.append({**copies.cell.describe(), "routes": copies.routes(), "against": MEMCPY, **found})
+        ways = copies.ours(repeat=n), copies.plain(repeat=n)
+        rows += beside.compare(*ways, MEMCPY, nbytes, settings.pairs, **more)
     return rows
 
 
@@ -121,20 +115,15 @@ Row = Mapping[str, Any]
 
 
 def label(cell: Cell) -> str:
-    return what(cell.describe())
-
-
-def what(row: Row) -> str:
-    """A row's direction, geometry, page size and layers a call."""
-    tokens = f"{row['page_tokens']} token{'s' if row['page_tokens'] > 1 else ''}"
-    return f"{row['direction']}, {row['geometry']}, {tokens}, {'/'.join(row['parts'])}"
+    """A cell's direction, geometry, page size and layers a call."""
+    tokens = f"{cell.page_tokens} token{'s' if cell.page_tokens > 1 else ''}"
+    return f"{cell.direction}, {cell.geometry.name}, {tokens}, {'/'.join(cell.parts)}"
 
 
 def panels(report: kit.Report) -> list[Ratios]:
     """Copies of all layers of pages, alone and beside a model's work; also of a partial report."""
     whole = [row for row in report["copies"] if _is_whole(row)]
-    parts = (("copy", "copy beside {}"), ("work", "{} beside it"))  # two lines a row
-    beside = [_line(words.format(row["beside"]), row, row[part]) for row in report["beside"] for part, words in parts]
+    beside = [(row["what"], row) for row in report["beside"]]
     return [Ratios(f"Copies against {MEMCPY}", _lines(whole)), Ratios("Beside a model's work", beside)]
 
 
@@ -148,14 +137,9 @@ def bottom(report: kit.Report) -> list[str]:
     """A user's figures: speeds of loads and stores beside a plain copy's, and their cost to a model."""
     names = {"load": "loads to the GPU", "store": "stores from it"}
     usual = [row for row in report["copies"] if row["geometry"] == "gqa" and _is_whole(row)]
-    found = [
-        in_words(names[row["direction"]], _line("", row, row)[1], "of a plain copy")
-        for row in usual
-        if row["direction"] in names
-    ]
+    found = [in_words(names[row["direction"]], row, "of a plain copy") for row in usual if row["direction"] in names]
     text = [f"The GPU's link gives {', and '.join(found)}."] if found else []
-    work = [row["work"]["ratio"] for row in report["beside"]]
-    if work:
+    if work := [row["ratio"] for row in report["beside"] if row["unit"] == "s"]:
         text.append(f"A model's work takes {figure(max(work))} times as long beside a load as beside a plain copy.")
     return [" ".join(text)] if text else []
 
@@ -166,15 +150,8 @@ def _is_whole(row: Row) -> bool:
 
 
 def _lines(rows: Sequence[Row]) -> list[Line]:
-    return [_line(f"{what(row)} ({'/'.join(dict.fromkeys(row['routes'].values()))})", row, row) for row in rows]
-
-
-def _line(words: str, row: Row, part: Row) -> Line:
-    """The line of a row, or of a part of it, whose series have the names of their units."""
-    key, unit = ("seconds", "s") if "seconds" in part else ("gb_per_second", RATE)
-    series = {"figure": part[key], "against_figure": part[f"against_{key}"]}
-    return words, {**part, **series, "unit": unit, "against": row["against"]}
+    return [(f"{row['what']} ({'/'.join(dict.fromkeys(row['routes'].values()))})", row) for row in rows]
 
 
 SECTIONS: dict[str, Any] = {"mover": {}, "copies": [], "checksums": [], "beside": []}
-BENCH = kit.Bench("copy", "gdscache.bench.copy/5", SECTIONS, Settings, measure, panels, bottom, details)
+BENCH = kit.Bench("copy", "gdscache.bench.copy/6", SECTIONS, Settings, measure, panels, bottom, details)

@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 
 from gdscache.arrays import Int64Array
-from gdscache.commands.bench.figures import paired, paired_rates, series, target, turns
+from gdscache.commands.bench.figures import compared, rate, series, turns
 from gdscache.config import GpuConfig
 from gdscache.cuda.host_memory import PageLocking
 from gdscache.cuda.streams import Event, record_on
@@ -272,25 +272,20 @@ class Beside:
             "let nothing else use the GPU, or choose a larger --total",
         )
 
-    def compare(self, ours: Way, other: Way, nbytes: int, pairs: int) -> dict[str, Any]:
-        """Two ways in turns, of `nbytes` each: figures of the copies and the work, as plain data."""
+    def compare(
+        self, ours: Way, other: Way, against: str, nbytes: int, pairs: int, **more: Any
+    ) -> list[dict[str, Any]]:
+        """Two ways in turns, of `nbytes` each: a row of the copies, and one of the work."""
         for way in (ours, other):
             self.run(way)
         mine, others = turns(lambda: self.run(ours), lambda: self.run(other), pairs)
-        seconds, other_seconds = ([run.copy.seconds for run in runs] for runs in (mine, others))
-        worked, other_worked = ([run.work_seconds for run in runs] for runs in (mine, others))
-        work = paired(worked, other_worked)
-        return {
-            "beside": self.neighbour.name,
-            "size": self.neighbour.size,
-            "bytes": nbytes,
-            "copy": paired_rates(nbytes, seconds, other_seconds, COPY_TARGET),
-            "work": {
-                "seconds": series(worked),
-                "against_seconds": series(other_worked),
-                "alone_seconds": self.alone_seconds,
-                "pieces_beside": min(run.pieces for run in (*mine, *others)),
-                **work,
-                **target(work["ratio"], WORK_TARGET, at_least=False),
-            },
-        }
+        rates = [series(rate(nbytes, run.copy.seconds) for run in runs) for runs in (mine, others)]
+        worked = [series(run.work_seconds for run in runs) for runs in (mine, others)]
+        name, more = self.neighbour.name, {"size": self.neighbour.size, "bytes": nbytes, **more}
+        beside = min(run.pieces for run in (*mine, *others))
+        work = {"alone_seconds": self.alone_seconds, "pieces_beside": beside, **more}
+        copy = f"copy beside {name}"
+        return [
+            compared(copy, rates[0], against, rates[1], COPY_TARGET, pairs=True, **more),
+            compared(f"{name} beside it", worked[0], against, worked[1], WORK_TARGET, unit="s", pairs=True, **work),
+        ]

@@ -101,39 +101,28 @@ def target(value: float, limit: float, *, at_least: bool) -> dict[str, Any]:
 
 
 def compared(
-    what: str, ours: Series, against: str, other: Series, limit: float | None = None, **more: Any
+    what: str,
+    ours: Series,
+    against: str,
+    other: Series,
+    limit: float | None = None,
+    *,
+    unit: str = RATE,
+    pairs: bool = False,
+    **more: Any,
 ) -> dict[str, Any]:
-    """A row: `figure` (a series of rates), its reference, and the ratio of both. `limit`: the least ratio."""
-    found, by_round = ours["median"] / other["median"], _by_round(ours["values"], other["values"])
-    return {
-        "what": what,
-        "unit": RATE,
-        "figure": ours,
-        "against": against,
-        "against_figure": other,
-        "ratio": found,
-        "ratio_min": min(by_round),
-        "ratio_max": max(by_round),
-        **({} if limit is None else target(found, limit, at_least=True)),
-        **more,
-    }
-
-
-def paired(ours: Sequence[float], other: Sequence[float]) -> dict[str, float]:
-    """Ours over the other, pair by pair: the median of the ratios and its interval."""
-    median, low, high, coverage = median_interval(_by_round(ours, other))
-    return {"ratio": median, "ratio_low": low, "ratio_high": high, "coverage": coverage, "pairs": len(ours)}
-
-
-def paired_rates(nbytes: int, ours: Sequence[float], other: Sequence[float], limit: float) -> dict[str, Any]:
-    """The rates of two ways by the seconds of their runs, as plain data. `limit`: the least ratio."""
-    found = paired(other, ours)
-    return {
-        "gb_per_second": series(rate(nbytes, s) for s in ours),
-        "against_gb_per_second": series(rate(nbytes, s) for s in other),
-        **found,
-        **target(found["ratio"], limit, at_least=True),
-    }
+    """A row: `figure`, its reference, and the ratio of both: of their medians, with those of single rounds; or of
+    `pairs` of rounds, the median with its interval. `limit`: the least ratio of rates, the largest of seconds."""
+    by_round = [a / b for a, b in zip(ours["values"], other["values"], strict=True)]
+    if pairs:
+        found, low, high, coverage = median_interval(by_round)
+        ratio = {"ratio": found, "ratio_low": low, "ratio_high": high, "coverage": coverage, "pairs": len(by_round)}
+    else:
+        found = ours["median"] / other["median"]
+        ratio = {"ratio": found, "ratio_min": min(by_round), "ratio_max": max(by_round)}
+    judged = {} if limit is None else target(found, limit, at_least=unit == RATE)
+    figures = {"unit": unit, "figure": ours, "against": against, "against_figure": other}
+    return {"what": what, **figures, **ratio, **judged, **more}
 
 
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float, float, float]:
@@ -163,10 +152,6 @@ def in_words(what: str, row: Row, reference: str) -> str:
     """A row's rate beside its reference, as a part of a sentence."""
     ours, best = (figure(row[key]["median"]) for key in ("figure", "against_figure"))
     return f"{ours} GB/s of {what}, {figure(row['ratio'])} of the {best} GB/s {reference}"
-
-
-def _by_round(ours: Sequence[float], other: Sequence[float]) -> list[float]:
-    return [a / b for a, b in zip(ours, other, strict=True)]
 
 
 # -- panels ------------------------------------------------------------------------------------------------------------

@@ -207,12 +207,11 @@ class Bench:
         run.save()
         return run.found
 
-    def command(self, **options: Any) -> None:
+    def command(
+        self, directory: Path = Path(), json_file: Path | None = None, plot: Path | None = None, **options: Any
+    ) -> None:
         """The command, by its options: a progress bar, tables, the JSON file, the plot, the exit status."""
         settings = self.settings.of(**options)
-        names = ("directory", "json_file", "plot")
-        given, json_file, plot = (Path(options[n]) if options.get(n) is not None else None for n in names)
-        directory = given or Path()
         settings.check()
         matplotlib = None if plot is None else require_matplotlib(plot)
         check_writable(plot, "--plot")
@@ -229,7 +228,8 @@ class Bench:
             found = self.run(settings, directory, progress, keep)
         report = {**head, **found}
         tables = self.tables(report, everything=settings.everything)
-        show(*_above(report), *tables, *below(report), *self.bottom(report))
+        above = ["--quick: these figures show that everything runs, and mean nothing."] if quick(report) else []
+        show(machine_line(report["machine"]), *above, *tables, *below(report), *self.bottom(report))
         if json_file is not None:
             write_json(json_file, report)
         if matplotlib is not None:
@@ -307,11 +307,6 @@ def machine_line(said: Report) -> str:
     storage = said["storage"]
     where = f"{storage['file_system']} on {storage['source']}"
     return f"{said['cpu']}, {said['cores']} cores, {about(said['memory_bytes'])}, {gpus(said) or 'no GPU'}; {where}"
-
-
-def _above(report: Report) -> list[str]:
-    lines = [machine_line(report["machine"])]
-    return [*lines, "--quick: these figures show that everything runs, and mean nothing."] if quick(report) else lines
 
 
 def below(report: Report) -> list[Table | str]:

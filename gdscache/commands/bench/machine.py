@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.metadata
 import mmap
 import os
 import platform
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from gdscache import __version__
+from gdscache.commands.console import version_of
 from gdscache.runtime.files import text_of
 from gdscache.storage.files import IN_MEMORY, find_mount
 
@@ -40,7 +40,7 @@ def describe(directory: Path) -> dict[str, Any]:
         "storage": storage(directory),
         "python": platform.python_version(),
         "sqlite": sqlite3.sqlite_version,
-        "versions": {"gdscache": __version__, **{name: found for name in PACKAGES if (found := _version(name))}},
+        "versions": {"gdscache": __version__, **{name: found for name in PACKAGES if (found := version_of(name))}},
         "commit": commit(),
     }
 
@@ -73,13 +73,6 @@ def commit() -> dict[str, Any] | None:
     if head.returncode or changed.returncode:
         return None
     return {"hash": head.stdout.strip(), "changed": bool(changed.stdout.strip())}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 # -- the page cache ----------------------------------------------------------------------------------------------------

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from gdscache.commands.config_init import hicache_storage, sglang_linker, vllm_transfer
+
 WORDS = 4000  # upper bound of token ids
 CLIENTS = 64  # requests at a time
 GRAPHS = [1, 2, 4, 8, 16, 24, 32, 48, CLIENTS]  # batch sizes of decode steps with a CUDA graph
@@ -45,16 +47,11 @@ def shared_prompts(part: int, turn: int) -> list[list[int]]:
     return found
 
 
-def lone_prompts(part: int, turn: int) -> list[list[int]]:
-    """Prompts without a common part."""
-    return [words(f"lone {turn} {number}", 2 * part) for number in range(DOCUMENTS)]
-
-
 def traffic(order: dict[str, Any]) -> Iterator[tuple[str, list[list[int]]]]:
-    """Loads of both kinds in turns, `order["turns"]` of each."""
+    """Loads of both kinds in turns, `order["turns"]` of each: prompts with and without a common part."""
     for turn in range(order["turns"]):
         yield "shared", shared_prompts(order["part"], turn)
-        yield "lone", lone_prompts(order["part"], turn)
+        yield "lone", [words(f"lone {turn} {number}", 2 * order["part"]) for number in range(DOCUMENTS)]
 
 
 Generate = Callable[[Sequence[list[int]], int], Sequence[int]]  # prompts, tokens to answer: cached tokens of each
@@ -143,13 +140,10 @@ def measure(
 
 def tiers(order: dict[str, Any]) -> dict[str, Any]:
     """gdscache's sections, as `gdscache config init` writes them."""
+    path = f"{order['folder']}/gds-{order['way']}"
     return {
         "cpu": {"capacity": order["cpu"]},
-        "ssd": {
-            "path": f"{order['folder']}/gds-{order['way']}",
-            "capacity": order["ssd"],
-            "threads": order["threads"],
-        },
+        "ssd": {"path": path, "capacity": order["ssd"], "threads": order["threads"]},
         "host_buffer": order["host_buffer"],
         "load": {"verify": "once", "gate": "enforcing"},
     }
@@ -164,13 +158,7 @@ def transfer(order: dict[str, Any]) -> Any:
 
     way, folder = order["way"], order["folder"]
     if way == "gdscache":
-        return KVTransferConfig(
-            kv_connector="GdsCacheConnector",
-            kv_connector_module_path="gdscache.integrations.vllm",
-            kv_role="kv_both",
-            kv_load_failure_policy="recompute",
-            kv_connector_extra_config={"config": tiers(order)},
-        )
+        return KVTransferConfig(**vllm_transfer(tiers(order)))
     extra: dict[str, Any] = {"cpu_bytes_to_use": order["cpu"]}
     if way == "files":
         files = {"type": "fs", "root_dir": f"{folder}/vllm"}
@@ -233,14 +221,12 @@ def caching(order: dict[str, Any]) -> dict[str, Any]:
     """Arguments of `sglang.Engine` for a way of keeping the KV cache."""
     way, folder = order["way"], order["folder"]
     if way == "linker":
+        config = sglang_linker(tiers(order))
+        config["linker_extra_config"]["ssd_wait"] = 5.0
         return {
             "enable_unified_cache_external_linker": True,
             "unified_cache_external_linker_backend": "dynamic",
-            "unified_cache_external_linker_config": {
-                "linker": "GdsCacheLinker",
-                "linker_module_path": "gdscache.integrations.sglang.linker",
-                "linker_extra_config": {"config": tiers(order), "ssd_wait": 5.0},
-            },
+            "unified_cache_external_linker_config": config,
         }
     if way == "none":
         return {}
@@ -255,14 +241,7 @@ def caching(order: dict[str, Any]) -> dict[str, Any]:
         os.environ["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = f"{folder}/hicache"
         os.makedirs(f"{folder}/hicache", exist_ok=True)
         return given | {"hicache_storage_backend": "file"}
-    extra = {
-        "backend_name": "gdscache",
-        "module_path": "gdscache.integrations.sglang.storage",
-        "class_name": "GdsCacheStorage",
-        "interface_v1": 1,
-        "hicache_storage_pass_prefix_keys": True,
-        "config": {name: tiers(order)[name] for name in ("ssd", "host_buffer", "load")},
-    }
+    extra = hicache_storage({name: tiers(order)[name] for name in ("ssd", "host_buffer", "load")})
     return given | {
         "hicache_storage_backend": "dynamic",
         "hicache_storage_backend_extra_config": json.dumps(extra),

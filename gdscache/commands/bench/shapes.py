@@ -6,24 +6,17 @@ from typing import Any
 
 FULL, WINDOW, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 STATES = ("qwen3-next", "granite-4-h-micro")  # shapes of models with a state
-LLAMAS: dict[str, dict[str, int]] = {
-    "tiny": {
-        "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4,
-        "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 4096,
-    },
-    "1b": {
-        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128_256,
-    },
-    "8b": {
-        "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128_256,
-    },
-    "70b": {
-        "hidden_size": 8192, "intermediate_size": 28_672, "num_hidden_layers": 80, "num_attention_heads": 64,
-        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128_256,
-    },
-}  # fmt: skip
+_LLAMA_KEYS = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "vocab_size",
+)  # fmt: skip
+_LLAMA_SIZES = {
+    "tiny": (256, 704, 4, 4, 4, 64, 4096),
+    "1b": (2048, 8192, 16, 32, 8, 64, 128_256),
+    "8b": (4096, 14_336, 32, 32, 8, 128, 128_256),
+    "70b": (8192, 28_672, 80, 64, 8, 128, 128_256),
+}
+LLAMAS = {name: dict(zip(_LLAMA_KEYS, sizes, strict=True)) for name, sizes in _LLAMA_SIZES.items()}
 HYBRIDS: dict[str, dict[str, Any]] = {
     "gemma-3-4b": {
         "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 2560,

@@ -262,7 +262,7 @@ def panels(report: kit.Report) -> list[Ratios | Values]:
 
 def _miss_row(r: kit.Report) -> kit.Report:
     """A miss as a row whose ratio is of the times with a cache and without."""
-    row = compared("", r["ttft_seconds"], "without a cache", r["recompute_seconds"]) | {"unit": "s"}
+    row = compared("", r["ttft_seconds"], "without a cache", r["recompute_seconds"], unit="s")
     return row | ({"target": 1 + r["target"], "met": r["met"]} if "target" in r else {})
 
 

@@ -115,7 +115,7 @@ class TransformersClient:
         """Install the gate of this way of running: each way has its own, because their times differ."""
         self.cache.judge_by(self._gates[overlap, gate])
 
-    # -- prompts ---------------------------------------------------------------------------------------------------
+    # -- prompts -------------------------------------------------------------------------------------------------------
 
     def prompt(self, length: int, cached: int, other: int = 0) -> list[int]:
         """`length` tokens. The first `cached` of them are the document's for this length."""
@@ -148,7 +148,7 @@ class TransformersClient:
                 raise IOFailedError(f"{missing} of {len(pages)} pages did not reach the {name} tier", "see the log")
         return len(pages) * self.layout.page_bytes
 
-    # -- runs ------------------------------------------------------------------------------------------------------
+    # -- runs ----------------------------------------------------------------------------------------------------------
 
     def plain(self, cell: Cell) -> Answer:
         """Compute the cell's whole prompt without a cache."""
@@ -241,7 +241,7 @@ class TransformersClient:
     def slab(self) -> Path:
         return self._ssd / slab_name(0)
 
-    # -- inside ------------------------------------------------------------------------------------------------------
+    # -- inside --------------------------------------------------------------------------------------------------------
 
     def _load_and_compute(self, tokens: Sequence[int], *, overlap: bool, salt: str = "") -> Answer:
         """A request with its cached pages loaded. The gate learns the prefill's time."""

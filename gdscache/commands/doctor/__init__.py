@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
+from gdscache.commands.console import version_of
 from gdscache.commands.doctor import gpu
-from gdscache.commands.doctor.engines import engine_rows
 from gdscache.commands.doctor.facts import Asked, Facts, defaults
 from gdscache.commands.doctor.report import Found, Report, Row, Section, attempt, tables
 from gdscache.commands.doctor.ssd import ssd_rows
@@ -19,6 +19,7 @@ from gdscache.commands.doctor.storage import find_ssd
 from gdscache.config.pools import pool_parts
 from gdscache.cuda.driver import Driver
 from gdscache.cuda.streams import resolve_device
+from gdscache.integrations.settings import TRIED
 from gdscache.kernels.copy_engine import CopyEngine
 from gdscache.kernels.jit import find_compiler
 
@@ -35,6 +36,22 @@ def group_rows(facts: Facts, asked: Asked) -> Iterator[Row]:
     for part in parts.value or ():
         kept = ", ".join(group.words for group in part.groups)
         yield Row(part.names, f"{kept}; {100 * part.share:.1f} % of each size", "ok", data=part.share)
+
+
+def engine_rows() -> Iterator[Row]:
+    """A row for each engine with an integration, from distribution metadata: nothing is imported. An untested version
+    is no defect."""
+    for engine, known in TRIED.items():
+        found = {name: version for name in known if (version := version_of(name))}
+        if not found:
+            yield Row(engine, "not installed")
+        for distribution, version in list(found.items())[:1]:
+            is_tried = version.partition("+")[0] in known[distribution]
+            data = {"distribution": distribution, "version": version, "tried": is_tried}
+            value = f"{distribution} {version}, which the integration was {'' if is_tried else 'not '}tried with"
+            tried = ", ".join(f"{name} {one}" for name, versions in known.items() for one in versions)
+            hint = f"tried were: {tried}. Compare the answers with and without the cache once"
+            yield Row(engine, value, "ok" if is_tried else "warn", "" if is_tried else hint, data)
 
 
 CHECKS: tuple[tuple[str, Check], ...] = (

@@ -41,12 +41,8 @@ def ssd_rows(facts: Facts, asked: Asked) -> Iterator[Row]:
         yield Row("ssd.route", value, "ok" if route else "fail", found.route.hint, data)
     for number, place in enumerate(more, start=1):
         for row in (*_place_rows(place, found.places, ssd), *_key_rows(place, ssd)):
-            yield _of_stripe(row, number)
-
-
-def _of_stripe(row: Row, number: int) -> Row:
-    hint = row.next_step.replace("ssd.path", "ssd.stripes")
-    return dataclasses.replace(row, name=f"{row.name}, stripe {number}", next_step=hint)
+            hint = row.next_step.replace("ssd.path", "ssd.stripes")
+            yield dataclasses.replace(row, name=f"{row.name}, stripe {number}", next_step=hint)
 
 
 def _place_rows(found: Place, places: Sequence[Place], ssd: SsdConfig | None) -> Iterator[Row]:

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from gdscache.commands.inspect.names import made_of
 from gdscache.commands.inspect.owner import LOG_NAME, find_owner
 from gdscache.commands.inspect.reading import Contents, existing, os_errors, read
+from gdscache.commands.inspect.tables import made_of
 from gdscache.disk.catalog_file import CATALOG_NAME, SIDECARS, kept_aside
 from gdscache.disk.catalog_image import Progress
 from gdscache.disk.recovery import Recovered

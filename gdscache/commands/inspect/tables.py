@@ -1,20 +1,95 @@
-"""The reports of `gdscache inspect` and `gdscache verify` as tables."""
+"""The reports of `gdscache inspect`, `inspect --compare` and `gdscache verify` as tables, and a namespace's facts, a
+line each."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gdscache.commands.console import Table, duration, figure
-from gdscache.commands.inspect.names import kept_by
 from gdscache.disk.catalog_file import FORMAT_VERSION
+from gdscache.errors import InvalidValueError
+from gdscache.groups.base import Group
 from gdscache.sizes import about
 
+COMPARE_SCHEMA = "gdscache.compare/2"
 NAMESPACES_SHOWN = 40
 MADE_SHOWN = 2
 FINDINGS_SHOWN = 40
 DIGITS = 16
 SHOWN = 14  # characters of a name in a row
+
+
+def made_of(fields: Mapping[str, Any]) -> dict[str, str]:
+    """A namespace's lines: name → value. A group of layers, and a salt in JSON, have a line for each of their names."""
+    lines: dict[str, str] = {}
+    for name, value in fields.items():
+        if name == "planes":
+            lines[name] = _planes(value)
+        elif name == "group" and isinstance(value, dict):
+            lines |= {f"group.{fact}": _text(one) for fact, one in value.items()}
+        elif name in ("salt", "request_salt") and (facts := facts_of(value)) is not None:
+            lines |= {f"{name}.{fact}": _text(one) for fact, one in facts.items()}
+        else:
+            lines[name] = _text(value)
+    return dict(sorted(lines.items()))
+
+
+def compare(namespaces: Sequence[Mapping[str, Any]], pair: Sequence[str]) -> dict[str, Any]:
+    """Of the `namespaces` of `inspect`, the two whose digests begin with these digits.
+
+    Raises `InvalidValueError` if digits name no namespace, several, or one without a description.
+    """
+    each = {namespace["digest"]: namespace for namespace in namespaces}  # a directory of plain pages has the same
+    found = []
+    for digits in pair:
+        named = [namespace for digest, namespace in each.items() if digest.startswith(digits.lower())]
+        if len(named) != 1 or named[0]["made_of"] is None:
+            there = ", ".join(digest[:16] for digest, one in [*each.items()][:8] if one["made_of"]) or "none"
+            lacks = ", which has no description" if len(named) == 1 else ""
+            raise InvalidValueError(
+                f"{digits!r} begins {len(named)} of {len(each)} namespaces{lacks}",
+                f"give the first digits of one that `gdscache inspect` describes: {there}",
+            )
+        found += named
+    return {"schema": COMPARE_SCHEMA, "namespaces": found}
+
+
+def facts_of(salt: object) -> dict[str, Any] | None:
+    try:
+        found = json.loads(salt) if isinstance(salt, str) else None
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _planes(planes: Any) -> str:
+    """The layers' planes; equal successive layers are written once."""
+    try:
+        layers = [
+            ", ".join(" ".join(map(str, (name, list(shape), *types))) for name, shape, *types in layer)
+            for layer in planes
+        ]
+    except (TypeError, ValueError):
+        return _text(planes)
+    return "; ".join(f"{len(list(run))} x ({what})" for what, run in itertools.groupby(layers))
+
+
+def kept_by(group: Any) -> str:
+    """The tokens that the layers of a namespace's `group` keep (`Group.words`)."""
+    try:
+        return Group(group["name"], (), 0, group["keeps"], group["span"]).words
+    except (KeyError, TypeError, ValueError):
+        return _text(group)
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
 
 
 def inspect_tables(report: Mapping[str, Any]) -> list[Table]:
@@ -25,7 +100,8 @@ def inspect_tables(report: Mapping[str, Any]) -> list[Table]:
     if report["format_version"] != FORMAT_VERSION:
         version += f"; the next engine makes it {FORMAT_VERSION}, and keeps its pages"
     table.add_row("format version", version)
-    table.add_row("extent", _extent(report))
+    shards = f" in each of {report['shards']:,} shards" if report["shards"] > 1 else ""
+    table.add_row("extent", f"{_size(report['extent_bytes'])}{shards}")
     table.add_row("capacity", f"{about(report['capacity_bytes'])}: {report['slots']:,} slots")
     table.add_row("pages", f"{report['pages']:,}, {about(report['bytes'])} without padding")
     table.add_row("free slots", f"{report['free_slots']:,}")
@@ -50,7 +126,7 @@ def inspect_tables(report: Mapping[str, Any]) -> list[Table]:
         table.add_row("set aside", f"{file['name']!s}, {about(file['bytes'])}: was corrupt; may be deleted")
     if report["owner"]["state"] == "in use":
         table.add_row("not shown", "pages that are not committed yet; and rates and causes, which gdscache top shows")
-    return [table, _namespaces(report["namespaces"]), _made_of(report["namespaces"])]
+    return [table, _namespaces(report["namespaces"]), made_of_table(report["namespaces"])]
 
 
 def verify_tables(report: Mapping[str, Any]) -> list[Table]:
@@ -91,12 +167,7 @@ def _namespaces(namespaces: list[dict[str, Any]]) -> Table:
     return table
 
 
-def compare_tables(report: Mapping[str, Any]) -> list[Table]:
-    """The report of `inspect --compare`."""
-    return [_made_of(report["namespaces"])]
-
-
-def _made_of(namespaces: list[dict[str, Any]]) -> Table:
+def made_of_table(namespaces: list[dict[str, Any]]) -> Table:
     """The lines of the first namespaces, those in which they differ first."""
     known = [namespace for namespace in namespaces if namespace["made_of"] is not None]
     some = [namespace["made_of"] for namespace in known[:MADE_SHOWN]]
@@ -117,11 +188,6 @@ def _owner(owner: Mapping[str, Any]) -> str:
         return "free: not open"
     since = f", since {owner['started']!s}: {owner['command']!s}" if owner["started"] else ""
     return f"in use by process {owner['pid']}{since}"
-
-
-def _extent(report: Mapping[str, Any]) -> str:
-    size = _size(report["extent_bytes"])
-    return size if report["shards"] == 1 else f"{size} in each of {report['shards']:,} shards"
 
 
 def _size(nbytes: int) -> str:

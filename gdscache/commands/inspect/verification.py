@@ -31,6 +31,7 @@ from gdscache.disk.directory import CacheDirectory, wanted
 from gdscache.disk.recovery import NAMED, WHOLE_ROW
 from gdscache.errors import DirectoryInUseError, IOFailedError
 from gdscache.pages.checksum import Checksums, first_bad_layer, unbound
+from gdscache.pages.layout import PageLayout
 
 SCHEMA = "gdscache.verify/2"
 PIECE_BYTES = 8 << 20  # of neighbouring extents in one read; a larger extent is read alone
@@ -178,69 +179,57 @@ class _Check:
         return findings
 
     def _piece(self, rows: range, sums: list[Checksums | None]) -> _Checked:
-        buffer = np.empty(len(rows) * self._extent, np.uint8).data
-        found, nbytes = dict[int, Finding](), 0
+        extent, slab, found, nbytes = self._extent, self._contents.slab, dict[int, Finding](), 0
+        buffer = np.empty(len(rows) * extent, np.uint8).data
+        number, offset = slab.locate(int(self._slots[rows.start]))
         for shard in range(self._shards):
-            findings, got = self._part(buffer, rows, sums, shard)
-            found = {finding.slot: finding for finding in findings} | found
-            nbytes += got
+            try:
+                got = _read(self._files[shard * slab.directories + number], buffer, offset)
+            except OSError:
+                if len(rows) > 1:  # each alone: only unreadable pages are bad
+                    parts = [self._piece(rows[i : i + 1], sums[i : i + 1]) for i in range(len(rows))]
+                    return len(rows), [one for _, each, _ in parts for one in each], sum(n for _, _, n in parts)
+                got = -1
+            for i, row in enumerate(rows):
+                part = buffer[i * extent : min((i + 1) * extent, got)] if got >= 0 else None
+                if row not in found and (finding := self._finding(row, part, sums[i], shard)) is not None:
+                    found[row] = finding
+            nbytes += max(got, 0)
         return len(rows), found.values(), nbytes
 
-    def _part(
-        self, buffer: memoryview, rows: range, sums: list[Checksums | None], shard: int
-    ) -> tuple[list[Finding], int]:
-        """The findings in neighbouring rows of a shard, and the bytes read."""
-        extent, first = self._extent, int(self._slots[rows.start])
-        number, offset = self._contents.slab.locate(first)
-        try:
-            file = self._files[shard * self._contents.slab.directories + number]
-            got = _read(file, buffer[: len(rows) * extent], offset)
-        except OSError:
-            if len(rows) > 1:  # each alone: only unreadable pages are bad
-                parts = [self._part(buffer, rows[i : i + 1], sums[i : i + 1], shard) for i in range(len(rows))]
-                return [finding for findings, _ in parts for finding in findings], sum(nbytes for _, nbytes in parts)
-            return [self._finding(rows.start, "io_error", None, shard)], 0
-        found = []
-        for i, row in enumerate(rows):
-            fault = self._fault(row, buffer[i * extent : min((i + 1) * extent, got)], sums[i], shard)
-            if fault is not None:
-                found.append(self._finding(row, *fault, shard if fault[0] in ("checksum", "short_read") else None))
-        return found, got
+    def _finding(self, row: int, part: memoryview | None, stored: Checksums | None, shard: int) -> Finding | None:
+        """The fault of a page's part in a shard, if it has one. `part`: None if it cannot be read."""
+        pages, at = self._contents.pages, self._contents.order[row]
+        digest, key = pages.digests[pages.namespaces[at]], pages.keys[at].tobytes()
+        cause, layer = self._fault(self._contents.names[digest].layout, part, stored, shard)
+        if not cause:
+            return None
+        where = shard if cause in ("checksum", "io_error", "short_read") else None
+        return Finding(int(pages.slots[at]), key.hex()[:KEY_DIGITS], digest.hex()[:KEY_DIGITS], cause, layer, where)
 
-    def _fault(self, row: int, data: memoryview, stored: Checksums | None, shard: int) -> tuple[str, int | None] | None:
-        """Cause and layer, or None if the page's part in this shard is good."""
-        if len(data) < self._extent:
-            return "short_read", None
+    def _fault(
+        self, layout: PageLayout | None, part: memoryview | None, stored: Checksums | None, shard: int
+    ) -> tuple[str, int | None]:
+        """Cause and layer; an empty cause if the part is good."""
+        if part is None or len(part) < self._extent:
+            return "io_error" if part is None else "short_read", None
         if stored is None or len(stored) % self._shards:
             return "no_checksums", None
         sums = stored.reshape(self._shards, -1)[shard]
-        pages, at = self._contents.pages, self._contents.order[row]
-        layout = self._contents.names[pages.digests[pages.namespaces[at]]].layout
         if layout is None:  # bytes of a known layout that match 64 bits a layer have that layout
-            known = any(first_bad_layer(data, other.layer_bounds, sums) is None for other in self._layouts)
-            return None if known else (UNCHECKED, None)
+            known = any(first_bad_layer(part, other.layer_bounds, sums) is None for other in self._layouts)
+            return "" if known else UNCHECKED, None
         if len(sums) != layout.n_layers:
             return "no_checksums", None
-        layer = first_bad_layer(data, layout.layer_bounds, sums)
-        return None if layer is None else ("checksum", layer)
-
-    def _finding(self, row: int, cause: str, layer: int | None, shard: int | None) -> Finding:
-        pages, at = self._contents.pages, self._contents.order[row]
-        digest = pages.digests[pages.namespaces[at]]
-        key = pages.keys[at].tobytes().hex()[:KEY_DIGITS]
-        return Finding(int(pages.slots[at]), key, digest.hex()[:KEY_DIGITS], cause, layer, shard)
+        layer = first_bad_layer(part, layout.layer_bounds, sums)
+        return "" if layer is None else "checksum", layer
 
     def _checksums(self, rows: range) -> list[Checksums | None]:
         slots = self._slots[rows.start : rows.stop].tolist()
-        path = self._contents.slab.path.with_name(CATALOG_NAME)
+        select = f"SELECT place, sums FROM checksums WHERE place BETWEEN ? AND ? AND {WHOLE_SUMS}"
         try:
-            with sqlite_errors(path, "read"):
-                found = dict(
-                    self._connection.execute(
-                        f"SELECT place, sums FROM checksums WHERE place BETWEEN ? AND ? AND {WHOLE_SUMS}",
-                        (slots[0], slots[-1]),
-                    )
-                )
+            with sqlite_errors(self._contents.slab.path.with_name(CATALOG_NAME), "read"):
+                found = dict(self._connection.execute(select, (slots[0], slots[-1])))
         except CorruptCatalogError as error:
             raise IOFailedError(
                 str(error), "the next engine that opens this directory finds these pages without checksums"

@@ -128,12 +128,10 @@ class Pipe:
         return self._clock.wait(self._free - now)
 
 
+@dataclasses.dataclass(slots=True)
 class _Transfer:
-    __slots__ = ("done", "left")
-
-    def __init__(self, left: float, done: Done) -> None:
-        self.left = left
-        self.done = done
+    left: float
+    done: Done
 
 
 class DiskModel:
@@ -165,36 +163,28 @@ class DiskModel:
     def _add(self, kind: int, nbytes: int) -> Done:
         if self._alone[kind] == math.inf and not self._queues[kind]:
             return self._clock.wait(self._latency)
-        done = Done(self._clock)
-        queue = self._queues[kind]
-        if queue:  # the next end stays as planned
-            queue.append(_Transfer(nbytes, done))
-            return done
-        self._progress()
-        queue.append(_Transfer(nbytes, done))
-        self._schedule()
+        done, first = Done(self._clock), not self._queues[kind]
+        if first:  # else the next end stays as planned
+            self._progress()
+        self._queues[kind].append(_Transfer(nbytes, done))
+        if first:
+            self._schedule()
         return done
 
     def _progress(self) -> None:
         """Bring the remaining bytes of each queue's first move up to now."""
-        seconds = self._clock.now - self._since
-        self._since = self._clock.now
-        if seconds:
-            (reads, writes), (read, write) = self._queues, self._rates()
-            if reads:
-                reads[0].left = max(0.0, reads[0].left - seconds * read)
-            if writes:
-                writes[0].left = max(0.0, writes[0].left - seconds * write)
+        seconds, self._since = self._clock.now - self._since, self._clock.now
+        for queue, rate in zip(self._queues, self._rates(), strict=True):
+            if queue and seconds:
+                queue[0].left = max(0.0, queue[0].left - seconds * rate)
 
     def _schedule(self) -> None:
         """Plan the next end from the queued moves."""
         self._plan += 1
-        (reads, writes), (read, write) = self._queues, self._rates()
-        if reads or writes:
-            of_read = reads[0].left / read if reads else math.inf
-            of_write = writes[0].left / write if writes else math.inf
-            kind = 0 if reads and of_read <= of_write else 1
-            self._clock.call(self._clock.now + min(of_read, of_write), functools.partial(self._end, self._plan, kind))
+        rates = enumerate(zip(self._queues, self._rates(), strict=True))
+        if ends := [(queue[0].left / rate, kind) for kind, (queue, rate) in rates if queue]:
+            seconds, kind = min(ends)
+            self._clock.call(self._clock.now + seconds, functools.partial(self._end, self._plan, kind))
 
     def _end(self, plan: int, kind: int) -> None:
         if plan != self._plan:

@@ -5,21 +5,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import json
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from gdscache.commands import EXIT_INTERRUPTED
-from gdscache.commands.console import Progress, progress_bar, show, size_option
+from gdscache.commands.console import Progress, progress_bar, say, size_option
 from gdscache.commands.replay.clock import MachineModel
 from gdscache.commands.replay.setup import MODELS, base_of, config_of
-from gdscache.commands.replay.trace import read_trace
-from gdscache.commands.replay.workload import Workload, expand
+from gdscache.commands.replay.trace import Workload, expand, read_trace
 from gdscache.config import Config
 from gdscache.errors import InvalidValueError
 from gdscache.sizes import GIB
@@ -79,23 +77,13 @@ def replay(
     keys = [f"{tier}.capacity={size}" for tier, size in (("cpu", cpu), ("ssd", ssd)) if size is not None]
     asked = config_of(base_of(config, model), [*keys, *(sets or ())])
 
-    def replayed(workload: Workload, times: list[float], progress: Progress) -> dict[str, Any]:
-        from gdscache.commands.replay import report
+    from gdscache.commands.replay import report
 
-        return {
-            "schema": SCHEMA,
-            "serial": serial,
-            "infinite": report.describe_infinite(workload, asked.model),
-            "run": report.replay(workload, times, asked, machine, serial=serial, progress=progress),
-        }
-
-    report = _reported(traces, asked, machine, replayed, "the replay is not complete")
-    if as_json:
-        typer.echo(json.dumps(report, indent=2))
-    else:
-        from gdscache.commands.replay.tables import replay_tables
-
-        show(*replay_tables(report))
+    with _undisturbed("the replay is not complete") as progress:
+        workload, times, found = _read(traces, asked, machine, progress)
+        found |= {"schema": SCHEMA, "serial": serial, "infinite": report.describe_infinite(workload, asked.model)}
+        found["run"] = report.replay(workload, times, asked, machine, serial=serial, progress=progress)
+    say(found, report.replay_tables(found), as_json=as_json)
 
 
 def plan_tiers(
@@ -138,19 +126,14 @@ def plan_tiers(
     machine = _model(ssd_read, ssd_write, link, prefill)
     base = base_of(config, model)
 
-    def planned(workload: Workload, times: list[float], progress: Progress) -> dict[str, Any]:
-        from gdscache.commands.replay.plan import Limits, plan
+    from gdscache.commands.replay.plan import Limits, plan
+    from gdscache.commands.replay.report import plan_tables
 
-        limits = Limits(cpu_budget, ssd_budget, writes_a_day, ttft_target)
-        return plan(workload, times, base, sets or (), machine, limits, progress=progress)
-
-    report = _reported(traces, config_of(base, sets or ()), machine, planned, "there is no plan")
-    if as_json:
-        typer.echo(json.dumps(report, indent=2))
-    else:
-        from gdscache.commands.replay.tables import plan_table
-
-        show(plan_table(report), *report["warnings"])
+    limits = Limits(cpu_budget, ssd_budget, writes_a_day, ttft_target)
+    with _undisturbed("there is no plan") as progress:
+        workload, times, found = _read(traces, config_of(base, sets or ()), machine, progress)
+        found |= plan(workload, times, base, sets or (), machine, limits, progress=progress)
+    say(found, plan_tables(found), as_json=as_json)
 
 
 def _model(ssd_read: float, ssd_write: float, link: float, prefill: float | None) -> MachineModel:
@@ -158,30 +141,19 @@ def _model(ssd_read: float, ssd_write: float, link: float, prefill: float | None
     return MachineModel(*speeds, _LATENCY_S, math.inf if prefill is None else prefill)
 
 
-def _reported(
-    traces: list[Path] | None,
-    asked: Config,
-    machine: MachineModel,
-    run: Callable[[Workload, list[float], Progress], dict[str, Any]],
-    lost: str,
-) -> dict[str, Any]:
-    """The report of `run` for a trace, under a progress bar. Ctrl-C ends the run and says the part that is `lost`."""
+def _read(
+    traces: list[Path] | None, asked: Config, machine: MachineModel, progress: Progress
+) -> tuple[Workload, list[float], dict[str, Any]]:
+    """A trace's prompts, their times in seconds, and the first keys of a report."""
     if not traces:
         raise InvalidValueError("no trace is named", "name a file of requests; docs/replay.md has its format")
-    try:
-        with progress_bar() as progress, _undisturbed():
-            progress(0, 1, "reading the trace")
-            requests = read_trace(traces)
-            workload = expand(requests, asked.model.page_tokens)
-            if not workload.references:
-                raise InvalidValueError(
-                    f"no prompt of the trace has a full page of {workload.page_tokens} tokens", "use smaller pages"
-                )
-            times = [request.timestamp / 1000 for request in requests]
-            report = run(workload, times, progress)
-    except KeyboardInterrupt:
-        typer.echo(f"interrupted: {lost}", err=True)
-        raise typer.Exit(EXIT_INTERRUPTED) from None
+    progress(0, 1, "reading the trace")
+    requests = read_trace(traces)
+    workload = expand(requests, asked.model.page_tokens)
+    if not workload.references:
+        cause = f"no prompt of the trace has a full page of {workload.page_tokens} tokens"
+        raise InvalidValueError(cause, "use smaller pages")
+    times = [request.timestamp / 1000 for request in requests]
     about = {
         "requests": len(workload.prompts),
         "page_tokens": workload.page_tokens,
@@ -190,19 +162,23 @@ def _reported(
         "tokens": workload.tokens,
         "seconds": times[-1] - times[0],
     }
-    return {"traces": list(map(str, traces)), "workload": about, "machine": machine.describe(), **report}
+    return workload, times, {"traces": list(map(str, traces)), "workload": about, "machine": machine.describe()}
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Without collections of garbage, which would search many lasting objects and free none, and without the warnings
-    of stores, whose counts the report has."""
+def _undisturbed(lost: str) -> Iterator[Progress]:
+    """A progress bar, without collections of garbage, which would search many lasting objects and free none, and
+    without the warnings of stores, whose counts the report has. Ctrl-C says the part that is `lost`."""
     log, collects = logging.getLogger("gdscache.store"), gc.isenabled()
     level = log.level
     log.setLevel(logging.ERROR)
     gc.disable()
     try:
-        yield
+        with progress_bar() as progress:
+            yield progress
+    except KeyboardInterrupt:
+        typer.echo(f"interrupted: {lost}", err=True)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
     finally:
         log.setLevel(level)
         if collects:

@@ -9,35 +9,91 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections import Counter, deque
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
 from gdscache.commands.replay.clock import Clock, Done, MachineModel, Process
-from gdscache.commands.replay.tiers import ModelSsd, ModelTier
 from gdscache.commands.replay.virtual import VirtualCondition, VirtualExecutor, VirtualShare
 from gdscache.config import Config
 from gdscache.config.pools import plain_parts, pool_parts
+from gdscache.index.index import PageIndex
+from gdscache.index.retention import DEFAULT, Retention
+from gdscache.index.table import Entry, PageState
 from gdscache.limits import LIMITS, EngineLimits
 from gdscache.load.plan import LoadPlan
 from gdscache.load.planner import LoadPlanner
 from gdscache.load.report import LoadPart
 from gdscache.load.run import LoadRun
 from gdscache.moves import Moving
+from gdscache.pages.checksum import Checksums
 from gdscache.pages.keys import Page
 from gdscache.pages.layout import PageLayout
+from gdscache.policies import new_policy
 from gdscache.policies.admission import Admission
 from gdscache.store.earned_offers import EarnedOffers
 from gdscache.store.outlets import Outlet
 from gdscache.store.plan import StorePlanner
 from gdscache.store.storer import Storer
+from gdscache.tiers.base import NO_RETENTIONS, DurableTier, Tier
 from gdscache.tiers.manager import TierManager
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gdscache.cuda.streams import Event, Landed
+
+
+class ModelTier(Tier):
+    """A CPU tier's decisions: `slots` pages of `extent_bytes`."""
+
+    kind: Literal["planes", "memory", "files"] = "memory"
+
+    def __init__(self, name: str, slots: int, extent_bytes: int, eviction: str, groups: int = 1) -> None:
+        self.name = name
+        self.extent_bytes = extent_bytes
+        self.index = PageIndex(slots, new_policy(eviction, groups))
+
+    @property
+    def capacity(self) -> int:
+        return self.index.slots * self.extent_bytes
+
+    def describe(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None: ...
+
+
+class ModelSsd(ModelTier, DurableTier):
+    """The decisions of `gdscache.tiers.ssd.SsdTier`. Its deleted pages free their slots at a later commit; here they do
+    at once. It counts such slots as free already, so the same pages are evicted."""
+
+    kind = "files"
+
+    def __init__(self, slots: int, extent_bytes: int, eviction: str, reserve: int, groups: int = 1) -> None:
+        super().__init__("ssd", slots, extent_bytes, eviction, groups)
+        self._reserve = min(reserve, slots // 8)
+
+    @property
+    def spare_slots(self) -> int:
+        """Slots for pages without evictions."""
+        return self.index.free_slots - self._reserve
+
+    def reserve(self, pages: Sequence[Page], retentions: Mapping[bytes, Retention] = NO_RETENTIONS) -> list[Entry]:
+        """Reserve and lease slots for the leading `pages` that find room."""
+        index = self.index
+        index.make_room(pages, self._reserve)
+        fresh = [pages[i] for i in index.lacking(pages)]
+        kept = [retentions.get(page.key, DEFAULT) for page in fresh] if retentions else [DEFAULT] * len(fresh)
+        return index.insert_all(fresh, index.take_free(len(fresh)), PageState.PENDING, kept, leases=1)
+
+    def commit(self, entries: Sequence[Entry], sums: Checksums) -> list[bool]:
+        self.index.commit_all(entries)
+        return [not entry.dropped for entry in entries]
+
+    def checksums(self, entries: Sequence[Entry]) -> None:
+        """None: the tier has no bytes."""
 
 
 class Ledger:
@@ -133,7 +189,7 @@ class Hierarchy:
         self._idle = limits.load_threads  # free load threads
         self._waiting: deque[Done] = deque()  # loads that wait for a thread
 
-    # -- loads -------------------------------------------------------------------------------------------------------
+    # -- loads ---------------------------------------------------------------------------------------------------------
 
     def plan_load(self, pages: Sequence[Page]) -> LoadPlan:
         """Lease the pages of a load; `load` moves them."""
@@ -157,7 +213,7 @@ class Hierarchy:
         else:
             self._idle += 1
 
-    # -- stores ------------------------------------------------------------------------------------------------------
+    # -- stores --------------------------------------------------------------------------------------------------------
 
     def store(self, pages: Sequence[Page]) -> None:
         """Accept pages for the lower tiers, as an engine does."""

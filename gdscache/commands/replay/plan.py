@@ -12,7 +12,7 @@ from gdscache.commands.console import Progress, silent
 from gdscache.commands.replay import report
 from gdscache.commands.replay.clock import MachineModel
 from gdscache.commands.replay.setup import config_of
-from gdscache.commands.replay.workload import Workload
+from gdscache.commands.replay.trace import Workload
 from gdscache.config import Config
 from gdscache.config.pools import PLAIN_PARTS, pool_parts
 from gdscache.errors import CapacityError, GeometryError, InvalidValueError
@@ -27,7 +27,6 @@ HOST_PRICE = 20.0  # price of a byte of host memory, in bytes of the SSD
 _NEAR = 1.15  # sizes with a smaller ratio count as equal
 _REFINED = 3  # runs for each tier, after the grid
 _SOME = 0.01  # share of rejected pages from which a warning is shown
-DRIVE_WRITES, RATED_YEARS = 1, 5  # drive writes a day over years: the rating of most server drives
 
 Row = Mapping[str, Any]
 
@@ -231,19 +230,13 @@ class _Search:
 def _warnings(chosen: Row) -> list[str]:
     """Risks of the recommendation."""
     a_day = chosen["ssd"] and chosen["ssd"]["drive_writes_per_day"]
-    if a_day is None or a_day <= DRIVE_WRITES:
+    if a_day is None or a_day <= report.DRIVE_WRITES:
         return []
     return [
-        f"This traffic would wear the SSD out in {lifetime(a_day)}, if it is built for one drive write a day over "
-        f"{RATED_YEARS} years, as most are. Limit the writes with --writes-a-day, or replay the trace with "
+        f"This traffic would wear the SSD out in {report.lifetime(a_day)}, if it is built for one drive write a day "
+        f"over {report.RATED_YEARS} years, as most are. Limit the writes with --writes-a-day, or replay the trace with "
         "store.admission: second_offer or tinylfu."
     ]
-
-
-def lifetime(writes_a_day: float) -> str:
-    """A drive's life in words, at `writes_a_day` drive writes a day."""
-    days = 365.25 * RATED_YEARS * DRIVE_WRITES / writes_a_day
-    return f"{days / 365.25:,.1f} years" if days >= 365.25 else f"{days:,.1f} days"
 
 
 def _binds(search: _Search, token_bytes: float) -> list[str]:

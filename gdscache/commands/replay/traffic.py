@@ -10,7 +10,7 @@ from typing import NamedTuple
 from gdscache.commands.console import Progress, silent
 from gdscache.commands.replay.clock import MachineModel, Process
 from gdscache.commands.replay.hierarchy import Hierarchy
-from gdscache.commands.replay.workload import Workload
+from gdscache.commands.replay.trace import Workload
 from gdscache.config import Config
 from gdscache.config.pools import window_every
 from gdscache.engine.hybrid_states import StandingStates

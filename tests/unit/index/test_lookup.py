@@ -8,7 +8,7 @@ import threading
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gdscache.commands.replay.tiers import ModelSsd, ModelTier
+from gdscache.commands.replay.hierarchy import ModelSsd, ModelTier
 from gdscache.index.table import PageState
 from gdscache.pages.keys import Page
 from gdscache.tiers.manager import TierManager

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from gdscache.commands.replay.tiers import ModelSsd, ModelTier
+from gdscache.commands.replay.hierarchy import ModelSsd, ModelTier
 from gdscache.config import LoadConfig
 from gdscache.errors import EngineClosedError
 from gdscache.extents import HostExtents

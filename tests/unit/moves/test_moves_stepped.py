@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gdscache.commands.replay.tiers import ModelSsd, ModelTier
+from gdscache.commands.replay.hierarchy import ModelSsd, ModelTier
 from gdscache.config import Config
 from gdscache.cuda.streams import Event, Landed
 from gdscache.errors import EngineClosedError

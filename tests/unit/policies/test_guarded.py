@@ -13,8 +13,7 @@ from hypothesis import given, settings, target
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from gdscache.commands.replay.trace import Request
-from gdscache.commands.replay.workload import Prompt, Workload, expand
+from gdscache.commands.replay.trace import Prompt, Request, Workload, expand
 from gdscache.native import LruShadow
 from gdscache.policies.base import LRU, EvictionPolicy
 from gdscache.policies.guarded import Bets, Guarded

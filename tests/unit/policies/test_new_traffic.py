@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-from gdscache.commands.replay.workload import expand
+from gdscache.commands.replay.trace import expand
 from gdscache.policies import POLICIES
 from gdscache.policies.base import LRU, EvictionPolicy
 from gdscache.policies.guarded import Guarded
