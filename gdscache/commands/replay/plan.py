@@ -243,6 +243,8 @@ def _warnings(chosen: Row) -> list[str]:
 def lifetime(writes_a_day: float) -> str:
     """A drive's life in words, at `writes_a_day` drive writes a day."""
     days = 365.25 * RATED_YEARS * DRIVE_WRITES / writes_a_day
+    if days < 1:
+        return f"{24 * days:,.1f} hours"
     return f"{days / 365.25:,.1f} years" if days >= 365.25 else f"{days:,.1f} days"
 
 
