@@ -36,7 +36,7 @@ def _name(metavar: str, names: tuple[str, ...], text: str) -> Any:
 
     def known(name: str) -> str:
         if name not in names:
-            raise InvalidValueError(f"there is no configuration {shown(name)}", f"choose of {', '.join(names)}")
+            raise InvalidValueError(f"{metavar} is {shown(name)}", f"choose of {', '.join(names)}")
         return name
 
     help_text = f"{text}: {', '.join(names)}."
@@ -77,6 +77,8 @@ def init(
     """
     if directory is None:
         directory = _DIRECTORY.format(engine=engine)
+    if not directory:
+        raise InvalidValueError("--dir is empty", "name a directory on a fast local disk, or leave --dir out")
     if not directory.startswith(("/", "~", "$")):
         directory = str(Path.cwd() / directory)  # the engine's working directory may differ
     about = ENGINES[engine]
@@ -122,9 +124,9 @@ def _of_memory() -> tuple[int, str]:
 
 
 def _of_disk(directory: str) -> tuple[int, str]:
-    place = Path(os.path.expandvars(directory)).expanduser()
-    while not place.exists() and place != place.parent:
-        place = place.parent
+    place = os.path.abspath(os.path.expanduser(os.path.expandvars(directory)))
+    while not os.path.exists(place):  # `/` is there
+        place = os.path.dirname(place)
     status = os.statvfs(place)
     free = status.f_bavail * status.f_frsize
     return _whole(free // 2, _MOST_SSD), f"half of the free space there, {about(free)}"
@@ -137,8 +139,8 @@ def _whole(nbytes: int, most: int) -> int:
 
 def _write(file: Path, text: str, *, force: bool) -> str:
     """Check a configuration and write it to a file atomically. Returns the file's absolute path."""
-    file = file.expanduser()
-    beside = file.with_name(f".{file.name}.{os.getpid()}")
+    file = Path(os.path.expanduser(file))  # that of an unknown user stays
+    beside = file.parent / f".{file.name}.{os.getpid()}"
     try:
         try:
             beside.write_text(text, encoding="utf-8")

@@ -212,7 +212,11 @@ def _about(report: Report) -> Section:
         why = why if state == "no status page" else "look with the gdscache that has it open"
         return [(f"{state}: {why}", _WARNING)]
     age = f"page {report['age_seconds']:.1f} s old"
-    said = f"{age}: its process, or the device, hangs" if report["late"] else f"{state.replace('_', ' ')}, {age}"
+    said = (
+        f"{age}: its process was killed or hangs, or the device hangs"
+        if report["late"]
+        else f"{state.replace('_', ' ')}, {age}"
+    )
     lines = [(said, "green" if good else _WARNING)]
     lines += [(report["stopped"], _WARNING)] if report["stopped"] else []
     lines += [(f"{report['late_requests']:,} requests are late", _WARNING)] if report["late_requests"] else []

@@ -30,18 +30,20 @@ class Landed(NamedTuple):
     layers: range = range(0)
 
 
-def resolve_device(name: str) -> torch.device:
+def resolve_device(name: str, setting: str = "gpu.device") -> torch.device:
     """The device of `auto`, `cpu`, `cuda` or `cuda:N` on this machine. Raises `DeviceError` if there is none."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
-    if device.type == "cpu":
+    kind, colon, number = name.partition(":")
+    if name != "cpu" and (kind != "cuda" or (colon and not number.isdecimal())):
+        raise DeviceError(f"{setting} is {name!r}", f"set {setting} to auto, cpu, cuda or cuda:N")
+    if kind == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise DeviceError(f"gpu.device is {name!r} and torch sees no CUDA device", "set gpu.device to auto or cpu")
-    index = torch.cuda.current_device() if device.index is None else device.index
+        raise DeviceError(f"{setting} is {name!r} and torch sees no CUDA device", f"set {setting} to auto or cpu")
+    index = int(number) if number else torch.cuda.current_device()
     if index >= torch.cuda.device_count():
-        raise DeviceError(f"gpu.device is {name!r}, there are {torch.cuda.device_count()} devices", "count from 0")
+        raise DeviceError(f"{setting} is {name!r}, there are {torch.cuda.device_count()} devices", "count from 0")
     return torch.device("cuda", index)
 
 

@@ -60,6 +60,11 @@ def claim(directories: Sequence[Path]) -> None:
         )
     name = secrets.token_hex(16) if first is None else first.set
     for number, (stripe, path) in enumerate(zip(found, names, strict=True)):
+        if stripe is None and number and os.path.lexists(f"{path}/{CATALOG_NAME}"):
+            raise StripeError(
+                f"{path} holds a cache on this directory alone, which could not be opened any more",
+                f"take it out of ssd.stripes, or start empty: rm -r {path}",
+            )
         if stripe is None and used:
             raise StripeError(
                 f"{path} is not directory {number} of the cache in {names[0]}: it has no {STRIPE_NAME}",

@@ -29,7 +29,7 @@ SECTION = "make the engine's model section with model_section() from this model'
 
 
 class FixedRows:
-    def reorder_cache(self, *args: Any) -> None:
+    def reorder_cache(self, *given: Any, **named: Any) -> None:
         raise UnsupportedRequestError("rows of this cache cannot be reordered, repeated or selected", "use one beam")
 
     batch_repeat_interleave = batch_select_indices = reorder_cache

@@ -128,7 +128,7 @@ def model_directory(name: str, revision: str | None = None, cache: str | Path | 
     `name`: a path, or `organisation/model`. `revision`: a branch, a tag or a commit; None: `main`. `cache`: the cache's
     directory; None: the hub's own (`HF_HUB_CACHE`, `HF_HOME`). Raises `WeightsNotFoundError`.
     """
-    if (path := Path(name).expanduser()).exists():
+    if (path := Path(os.path.expanduser(name))).exists():
         return path
     from huggingface_hub import constants, snapshot_download  # each engine brings it
 

@@ -108,7 +108,8 @@ def _choose_for_gpu(transport: str, directory: Path, device: str, *, required: b
     from gdscache.storage import probe
 
     if required and transport not in ("auto", *GDS):
-        raise _no_gds(f"transport {transport} does not use it")
+        message = f"ssd.gds is on, and ssd.transport is {transport}, which does not use GPUDirect Storage"
+        raise TransportUnavailableError(message, f"set ssd.transport to auto, {', '.join(GDS)}, or ssd.gds to auto")
     if required and not device.startswith("cuda"):
         raise _no_gds(f"the device is {device}")
     name = "cufile" if transport == "auto" else transport

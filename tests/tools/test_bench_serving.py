@@ -138,6 +138,8 @@ def test_engines_are_spread_over_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "words"),
     [
         (("--engine", "tgi"), "unknown engine 'tgi'"),
+        (("--device", "tpu"), "--device is 'tpu'"),
+        (("--device", "cuda:x"), "--device is 'cuda:x'"),
         (("--engine", "vllm", "--device", "cpu"), "--device is an option of --engine transformers"),
         (("--turns", "2"), "--turns is an option of --engine vllm and sglang"),
         (("--engine", "sglang", "--repeat", "2"), "use 3 at least"),

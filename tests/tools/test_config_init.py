@@ -183,7 +183,7 @@ def test_an_unknown_name_is_refused_with_those_that_there_are(init: Run, gdscach
     for run, last in ((init, "sglang-hicache"), (functools.partial(gdscache, "config", "print"), "grafana")):
         status, _, err = run("cpuonly")
         assert status == 2
-        assert "'cpuonly'" in err
+        assert " is 'cpuonly'" in err
         assert err.rstrip().endswith(last)
     assert not Path("gdscache.yaml").exists()
 
@@ -230,7 +230,12 @@ def test_nothing_is_written_over(init: Run, kind: str) -> None:
         (["--cpu", "1KiB"], "cpu.capacity is 1KiB"),
         (["--dir", "/x/{foo}"], "{foo} is not replaced"),
         (["--dir", "/x/$NO_SUCH_VARIABLE"], "NO_SUCH_VARIABLE is not set"),
+        (["--dir", ""], "--dir is empty"),
+        (["--dir", "~nobody.has.this/x"], "'~nobody.has.this/x'"),
         (["nowhere/gdscache.yaml"], "cannot be written: No such file"),
+        (["~nobody.has.this/gdscache.yaml"], "cannot be written: No such file"),
+        (["."], "error: ."),
+        (["/"], "error: /"),
     ],
 )
 def test_what_cannot_be_is_not_written(init: Run, arguments: list[str], told: str) -> None:

@@ -190,6 +190,7 @@ def test_a_plan_that_wears_a_drive_out_says_so() -> None:
     [warning] = hot["warnings"]
     assert f"wear the SSD out in {lifetime(hot['recommended']['ssd']['drive_writes_per_day'])}" in warning
     assert (lifetime(0.5), lifetime(5.0), lifetime(1826.25)) == ("10.0 years", "1.0 years", "1.0 days")
+    assert lifetime(43830) == "1.0 hours"
     assert "--writes-a-day" in warning
     cool = planned((work, [1e6 * at for at in times]), SMALL_POOL, points=2)
     assert cool["recommended"]["ssd"]["drive_writes_per_day"] <= DRIVE_WRITES

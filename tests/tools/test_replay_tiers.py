@@ -99,10 +99,14 @@ def test_things_of_one_time_happen_in_order_and_time_does_not_go_back() -> None:
     assert seen == [(1.0, 9), *((2.0, n) for n in range(4))]
 
 
-@pytest.mark.parametrize("bad", [{"ssd_read": 0}, {"link": -1}, {"prefill": math.nan}, {"latency": -1}])
-def test_machines_that_are_none_are_refused(bad: dict[str, float]) -> None:
-    with pytest.raises(InvalidValueError):
-        MachineModel(**bad)
+@pytest.mark.parametrize(
+    ("option", "rate"), [("ssd-read-gbps", "0"), ("link-gbps", "-1"), ("prefill-tokens-per-second", "nan")]
+)
+def test_machines_that_are_none_are_refused(gdscache, trace: Path, option: str, rate: str) -> None:
+    for command in ("replay", "plan"):
+        status, out, err = gdscache(command, trace, "--prefill-tokens-per-second", "9", f"--{option}", rate)
+        assert (status, out) == (2, "")
+        assert f"error: --{option} is {rate}\n" in err
 
 
 def test_what_is_said_twice_is_the_same() -> None:
@@ -447,6 +451,7 @@ def test_the_tables_have_hits_writes_and_causes(gdscache, trace: Path, tiny: Pat
     for words in ("tokens hit", "infinite tiers 44.4 %", "SSD wear", "miss: cold", "refused by the SSD: second_offer"):
         assert words in out
     assert "TTFT" not in out
+    assert "TTFT" not in gdscache("replay", *[trace] * 9, "--serial")[1]  # most requests are loads, which take time
     status, out, err = gdscache(*options, "--prefill-tokens-per-second", "5120")
     assert "TTFT p99" in out
     assert "The median TTFT is above that without a cache" in out

@@ -155,7 +155,7 @@ def ttft(
     given = ctx.params | {"directory": ttft.place(directory)}
     if engine == _TRANSFORMERS:
         _refuse(ctx, _SERVERS)
-        ttft.BENCH.command(**given | {"device": str(resolve_device(device or "auto"))})
+        ttft.BENCH.command(**given | {"device": str(resolve_device(device or "auto", "--device"))})
     else:
         _refuse(ctx, _TRANSFORMERS)
         serving.BENCH.command(**given)

@@ -13,8 +13,6 @@ from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any
 
-from gdscache.errors import InvalidValueError
-
 # Bytes read for each byte written while both wait: the native library gives writes at least this share.
 READS_PER_WRITE = 8
 
@@ -101,13 +99,6 @@ class MachineModel:
     link: float = math.inf
     latency: float = 0.0
     prefill: float = math.inf
-
-    def __post_init__(self) -> None:
-        for name in ("ssd_read", "ssd_write", "link", "prefill"):
-            if not getattr(self, name) > 0:
-                raise InvalidValueError(f"{name} is {getattr(self, name)}", "a rate is more than 0")
-        if not 0 <= self.latency < math.inf:
-            raise InvalidValueError(f"latency is {self.latency}", "it is seconds, 0 or more")
 
     def describe(self) -> dict[str, Any]:
         """Plain data. None for infinity, which JSON lacks."""

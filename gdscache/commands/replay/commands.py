@@ -137,6 +137,14 @@ def plan_tiers(
 
 
 def _model(ssd_read: float, ssd_write: float, link: float, prefill: float | None) -> MachineModel:
+    for option, rate in (
+        ("--ssd-read-gbps", ssd_read),
+        ("--ssd-write-gbps", ssd_write),
+        ("--link-gbps", link),
+        ("--prefill-tokens-per-second", prefill),
+    ):
+        if rate is not None and not rate > 0:
+            raise InvalidValueError(f"{option} is {rate:g}", "give a number above 0")
     speeds = ssd_read * 1e9, ssd_write * 1e9, link * 1e9
     return MachineModel(*speeds, _LATENCY_S, math.inf if prefill is None else prefill)
 

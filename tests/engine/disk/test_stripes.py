@@ -89,6 +89,16 @@ def test_a_page_that_is_bad_on_one_device_is_a_miss(open_host: OpenHost, paths: 
     assert host.load(tokens).tokens == 10 * 4
 
 
+def test_a_directory_with_a_cache_of_its_own_is_no_further_one(open_host: OpenHost, paths: list[Path]) -> None:
+    tokens = filled(open_host, paths[1:2])
+    before = snapshot(paths)
+    with pytest.raises(StripeError, match="second holds a cache on this directory alone") as caught:
+        CacheEngine.from_config(make_config(**options(paths)))
+    assert caught.value.hint.startswith("take it out of ssd.stripes")
+    assert snapshot(paths) == before
+    assert open_host(**options(paths[1:2])).engine.peek(tokens) == len(tokens)
+
+
 def lose(paths: list[Path]) -> None:
     shutil.rmtree(paths[1])
 

@@ -334,6 +334,8 @@ def test_beams_and_returned_sequences_are_refused(llama: Any) -> None:
         for call in (cache.reorder_cache, cache.batch_repeat_interleave, cache.batch_select_indices):
             with pytest.raises(UnsupportedRequestError):
                 call(torch.tensor([0]))
+        with pytest.raises(UnsupportedRequestError):
+            cache.layers[0].batch_repeat_interleave(repeats=2)
 
 
 def test_a_full_pool_says_what_to_change_and_holds_nothing(llama: Any) -> None:

@@ -77,6 +77,7 @@ def test_gds_on_without_gds_is_refused(tmp_path: Path, transport: str) -> None:
     with pytest.raises(TransportUnavailableError) as caught:
         opened(tmp_path, transport, gds="on")
     assert "gds" in caught.value.hint
+    assert ("ssd.transport" in caught.value.hint) is (transport in ("posix", "some.module:Class"))
 
 
 @pytest.mark.parametrize(("mode", "ok"), [("compat", True), ("posix", False)])
