@@ -153,6 +153,8 @@ def page_bytes(model: ModelConfig) -> int:
 def lifetime(writes_a_day: float) -> str:
     """A drive's life in words, at `writes_a_day` drive writes a day."""
     days = 365.25 * RATED_YEARS * DRIVE_WRITES / writes_a_day
+    if days < 1:
+        return f"{24 * days:,.1f} hours"
     return f"{days / 365.25:,.1f} years" if days >= 365.25 else f"{days:,.1f} days"
 
 
@@ -178,7 +180,8 @@ def replay_tables(report: Row) -> list[Table | str]:
         "The median TTFT is above that without a cache: loads wait for the SSD or the link. An engine with load.gate: "
         "enforcing computes hits that would load more slowly, which is not simulated."
     )
-    is_slower = run["first_token_seconds"]["p50"] > run["first_token_seconds_no_cache"]["p50"]
+    p50, without = (run[name]["p50"] for name in ("first_token_seconds", "first_token_seconds_no_cache"))
+    is_slower = p50 > without and report["machine"]["prefill"]  # computing takes no time without a speed
     return [result, tiers, *([slower] if is_slower else [])]
 
 
