@@ -21,7 +21,7 @@ from transformers import DynamicCache, LlamaConfig, PreTrainedModel
 from gdscache import CacheEngine
 from gdscache.config import ModelConfig
 from gdscache.errors import GeometryError, PoolFullError, SequenceStateError, TokensError, UnsupportedRequestError
-from gdscache.integrations.transformers import GdsCache, PrefixCache, model_section
+from gdscache.integrations.transformers import PrefixCache, model_section
 from gdscache.integrations.transformers_rows import PoolRows
 from tests.support.helpers import flip_file
 from tests.support.places import ROOT
@@ -408,15 +408,6 @@ def test_the_engine_and_the_model_may_lie_on_different_devices(tmp_path: Path) -
         with CacheEngine.from_config(config) as engine:
             check(serve(engine, model, tokens()), model, reference, 0, {})
             check(serve(engine, model, tokens()), model, reference, 40, {"gpu": 40})
-
-
-def test_the_cache_is_a_dynamic_cache_of_transformers(llama: Any) -> None:
-    _, _, prefixes = llama
-    with prefixes.open(tokens()) as cache:
-        assert isinstance(cache, DynamicCache)
-        assert isinstance(cache, GdsCache)
-        assert not cache.is_compileable
-        assert len(cache) == 3
 
 
 if __name__ == "__main__":
