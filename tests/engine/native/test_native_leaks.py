@@ -65,7 +65,7 @@ def used() -> dict[str, int]:
 
 
 def come_and_go(pipe: Connection, path: Path, times: int) -> None:
-    """With one disk after the other, in a process of its own: what other tests have left for the collector counts as little as their threads."""
+    """One disk after the other, in a process of its own: what other tests have left does not count."""
     load, keep = a_load(path), np.arange(2, dtype=np.int64)
     store = Move(Priority.STORE, (Way(PLANES, "cpu", keep.reshape(-1, 1), keep),), WAIT)
     write = Move(Priority.DEMOTION, (Way("cpu", "ssd", keep, keep),), WAIT)
