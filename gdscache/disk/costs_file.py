@@ -79,6 +79,8 @@ def _observations(found: object, columns: int) -> Observations:
         numbers = [*row[0], row[1]]
         if not all(type(x) in (int, float) and 0 <= x < 1e30 for x in numbers):
             continue
-        if 1 <= numbers[0] <= _MOST and row[0][-1] == 1 and _SHORTEST_S <= row[1] <= MAX_SECONDS:
+        if not (1 <= numbers[0] <= _MOST and min(row[0]) >= 0.5 and row[0][-1] == 1):  # half a pair of tokens
+            continue
+        if _SHORTEST_S <= row[1] <= MAX_SECONDS:
             rows.append((tuple(map(float, row[0])), float(row[1])))
     return rows

@@ -163,15 +163,6 @@ def test_a_batch_of_loads_with_a_prefix_twice(open_host: OpenHost, device: str) 
         settle(host.engine)
 
 
-def test_a_batch_of_nothing(open_host: OpenHost) -> None:
-    host = open_host()
-    load = host.engine.load_many([])
-    assert load.tokens == 0
-    assert load.results(WAIT) == []
-    assert load.result(WAIT).tokens == 0
-    load.wait(2)
-
-
 def test_a_page_is_written_once_however_often_it_is_offered(open_host: OpenHost) -> None:
     host = open_host(transport=FAULTY, cpu=8)
     tokens = prompt(1, 4)

@@ -136,6 +136,8 @@ def test_every_number_has_bounds() -> None:
     for key in KEYS:
         low, high = _bounds(FIELDS[key]).extremes
         assert -math.inf < low < high < math.inf, key
+    sections = {"", "model", "model.groups[]", "model.planes[]", "gpu", "cpu", "ssd", "tiers[]", "store"}
+    assert {key.rpartition(".")[0] for key in KEYS} == sections | {"log", "metrics"}
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -146,11 +148,7 @@ def test_what_is_beyond_its_bounds_is_refused_by_its_key(key: str) -> None:
         message = str(caught.value)
         assert key.replace("[]", "[0]") in message, message[:300]
         assert len(message) < 2000, f"{key}: a message of {len(message)} characters"
-
-
-@pytest.mark.parametrize("key", KEYS)
-def test_the_message_has_the_value_and_the_bound(key: str) -> None:
-    """For the sizes it is both bounds, for others the one that the value is beyond."""
+    # For the sizes it has both bounds, for others the one that the value is beyond.
     bounds = _bounds(FIELDS[key])
     low, high = bounds.extremes
     for value, bound in ((bounds.up(high), bounds.high), (bounds.down(low), bounds.low)):
@@ -383,8 +381,3 @@ def test_a_relative_path_without_a_current_directory_is_refused_and_an_absolute_
     gone.rmdir()
     CacheEngine.from_config(make_config(tmp_path / "ssd")).close()
     refused_open(make_config(Path("here")), InvalidValueError, "ssd.path", "no current directory")
-
-
-def test_the_walk_finds_the_numbers_of_every_section() -> None:
-    sections = {"", "model", "model.groups[]", "model.planes[]", "gpu", "cpu", "ssd", "tiers[]", "store"}
-    assert {key.rpartition(".")[0] for key in KEYS} == sections | {"log", "metrics"}

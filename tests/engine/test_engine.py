@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import sqlite3
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ from gdscache import CacheEngine, GdsCacheError, errors
 from gdscache.store.handle import StoreHandle
 from tests.support.helpers import (
     EXTRA,
-    LONG,
     MHA,
     WAIT,
     OpenEngine,
@@ -36,7 +33,6 @@ from tests.support.helpers import (
     read_page,
     run,
     settle,
-    together,
     tokens_of,
     until,
 )
@@ -399,56 +395,6 @@ def test_an_engine_with_a_pool_refuses_attached_calls(open_engine: OpenEngine) -
     ):
         with pytest.raises(errors.SequenceStateError, match="owns its pool"):
             use()
-
-
-# -- many threads ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seconds", LONG)
-def test_many_threads_at_once(open_engine: OpenEngine, device: str, seconds: float) -> None:
-    engine = open_engine(device=device, gpu=24, cpu=5, ssd=14, bounce=4)
-    trunk = prompt(0, 2)
-    prompts = [trunk + prompt(seed, 1 + seed % 3, extra=seed % 4) for seed in range(8)]
-    end = time.monotonic() + seconds
-    done = [0] * 6
-
-    def work(number: int) -> None:
-        rng = random.Random(number)
-        while time.monotonic() < end or not done[number]:
-            tokens = rng.choice(prompts)
-            action = rng.random()
-            if action < 0.75:
-                try:
-                    seq = engine.sequence(tokens)
-                except errors.PoolFullError:
-                    time.sleep(0.001)
-                    continue
-                with seq:
-                    if rng.random() < 0.15:
-                        continue  # leave without a word
-                    assert seq.verify(WAIT) <= len(tokens) - 1
-                    holds(engine, seq)
-                    fill(engine, seq)
-                    seq.commit()
-            elif action < 0.85:
-                assert engine.lookup(tokens).tokens <= len(tokens)
-            elif action < 0.93:
-                load = engine.prefetch(tokens)
-                if rng.random() < 0.3:
-                    load.cancel()
-                load.result(WAIT)
-            elif action < 0.96:
-                drop_from(engine, rng.choice(["gpu", "cpu"]))
-            elif action < 0.98:
-                engine.clear()
-            else:
-                engine.stats()
-            done[number] += 1
-
-    together(work, len(done))
-    assert min(done) > 0
-    bad = set(engine.stats().get("misses", {})) - {"absent", "cancelled"}
-    assert not bad, engine.stats()["misses"]
 
 
 def test_planes_are_the_pool(open_engine: OpenEngine) -> None:

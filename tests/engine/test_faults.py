@@ -27,7 +27,6 @@ from tests.support.helpers import (
     drop_from,
     flip_file,
     kept,
-    kept_on_ssd,
     our_threads,
     prompt,
     quiet,
@@ -136,35 +135,6 @@ def test_a_bad_page_of_the_cpu_pool_is_not_written_on_unseen(open_host: OpenHost
     cpu.extents.memory(slot_of(host.engine, tokens, 1, "cpu"))[0] ^= 1
     host.keep_on_ssd(tokens)
     assert host.load(tokens).tokens in (4, 12)
-
-
-@pytest.mark.parametrize("what", ["swapped", "shifted", "zero", "rows", "layers"])
-def test_other_bytes_in_the_slab(open_host: OpenHost, slab: Path, what: str) -> None:
-    host, tokens = kept_on_ssd(open_host, 3)
-    size, extent = host.layout.page_bytes, host.layout.extent_bytes
-    offsets = [offset_of(host.engine, tokens, i) for i in range(3)]
-    with open(slab / "slab-0.bin", "r+b", buffering=0) as file:
-        pages = [os.pread(file.fileno(), extent, at) for at in offsets]
-        page, bad = bytearray(pages[1]), 1
-        if what == "swapped":
-            os.pwrite(file.fileno(), pages[0], offsets[1])
-            os.pwrite(file.fileno(), pages[1], offsets[0])
-            bad = 0
-        elif what == "shifted":
-            os.pwrite(file.fileno(), bytes(1) + pages[1][: size - 1], offsets[1])
-        elif what == "zero":
-            os.pwrite(file.fileno(), bytes(extent), offsets[1])
-        elif what == "rows":
-            page[:256], page[256:512] = page[256:512], page[:256]
-            os.pwrite(file.fileno(), bytes(page), offsets[1])
-        else:
-            a, b = host.layout.layer_bounds[0], host.layout.layer_bounds[1]
-            page[slice(*a)], page[slice(*b)] = page[slice(*b)], page[slice(*a)]
-            os.pwrite(file.fileno(), bytes(page), offsets[1])
-    report = host.load(tokens)
-    assert report.tokens == 4 * bad
-    assert report.pages[bad] is PageStatus.CHECKSUM
-    assert tokens_of(host.engine, tokens) == 4 * bad
 
 
 @pytest.mark.parametrize("cpu", [None, 6])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import itertools
@@ -708,7 +709,7 @@ from tests.support.helpers import WAIT, Host, drop_from, make_config, prompt, un
 
 class Last:
     def __del__(self, sleep=time.sleep):  # Python has begun to end, and threads may no more have its lock
-        sleep(3)
+        sleep(2)
 
 closing.EXIT_S = closing._LEAVE_S = 0.1
 host = Host(make_config(pathlib.Path(sys.argv[1]), transport="tests.support.faulty:FaultyTransport"))
@@ -716,7 +717,7 @@ host.keep(prompt(1, 2))
 drop_from(host.engine, "cpu")
 last = Last()
 for op, begin in (("READ", lambda: host.begin(prompt(1, 2))), ("WRITE", lambda: host.store(prompt(2, 2)))):
-    held, rule = PLAN.held, PLAN.rule(Op[op], Fault.DELAY, seconds=2.0)
+    held, rule = PLAN.held, PLAN.rule(Op[op], Fault.DELAY, seconds=1.2)
     rule.__enter__()
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(rule))  # it never ends
     begun = begin()
@@ -725,17 +726,17 @@ sys.exit(3)
 """
 
 
-def test_a_transport_that_returns_to_an_interpreter_that_has_ended_costs_no_status(tmp_path: Path) -> None:
-    """With a read and with a write."""
-    command, environment = [sys.executable, "-c", RETURNING, str(tmp_path)], os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=4 * WAIT, env=environment)
-    assert done.returncode == 3, (done.returncode, done.stderr[-2000:])
-
-
-def test_a_process_whose_stores_hang_ends_with_its_own_status(tmp_path: Path) -> None:
-    command, environment = [sys.executable, "-c", ENDING, str(tmp_path)], os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=4 * WAIT, env=environment)
-    assert done.returncode == 3, done.stderr[-2000:]
-    assert done.stderr.splitlines() == [
-        "stores are still on their way after 0.5 s: they are lost when the process ends"
-    ]
+def test_processes_whose_i_o_hangs_or_returns_too_late_end_with_their_own_status(tmp_path: Path) -> None:
+    """Stores that never end; a read and a write that return to an interpreter that has ended."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with contextlib.ExitStack() as undo:
+        begun = []
+        for name, code in (("ending", ENDING), ("returning", RETURNING)):
+            command = [sys.executable, "-c", code, str(tmp_path / name)]
+            begun.append(
+                undo.enter_context(subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment))
+            )
+            undo.callback(begun[-1].kill)
+        said = [process.communicate(timeout=4 * WAIT)[1] for process in begun]
+    assert [process.returncode for process in begun] == [3, 3], said
+    assert said[0].splitlines() == ["stores are still on their way after 0.5 s: they are lost when the process ends"]

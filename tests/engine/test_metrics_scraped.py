@@ -18,6 +18,7 @@ from tests.support.pages import offset_of
 from tests.support.prometheus import dashboard_queries, rules, scraping
 from tests.support.ranks import RanksHost
 
+pytestmark = pytest.mark.suite
 FAULTY = "tests.support.faulty:FaultyTransport"
 SOON = 0.5  # seconds that a read may take
 NEVER_HERE = {
@@ -77,7 +78,6 @@ def test_prometheus_has_every_metric_and_answers_every_query_of_the_dashboard(
         ranks.close()
 
 
-@pytest.mark.suite
 @pytest.mark.timeout(300)
 def test_every_alert_fires_for_its_fault_made_real(open_host: OpenHost, tmp_path: Path) -> None:
     """One fault after another, on a drive, a directory with a budget, and two ranks."""

@@ -55,7 +55,7 @@ def _planes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         fake_gpu.use(monkeypatch, request.param)
 
 
-IN_HOST = pytest.mark.parametrize("_planes", ["host"], indirect=True)  # tests that copy nothing into planes
+IN_HOST = pytest.mark.parametrize("_planes", ["host"], indirect=True)  # where planes are no matter
 
 
 def in_turns(name: str, values: list[Any]) -> pytest.MarkDecorator:
@@ -484,6 +484,7 @@ def test_pages_that_do_not_fit_have_an_outcome_where_their_store_breaks_off(acce
         assert engine.check().ok
 
 
+@IN_HOST
 def test_damage_of_plain_pages_is_found(tmp_path: Path) -> None:
     given = config(tmp_path, "on", ssd=ssd(tmp_path, "32MiB"))
     with CacheEngine(given, planes("random")) as engine:
@@ -509,7 +510,9 @@ def test_damage_of_plain_pages_is_found(tmp_path: Path) -> None:
         assert engine.stats()["misses"]["checksum"] == PAGES
 
 
-def test_plain_pages_that_were_lost_are_counted(tmp_path: Path) -> None:
+@IN_HOST
+def test_plain_pages_that_were_lost_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status_page, "PERIOD_S", 0.1)
     given = config(tmp_path, "on", ssd=ssd(tmp_path, "32MiB"))
     with CacheEngine(given, planes("random")) as engine:
         assert not store(engine)
@@ -524,6 +527,7 @@ def test_plain_pages_that_were_lost_are_counted(tmp_path: Path) -> None:
         assert one.look()["causes"]["lost"]["length"] == PAGES
 
 
+@IN_HOST
 def test_damage_of_packed_bytes_is_found(tmp_path: Path) -> None:
     with CacheEngine(config(tmp_path, "on"), planes()) as engine:
         assert not store(engine)
@@ -595,6 +599,7 @@ def test_io_of_plain_pages_that_hangs_costs_these_pages_alone(tmp_path: Path, io
         assert rows(pool, range(16, 26)) == wanted
 
 
+@IN_HOST
 def test_a_plain_part_that_is_small_beside_its_directories(tmp_path: Path) -> None:
     """Stretches of 4 MiB lie over directories in turn, and the pages that do not fit have a part of few pages."""
     pool = planes()

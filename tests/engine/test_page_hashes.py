@@ -171,20 +171,6 @@ def test_hashes_and_tokens_have_pages_of_their_own(open_host: OpenHost) -> None:
     assert host.load(hashes_of(tokens), salt="other").tokens == 12
 
 
-def test_a_restart_finds_the_pages_on_the_ssd(slab: Path) -> None:
-    tokens = prompt(1, 4, extra=1)
-    for again in (False, True):
-        host = Host(make_config(slab))
-        with host.engine as engine:
-            hashes = hashes_of(tokens)
-            assert engine.lookup(hashes).tiers == (("ssd",) * 4 if again else ())
-            if again:
-                assert host.load(hashes).tokens == 16
-            else:
-                host.store(hashes)
-            settle(engine)
-
-
 def test_a_request_grows_and_is_stored_page_by_page(open_host: OpenHost) -> None:
     host = open_host(cpu=12)
     tokens = prompt(1, 6)
@@ -221,7 +207,7 @@ prompts = st.builds(
 starts = st.integers(0, 6).map(lambda page: 4 * page)
 steps = st.lists(
     st.tuples(
-        st.sampled_from(["store", "load", "lookup", "prefetch", "pin", "drop"]),
+        st.sampled_from(["store", "load", "lookup", "prefetch", "pin", "drop", "restart"]),
         prompts,
         starts,
         st.sampled_from(["", "t"]),
@@ -241,12 +227,16 @@ def _play(path: Path, actions: list[tuple[str, list[int], int, str]], face: Call
     told: list[Any] = []
     config = make_config(path, cpu=6, ssd=12, eviction="lru")  # orders that sample keys would tell the faces apart
     host = Host(config)
-    with host.engine as engine:
-        for action, tokens, start, salt in actions:
-            told.append(_act(host, engine, action, face(tokens), start, salt))
-            quiet(engine)
-            told.append({name: tier["pages"] for name, tier in engine.stats()["tiers"].items()})
-        settle(engine)
+    for action, tokens, start, salt in [*actions, ("restart", [], 0, "")]:
+        if action == "restart":
+            settle(host.engine)
+            host.engine.close()
+            host = Host(config)
+        else:
+            told.append(_act(host, host.engine, action, face(tokens), start, salt))
+            quiet(host.engine)
+        told.append({name: tier["pages"] for name, tier in host.engine.stats()["tiers"].items()})
+    host.engine.close()
     return told
 
 

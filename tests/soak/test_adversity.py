@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from gdscache.disk import catalog_file
-from gdscache.disk import slab as slab_module
 from gdscache.storage.base import Op
 from tests.support.faulty import PLAN, Fault
-from tests.support.helpers import WAIT, OpenHost, drop_from, kept, prompt, tokens_of
+from tests.support.helpers import WAIT, OpenHost, drop_from, prompt
 from tests.support.places import ROOT, SUPPORT
 
 pytestmark = pytest.mark.suite
@@ -76,24 +75,6 @@ def test_a_file_system_that_becomes_read_only_in_use(open_host: OpenHost, monkey
         assert (host.load(prompt(1, PAGES)).tokens, host.load(prompt(2, 2)).tokens) == (4 * PAGES, 8)
         host.engine.close()
         host = open_host()
-
-
-def test_a_striped_slab_is_cut_while_it_is_open(
-    open_host: OpenHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(slab_module, "STRETCH_BYTES", 1)  # a slot each in turn
-    host, tokens = kept(open_host, PAGES, cpu=None, ssd=12, ssd_options={"stripes": [str(tmp_path / "second")]})
-    size = (tmp_path / "second" / "slab-1.bin").stat().st_size
-    os.truncate(tmp_path / "second" / "slab-1.bin", 0)
-    assert host.load(tokens).tokens == 4
-    assert "slab-1.bin has 0 bytes" in host.engine.check().problems[0]
-    assert host.engine.stats()["tiers"]["ssd"]["pages"] == PAGES, "the file may come back whole"
-    host.engine.close()
-    host = open_host(cpu=None, ssd=12, ssd_options={"stripes": [str(tmp_path / "second")]})
-    assert (tmp_path / "second" / "slab-1.bin").stat().st_size == size
-    assert tokens_of(host.engine, tokens) == 4
-    host.keep(tokens)  # an open gives up all slots from the first one on whose bytes are missing
-    assert host.load(tokens).tokens == 4 * PAGES
 
 
 def test_pages_of_one_prompt_lie_together(open_host: OpenHost) -> None:

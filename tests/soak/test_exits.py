@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -128,20 +127,6 @@ def test_a_process_of_multiprocessing_keeps_what_was_accepted(slab: Path, policy
         assert child.receive() == "stored"
         child.end()
     assert _found(config) == [PAGES] * len(STORED)
-
-
-@pytest.mark.soak
-def test_many_exits(tmp_path: Path, warm: Warm) -> None:
-    seed = random.SystemRandom().randrange(1 << 32)
-    print("seed", seed)
-    rng = random.Random(seed)
-    for turn in range(500):
-        kind, policy = rng.choice(list(KINDS)), rng.choice(POLICIES[:2])
-        config = _config(tmp_path / str(turn), policy)
-        status, said = warm.run(config, kind, tmp_path / "stderr")
-        assert status == KINDS[kind], said
-        if kind not in ABRUPT:
-            assert _found(config) == [PAGES] * len(STORED), (kind, policy)
 
 
 def test_an_engine_that_is_dropped_can_be_opened_again_at_once(slab: Path) -> None:

@@ -18,7 +18,7 @@ from tests.support.fuzz import Fuzzer
 from tests.support.helpers import SEED
 
 TARGETS = (
-    *("costs", "costs_figures", "history", "stripe", "lock", "status", "trailer"),
+    *("history", "stripe", "status", "trailer"),
     *("catalogue", "catalogue_log", "catalogue_rows", "catalogue_old", "directory"),
 )
 SHORT_S, LONG_S, PLANTED_S = 1, 60, 30
@@ -50,19 +50,11 @@ def test_no_bytes_do_what_none_may(fuzzer: Fuzzer, target: str, seconds: int, re
     assert found.coverage > 5, f"nothing of a reader was reached\n{found.log}"
 
 
-@pytest.mark.parametrize(
-    ("target", "begins"),
-    [
-        pytest.param("planted", b"\x67\x07\xfe", marks=pytest.mark.suite),
-        pytest.param("planted_memory", b"m", marks=pytest.mark.soak),
-        pytest.param("planted_hang", b"h", marks=pytest.mark.soak),
-    ],
-)
-def test_what_is_planted_is_found(fuzzer: Fuzzer, target: str, begins: bytes) -> None:
-    """A reader with a fault behind three bytes in a row; one that takes memory; one that hangs."""
-    found = fuzzer.fuzz(target, PLANTED_S, 1)
+@pytest.mark.suite
+def test_what_is_planted_is_found(fuzzer: Fuzzer) -> None:
+    """A reader with a fault behind three bytes in a row."""
+    found = fuzzer.fuzz("planted", PLANTED_S, 1)
     assert found.status != 0
     (failing,) = found.failing
-    assert failing.read_bytes().startswith(begins)
-    wanted = {"planted": "error: planted", "planted_memory": "of memory more than before"}.get(target, "")
-    assert wanted in found.log
+    assert failing.read_bytes().startswith(b"\x67\x07\xfe")
+    assert "error: planted" in found.log

@@ -52,22 +52,10 @@ def _planted(data: bytes, folder: Path) -> None:
         raise struct.error("planted")
 
 
-def _planted_hang(data: bytes, folder: Path) -> None:
-    while data[:1] == b"h":
-        pass
-
-
-def _planted_memory(data: bytes, folder: Path) -> None:
-    if data[:1] == b"m":
-        bytearray(b"\1") * (MEMORY + (64 << 20))
-
-
 def _none(folder: Path) -> Seeds:
     return [b"seed"]
 
 
 PLANTED = {
     "planted": Target(_planted, _none, 64),
-    "planted_hang": Target(_planted_hang, _none, 64, 1),
-    "planted_memory": Target(_planted_memory, _none, 64),
 }

@@ -10,7 +10,6 @@ file (`Source.edits`), and some of them with checksums that are right again.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import json
 import logging
@@ -26,13 +25,10 @@ from unittest import mock
 import numpy as np
 import xxhash
 
-from gdscache.commands.inspect.owner import find_owner
-from gdscache.disk import catalog_file, directory, history_file, kept_file, status_page, stripes
+from gdscache.disk import catalog_file, directory, history_file, status_page, stripes
 from gdscache.disk.catalog import Catalog, PageRecord, Recovered
-from gdscache.disk.costs_file import COSTS_NAME, CostsFile
-from gdscache.disk.directory import CacheDirectory
+from gdscache.disk.costs_file import COSTS_NAME
 from gdscache.errors import GdsCacheError
-from gdscache.gate.costs import Costs, Prices
 from gdscache.index.index import PageIndex
 from gdscache.mooncake.io import TRAILER_BYTES, is_stored, trailer
 from gdscache.pages.checksum import bound, layer_checksums
@@ -43,13 +39,12 @@ from gdscache.runtime.latencies import SlowLoad, Summary
 from gdscache.tiers.fates import LEAST, PageFates
 from gdscache.tiers.ssd import _retentions
 from tests.support.disk_parts import COLUMNS, opened, served, store, sums_of
-from tests.support.fuzz_base import BreachError, Seeds, Target, require
+from tests.support.fuzz_base import Seeds, Target, require
 from tests.support.helpers import MHA, layout_of
 from tests.support.places import ROOT
 
 NOW = 1_800_000_000.0
 SLOTS, EXTENT, LAYERS = 24, 8192, 3
-ABOUT = {"model": "tiny", "device": "cpu"}
 FIELDS: dict[str, object] = {"model": "tiny", "salt": '{"adapter": "a"}', "planes": [{"name": "k", "shape": [4, 32]}]}
 LARGE = 17 << 20  # more than SQLite may read
 
@@ -103,60 +98,6 @@ def strict_logs() -> None:
 
 
 # JSON
-
-
-def _costs(data: bytes, folder: Path) -> None:
-    (folder / COSTS_NAME).write_bytes(data)
-    costs = Costs()
-    CostsFile(folder, costs, ABOUT).restore()
-    json.dumps(costs.describe(), allow_nan=False)
-    for tier in ("cpu", "ssd"):
-        costs.observe_load(tier, 1 << 20, 1e-3)
-    for tokens in (512, 1024):
-        costs.observe_prefill(tokens, 0, 0.1)
-    priced = [tier for tier in ("cpu", "ssd") if costs.load_price(tier)]
-    prices = Prices(costs, priced, 0, 64, 16, lambda tier: EXTENT, {})
-    require(0 <= prices.best() <= len(priced), "so many pages there are not")
-    CostsFile(folder, costs, ABOUT).save()
-    json.dumps(kept_file.read_json(folder / COSTS_NAME), allow_nan=False)
-
-
-def _costs_seeds(folder: Path) -> Seeds:
-    found = []
-    for loads in (1, 6):
-        costs = Costs()
-        for n in range(1, loads + 1):
-            costs.observe_load("ssd", n << 20, 1e-4 * n)
-            costs.observe_prefill(100 * n, 10 * n, 1e-2 * n)
-        CostsFile(folder, costs, ABOUT).save()
-        found.append((folder / COSTS_NAME).read_bytes())
-    return found + _hostile(found[-1], b"0.0001")
-
-
-# Of a few, most figures are such as can be measured; of the rest, none.
-FIGURES = (1, 1.0, 4096, 1e-3, 1e6, 0.1, 7, 1e-9, 1 << 50, 1e9, 123.4, 1e15, 0, 1e29, 1e-300, 5e-324, -1)
-
-
-def _figures(data: bytes, folder: Path) -> None:
-    """Observations as the file has them, whose figures nobody measured."""
-    source = Source(data)
-
-    def rows(columns: int) -> list[object]:
-        found: list[object] = []
-        for _ in range(source.number() % 24):
-            figures = [FIGURES[source.number() % len(FIGURES)] for _ in range(columns + 1)]
-            if source.number() % 8:
-                figures[columns - 1] = 1
-            found.append([figures[:-1], figures[-1]])
-        return found
-
-    tiers = {"ssd": rows(2), "cpu": rows(2)}
-    told = {"version": 1, "about": ABOUT, "prefills": rows(3), "tiers": tiers, "disk": folder.stat().st_dev}
-    _costs(json.dumps(told).encode(), folder)
-
-
-def _figures_seeds(folder: Path) -> Seeds:
-    return [bytes([5, *(n * step % 17 for n in range(60))]) for step in (1, 3, 5, 7)]
 
 
 def _history(data: bytes, folder: Path) -> None:
@@ -217,27 +158,6 @@ def _stripe_seeds(folder: Path) -> Seeds:
         stripes.write(folder, stripes.Stripe("ab" * 16, number, names))
         found.append((folder / catalog_file.STRIPE_NAME).read_bytes())
     return found + _hostile(found[0], b'"number": 0', b'"number": ')
-
-
-def _lock(data: bytes, folder: Path) -> None:
-    path = folder / directory.LOCK_NAME
-    path.write_bytes(data)
-    with mock.patch.multiple(directory, VERIFICATION_S=0.0, NAME_S=0.0, _AGAIN_S=0.0), path.open("rb") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        for engine in (True, False):
-            with contextlib.suppress(GdsCacheError):
-                CacheDirectory.open(folder, engine=engine).close()
-                raise BreachError("a directory in use was given away")
-        find_owner(folder)
-
-
-def _lock_seeds(folder: Path) -> Seeds:
-    found = []
-    for engine in (True, False):
-        with CacheDirectory.open(folder, engine=engine):
-            found.append((folder / directory.LOCK_NAME).read_bytes())
-    pid = b'"pid": %d' % os.getpid()
-    return [*(seed[-400:] if len(seed) > 4000 else seed for seed in found), *_hostile(found[0], pid, b'"pid": ')]
 
 
 JSON = (
@@ -621,11 +541,8 @@ def _engine_seeds(folder: Path) -> Seeds:
 
 
 TARGETS = {
-    "costs": Target(_costs, _costs_seeds, words=JSON),
-    "costs_figures": Target(_figures, _figures_seeds, 512),
     "history": Target(_history, _history_seeds, words=JSON),
     "stripe": Target(_stripe, _stripe_seeds, words=JSON),
-    "lock": Target(_lock, _lock_seeds, words=JSON),
     "status": Target(_status, _status_seeds, 512),
     "trailer": Target(_trailer, _trailer_seeds, 512),
     "catalogue": Target(_image, _edit_seeds, 256, 10),

@@ -22,7 +22,7 @@ from unittest import mock
 from tests.support.helpers import WAIT
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "pytest", "tests.support.process_parts"])  # with all of an engine
+CONTEXT.set_forkserver_preload(["torch", "pytest", "tests.support.helpers"])  # with all of an engine
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gdscache.disk.costs_file import COSTS_NAME, CostsFile
-from gdscache.gate.costs import Costs
+from gdscache.gate.costs import Costs, Prices
 from tests.support.helpers import drop_from, kept
 
 ABOUT = {"model": "m", "device": "d"}
@@ -72,18 +73,40 @@ def test_nothing_new_is_not_written(tmp_path: Path) -> None:
     assert (tmp_path / COSTS_NAME).stat().st_ino == before
 
 
+def of_use(directory: Path, content: Any) -> None:
+    """An engine that finds that in its directory expects something finite, learns, and leaves a file for the next."""
+    (directory / COSTS_NAME).write_text(json.dumps(content))
+    costs = restored(directory)
+    for learns in (False, True):
+        if learns:
+            costs.observe_prefill(1000, 0, 0.1)
+            costs.observe_load("ssd", 1 << 20, 0.1)
+            assert (costs.prefill_seconds(1000, 0) or 0) > 0
+            assert costs.load_price("ssd") is not None
+        json.dumps(costs.describe(), allow_nan=False)
+        priced = [tier for tier in ("cpu", "ssd") if costs.load_price(tier)]
+        assert 0 <= Prices(costs, priced, 0, 64, 16, lambda tier: 8192, {}).best() <= len(priced)
+    CostsFile(directory, costs, ABOUT).save()
+    json.dumps(json.loads((directory / COSTS_NAME).read_text()), allow_nan=False)
+
+
 @given(anything, st.sampled_from(["", "prefills", "tiers", "about", "disk", "version"]))
 def test_whatever_is_in_it_does_no_harm(tmp_path_factory: pytest.TempPathFactory, value: Any, key: str) -> None:
     directory = tmp_path_factory.mktemp("any")
     CostsFile(directory, learnt(), ABOUT).save()
     content = json.loads((directory / COSTS_NAME).read_text())
-    content = {**content, key: value} if key else value
-    (directory / COSTS_NAME).write_text(json.dumps(content))
-    costs = restored(directory)
-    costs.observe_prefill(1000, 0, 0.1)
-    costs.observe_load("ssd", 1 << 20, 0.1)
-    assert (costs.prefill_seconds(1000, 0) or 0) > 0
-    assert costs.load_price("ssd") is not None
+    of_use(directory, {**content, key: value} if key else value)
+
+
+@pytest.mark.parametrize("odd", [1 << 50, 1e15, 0, 1e29, 1e-300, 5e-324, -1, math.inf, math.nan, None])
+def test_figures_that_nobody_measured_do_no_harm(tmp_path: Path, odd: float | None) -> None:
+    """In each place of a row, and as one column more. There are as many rows as are believed."""
+    CostsFile(tmp_path, learnt(), ABOUT).save()
+    content = json.loads((tmp_path / COSTS_NAME).read_text())
+    for name, row in (("prefills", [1000, 5e5, 1, 0.1]), ("tiers", [1 << 20, 1, 0.1])):
+        for changed in ([*row[:at], odd, *row[at + more :]] for at in range(len(row)) for more in (0, 1)):
+            rows = [[changed[:-1], changed[-1]]] * 64
+            of_use(tmp_path, content | {name: rows if name == "prefills" else {"ssd": rows, "cpu": rows}})
 
 
 @pytest.mark.parametrize("what", ["link", "hard link", "directory", "pipe", "large", "garbage", "deep"])

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from gdscache import errors
+from gdscache.commands.inspect.owner import find_owner
 from gdscache.commands.inspect.verification import _own
 from gdscache.disk import directory
 from gdscache.disk.directory import CacheDirectory
@@ -116,7 +117,21 @@ def test_a_killed_owner_is_no_obstacle(tmp_path: Path) -> None:
         assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00", b"{}", b"[1]", b'{"pid": "x"}', b"x" * 100_000])
+TOLD = b'{"what": "engine", "host": "h", "started": "s", "command": "c", "pid": %s}'
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff\xfe\x00",
+        b"{}",
+        b"[1]",
+        b"x" * 100_000,
+        b"[" * 4000,
+        *(TOLD % p for p in (b'"x"', b"Infinity", b"[]")),
+    ],
+)
 def test_stale_content_is_no_obstacle_and_a_refusal_survives_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
 ) -> None:
@@ -127,6 +142,7 @@ def test_stale_content_is_no_obstacle_and_a_refusal_survives_it(
         (tmp_path / "lock").write_bytes(content)
         with pytest.raises(errors.DirectoryInUseError, match="has not said its name"):
             CacheDirectory.open(tmp_path)
+        find_owner(tmp_path)
 
 
 @pytest.mark.parametrize("removed", [False, True])

@@ -79,7 +79,9 @@ def test_what_lies_in_the_directories(open_host: OpenHost, paths: list[Path]) ->
         assert stat.S_IMODE((path / "stripe.json").stat().st_mode) == 0o600
 
 
-def test_a_page_that_is_bad_on_one_device_is_a_miss(open_host: OpenHost, paths: list[Path]) -> None:
+def test_a_page_that_is_bad_on_one_device_and_all_behind_a_cut_are_misses(
+    open_host: OpenHost, paths: list[Path]
+) -> None:
     tokens = filled(open_host, paths)
     host = open_host(**options(paths))
     ssd = host.engine.manager.ssd
@@ -87,6 +89,13 @@ def test_a_page_that_is_bad_on_one_device_is_a_miss(open_host: OpenHost, paths: 
     number, offset = ssd._slab.locate(entry.slot)
     flip_file(ssd._slab.files[number], offset)
     assert host.load(tokens).tokens == 10 * 4
+    os.truncate(ssd._slab.files[1], 0)
+    assert "slab-1.bin has 0 bytes" in host.engine.check().problems[0]
+    host.engine.close()
+    host = open_host(**options(paths))
+    assert tokens_of(host.engine, tokens) == STRETCH * 4
+    host.keep(tokens)  # an open gives up all slots from the first one on whose bytes are missing
+    assert host.load(tokens).tokens == 16 * 4
 
 
 def test_a_directory_with_a_cache_of_its_own_is_no_further_one(open_host: OpenHost, paths: list[Path]) -> None:

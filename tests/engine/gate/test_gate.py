@@ -542,11 +542,11 @@ def test_a_queue_is_part_of_a_hit_s_seconds(open_host: Opens) -> None:
 
 def test_a_hit_that_is_slower_than_computing_is_not_loaded_until_the_disk_gets_fast(open_host: Opens) -> None:
     host, tokens = kept(open_host, 3, transport=FAULTY, cpu=None, load={"gate": "enforcing"})
-    with PLAN.rule(Op.READ, Fault.DELAY, seconds=0.3):
+    with PLAN.rule(Op.READ, Fault.DELAY, seconds=0.16):
         for _ in range(ENOUGH):
             assert host.load(tokens).tokens == 12  # nothing is known yet
         for _ in range(ENOUGH):
-            host.engine.observe_prefill(12, 0, 0.15)
+            host.engine.observe_prefill(12, 0, 0.08)
         host.engine.stats()  # by now all loads are learned from
         hit = host.engine.lookup(tokens)
         assert (hit.tokens, hit.tiers, hit.pages, hit.pays, hit.declined) == (0, (), (), 0, 12)
@@ -559,7 +559,7 @@ def test_a_hit_that_is_slower_than_computing_is_not_loaded_until_the_disk_gets_f
             break
     hit = host.engine.lookup(tokens)
     assert (hit.tokens, hit.tiers, hit.pays, hit.declined) == (12, ("ssd",) * 3, 12, 0)
-    assert hit.recompute_seconds == pytest.approx(0.15)
+    assert hit.recompute_seconds == pytest.approx(0.08)
     stats = host.engine.stats()["gate"]
     assert stats["mode"] == "enforcing"
     assert stats["hits"]["explored"] >= ENOUGH

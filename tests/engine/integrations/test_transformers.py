@@ -1,16 +1,9 @@
 """Hugging Face transformers on gdscache: the same tokens with and without cached prefixes, wherever these come from.
-
-Run as a program, this file is the other process: `python test_transformers.py JOBS.json` answers prompts, as JSON.
-"""
+The demo's test has them in another process."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +14,9 @@ from transformers import DynamicCache, LlamaConfig, PreTrainedModel
 from gdscache import CacheEngine
 from gdscache.config import ModelConfig
 from gdscache.errors import GeometryError, PoolFullError, SequenceStateError, TokensError, UnsupportedRequestError
-from gdscache.integrations.transformers import GdsCache, PrefixCache, model_section
+from gdscache.integrations.transformers import PrefixCache, model_section
 from gdscache.integrations.transformers_rows import PoolRows
 from tests.support.helpers import flip_file
-from tests.support.places import ROOT
 from tests.support.tiny_transformers import (
     CONFIGS,
     NEW,
@@ -152,40 +144,6 @@ def test_sources_are_tokens_also_of_pages_that_do_not_fit_packed(tmp_path: Path)
             pass
         with contextlib.closing(PoolRows(engine, [ids], "")) as rows:
             assert rows.sources == {"cpu": 4 * PAGE, "cpu_plain": PAGE}
-
-
-@pytest.mark.suite
-def test_the_answer_is_the_same_in_another_process(device: str, tmp_path: Path) -> None:
-    jobs, first = [], {}
-    for kind in CONFIGS:
-        model = build(kind, device)
-        with CacheEngine.from_config(options(model, tmp_path / kind)) as engine:
-            first[kind] = serve(engine, model, tokens())
-        jobs.append({"kind": kind, "device": device, "options": options(model, tmp_path / kind)})
-    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
-    child = subprocess.run(
-        [sys.executable, "-W", "error", __file__, str(tmp_path / "jobs.json")],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert child.returncode == 0, child.stderr
-    answers = json.loads(child.stdout)
-    assert list(answers) == list(CONFIGS)
-    for kind, answer in answers.items():
-        assert (answer["found"], answer["sources"]) == (40, {"ssd": 40})
-        assert answer["prefix"] == first[kind]["pages"][5]
-        assert answer["tokens"] == first[kind]["tokens"].tolist()
-
-
-def answer_in_this_process(jobs: Sequence[dict[str, Any]]) -> None:
-    answers = {}
-    for job in jobs:
-        with CacheEngine.from_config(job["options"]) as engine:
-            got = serve(engine, build(job["kind"], job["device"]), tokens())
-        answers[job["kind"]] = {**{k: got[k] for k in ("found", "sources", "prefix")}, "tokens": got["tokens"].tolist()}
-    print(json.dumps(answers))
 
 
 def test_a_corrupt_page_is_computed_again(model: PreTrainedModel, tmp_path: Path) -> None:
@@ -410,16 +368,3 @@ def test_the_engine_and_the_model_may_lie_on_different_devices(tmp_path: Path) -
         with CacheEngine.from_config(config) as engine:
             check(serve(engine, model, tokens()), model, reference, 0, {})
             check(serve(engine, model, tokens()), model, reference, 40, {"gpu": 40})
-
-
-def test_the_cache_is_a_dynamic_cache_of_transformers(llama: Any) -> None:
-    _, _, prefixes = llama
-    with prefixes.open(tokens()) as cache:
-        assert isinstance(cache, DynamicCache)
-        assert isinstance(cache, GdsCache)
-        assert not cache.is_compileable
-        assert len(cache) == 3
-
-
-if __name__ == "__main__":
-    answer_in_this_process(json.loads(Path(sys.argv[1]).read_text()))

@@ -94,14 +94,6 @@ def test_it_finishes_by_itself_and_its_tokens_grow(open_host: OpenHost, device: 
     assert 0 < report.seconds < WAIT
 
 
-def test_nobody_need_keep_the_handle(open_host: OpenHost) -> None:
-    host, tokens = stocked(open_host, 6)
-    host.engine.prefetch(tokens)
-    until(lambda: host.engine.lookup(tokens).tiers == ("cpu",) * 6, "all pages are there")
-    until(lambda: prefetch_stats(host.engine)["under_way"] == 0, "it has ended")
-    nothing_held(host.engine)
-
-
 def test_slots_are_taken_for_what_the_ssd_has_chunk_by_chunk(open_host: OpenHost) -> None:
     host = slow_host(open_host, limits=dataclasses.replace(PAGEWISE, prefetch_bytes=2 * EXTENT))
     tokens = stored(host, 1, 5) + prompt(9, 40)  # 40 pages that no tier has

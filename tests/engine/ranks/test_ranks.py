@@ -359,7 +359,7 @@ def test_a_flush_that_hangs_on_a_rank_fails_the_write_at_the_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     goes_on, flush = threading.Event(), SlabIO.flush
-    config = make_config(tmp_path, cpu=None, ssd_options={"durability": "power"}, deadline=2.0)
+    config = make_config(tmp_path, cpu=None, ssd_options={"durability": "power"}, deadline=1.2)
     with here(config, pool(layout_of(MHA))) as one, contextlib.ExitStack() as last:
         last.callback(goes_on.set)
         with monkeypatch.context() as disk:
@@ -392,7 +392,7 @@ def test_loads_are_measured_from_when_ranks_come_to_them(ranks_host: Open, monke
 
     def after_a_while(what: str, *given: Any, **more: Any) -> list[Any]:
         if what == "load":
-            time.sleep(0.5)
+            time.sleep(0.1)
             came.append(time.monotonic())
         return every(what, *given, **more)
 

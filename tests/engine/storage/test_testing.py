@@ -1,30 +1,19 @@
-"""The suite for transports finds broken ones, and faults of our tests come from a configuration or a file."""
+"""The suite for transports finds broken ones."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from gdscache import PageStatus
-from gdscache.storage import Op
-from tests.support.faults import ExtentPart, Fault, FaultPlan, faulty
-from tests.support.helpers import kept, kept_on_ssd
 from tests.support.places import ROOT
 
 pytestmark = pytest.mark.suite
 
-PLAN = FaultPlan()
-Configured = faulty(PLAN)
-
-# -- the suite --------------------------------------------------------------------------------------------------------
 
 # Each class breaks one promise; the test named is the one that finds it.
 BROKEN = """
@@ -151,31 +140,3 @@ except MissingPackageError as error:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("install gdscache[test]\n", "")
-
-
-# -- by name, and from a file ----------------------------------------------------------------------------------------
-
-
-def test_a_config_names_it_and_the_engine_meets_the_faults(slab: Path, open_host: Callable[..., Any]) -> None:
-    host, tokens = kept_on_ssd(open_host, 5, transport=f"{__name__}:Configured", cpu=8)
-    part = ExtentPart.layer(host.layout, 1)
-    with PLAN.rule(Fault.FLIP, Op.READ, part=part, skip=2, times=1):
-        report = host.load(tokens)
-    assert sorted(status.value for status in report.pages) == ["checksum"] + ["loaded"] * 4
-    assert host.engine.stats()["tiers"]["ssd"]["transport"]["faults"] == {"flip": 1}
-    PLAN.reset()
-
-
-def test_a_plan_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, open_host: Callable[..., Any]) -> None:
-    path = tmp_path / "faults.json"
-    rules = [
-        {"fault": "flip", "op": "read", "part": [2048, 4096, 8192], "skip": 1, "times": 1, "bit": 9},
-        {"fault": "delay", "seconds": 0.001, "rate": 0.5},
-    ]
-    path.write_text(json.dumps({"seed": 4, "inner": "posix", "rules": rules}))
-    monkeypatch.setenv("GDSCACHE_FAULTS", str(path))
-    host, tokens = kept(open_host, 4, transport="tests.support.faults:FaultyTransport", cpu=None)
-    assert sorted(s.value for s in host.load(tokens).pages).count(PageStatus.CHECKSUM.value) == 1
-    shown = host.engine.stats()["tiers"]["ssd"]["transport"]
-    assert shown["inner"] == "posix"
-    assert shown["faults"]["flip"] == 1

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,9 +20,6 @@ from gdscache import CacheEngine
 from gdscache.disk.catalog import Catalog
 from gdscache.errors import EngineClosedError, PoolFullError
 from gdscache.index.index import PageIndex
-from gdscache.index.table import Entry, PageState
-from gdscache.pages.keys import Page
-from gdscache.tiers.manager import TierManager
 from tests.support.helpers import (
     LONG,
     WAIT,
@@ -44,8 +41,6 @@ from tests.support.helpers import (
 )
 
 SALTS = ("", "tenant")
-
-KINDS = {"gpu": "planes", "cpu": "memory", "ssd": "files"}
 
 
 def between_pieces(engine: CacheEngine, action: Callable[[], None], piece: int = 1) -> AbstractContextManager[Any]:
@@ -73,87 +68,26 @@ def keys(engine: CacheEngine, tokens: list[int], salt: str = "") -> set[bytes]:
 # -- how long the lock is held: counted in pages, not in seconds ------------------------------------------------------
 
 
-class Hold:
-    """A lock that counts the work done while it is held."""
-
-    def __init__(self) -> None:
-        self.work = 0
-        self.holds: list[int] = []
-        self._lock = threading.RLock()
-        self._depth = 0
-        self._before = 0
-
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        got = self._lock.acquire(blocking, timeout)
-        if got:
-            self._depth += 1
-            if self._depth == 1:
-                self._before = self.work
-        return got
-
-    def release(self) -> None:
-        self._depth -= 1
-        if not self._depth:
-            self.holds.append(self.work - self._before)
-        self._lock.release()
-
-    def __enter__(self) -> None:
-        self.acquire()
-
-    def __exit__(self, *exception: object) -> None:
-        self.release()
-
-
-class CountedIndex(PageIndex):
-    """An index that counts the pages that are dropped one by one, and the slots that are retired at a cost each."""
-
-    def __init__(self, slots: int, hold: Hold, durable: bool) -> None:
-        self.hold = hold
-        super().__init__(slots, *(None, self.count) if durable else ())
-
-    def drop(self, entry: Entry) -> None:
-        self.hold.work += 1
-        super().drop(entry)
-
-    def count(self, slots: Sequence[int]) -> None:
-        self.hold.work += len(slots)
-
-
 @pytest.mark.parametrize("cleared", ["everything", "one namespace", "a namespace without pages"])
-def test_the_lock_is_held_for_a_piece_at_a_time(cleared: str) -> None:
-    pages, hold = 6_000, Hold()
-    tiers = {}
-    names = [bytes([n]) * 32 for n in range(3)]
-    for name in ("gpu", "cpu", "ssd"):
-        index = CountedIndex(pages, hold, durable=name == "ssd")
-        for slot in index.take_free(pages):
-            namespace = names[slot % 2]
-            page = Page(slot.to_bytes(4, "little") * 8, namespace, namespace)
-            entry = index.insert(page, slot, PageState.PENDING)
-            index.lease(entry)
-            index.commit(entry)
-            index.release(entry)
-        tiers[name] = SimpleNamespace(
-            name=name,
-            kind=KINDS[name],
-            index=index,
-            served=True,
-            plain=False,
-            commit_all_deletions=lambda namespace: None,
-        )
-    hold.work, hold.holds = 0, []
-    manager = TierManager(hold, list(tiers.values()))
-    manager.clearing.piece = 64
-    hold.holds.clear()
-    target = {"everything": None, "one namespace": names[0]}.get(cleared, names[2])
-    gone = {"everything": pages, "one namespace": pages // 2}.get(cleared, 0)
-    assert manager.clearing.clear(*([] if target is None else [target])) == dict.fromkeys(tiers, gone)
-    assert sum(hold.holds) >= gone
-    assert max(hold.holds) <= 3 * 64 < pages // 10
-    for tier in tiers.values():
-        assert len(tier.index) == pages - gone
-        assert tier.index.free_slots == gone
-        assert tier.index.check() == []
+def test_the_lock_is_held_for_a_piece_at_a_time(open_engine: OpenEngine, cleared: str) -> None:
+    """Of each tier. All pages together are let go of in one step, which costs nothing a page; slots of files cost."""
+    engine, seen = open_engine(gpu=40, cpu=40, ssd=40), list[tuple[int, int]]()
+    for salt in SALTS:
+        run(engine, prompt(1, 16), salt)
+    tiers = engine.manager.tiers
+
+    def look(_: float = 0) -> None:
+        seen.append((sum(len(tier.index) for tier in tiers.values()), len(tiers["ssd"]._returned)))
+
+    gone = {"everything": 32, "one namespace": 16}.get(cleared, 0)
+    look()
+    with mock.patch.multiple(engine.manager.clearing, piece=4, sleep=look):
+        given = [] if cleared == "everything" else [engine.namespace("" if gone else "nobody's")]
+        assert engine.manager.clearing.clear(*given) == dict.fromkeys(tiers, gone)
+    assert seen[-1][0] == 3 * (32 - gone)
+    for (pages, slots), (left, more) in itertools.pairwise(seen):
+        assert more - slots <= 2 * 4  # the first ones go with the step, too
+        assert pages - left <= 3 * 4 or cleared == "everything"
 
 
 # -- everything at once ----------------------------------------------------------------------------------------------
@@ -457,6 +391,7 @@ def test_nothing_older_than_the_last_clear_is_ever_served(open_engine: OpenEngin
     assert served[0] > 50, "hardly a page was served: nothing was tested"
     assert sum(versions.settled.values()) > 20
     quiet(engine)
+    assert set(engine.stats()["misses"]) <= {"absent", "cancelled", "cleared"}
     engine.clear()
     assert rows(engine) == set()
     assert engine.check().problems == ()

@@ -107,10 +107,11 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Failing:
     return Failing(monkeypatch)
 
 
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.suite), 3])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_an_index_is_whole_behind_each_native_call_that_fails(policy: str, failing: Failing) -> None:
+def test_an_index_is_whole_behind_each_native_call_that_fails(policy: str, failing: Failing, step: int) -> None:
     failing.patch_index()
-    failing.each(NO_MEMORY, 20, lambda: index_life(policy, failing.quiet))
+    failing.each(NO_MEMORY, 20, lambda: index_life(policy, failing.quiet), step)
 
 
 @pytest.fixture

@@ -96,7 +96,8 @@ def test_a_pin_of_what_is_not_cached_holds_nothing(open_host: OpenHost) -> None:
     host.keep(prompt(1, 3))
     engine = host.engine
     assert engine.pin(prompt(2, 3), 60).tokens == 0
-    assert engine.pin([], 60).tokens == 0
+    host.store(prompt(3, 3), 4).result(WAIT)
+    assert engine.pin(prompt(3, 3), 60).tokens == 0, "its first page is not there"
     assert engine.pin(prompt(1, 3) + prompt(2, 2), 60).tokens == 12
     assert engine.pin(prompt(1, 3), 60, salt="tenant").tokens == 0
     for pin in list(engine.manager.pins._pins.values()):
