@@ -21,7 +21,7 @@ from tests.engines.vllm_parts import broken
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
 LIMIT_S = 120.0
 WRITTEN_FOR: dict[str, Any] = json.loads((HERE / "sglang_contract.json").read_text())
-FILES = [HERE / f"sglang_{name}_cases.py" for name in ("linker", "storage", "ranks", "pools", "namespace", "metrics")]
+FILES = [HERE / f"sglang_{name}_cases.py" for name in ("linker", "storage", "ranks", "namespace", "metrics")]
 CASES = cases_of(*FILES)
 PAIRED = {"killed", "after_the_kill"}
 
