@@ -81,7 +81,7 @@ class ShadowMachine(RuleBasedStateMachine):
 
 
 TestShadow = ShadowMachine.TestCase
-TestShadow.settings = settings(max_examples=max(20, settings.default.max_examples), stateful_step_count=40)
+TestShadow.settings = settings(stateful_step_count=40)
 
 
 def test_a_shadow_is_its_list_whatever_is_drawn() -> None:
@@ -228,7 +228,7 @@ def bound_of(policy: Guarded) -> float:
     return (policy._most() + policy._shadow.room) * (1 << policy._shadow.shift)
 
 
-@settings(max_examples=max(40, settings.default.max_examples), deadline=None)
+@settings(max_examples=2 * settings.default.max_examples, deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), min_size=20, max_size=150),
     st.integers(1, 12),
