@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gdscache.groups.base import Group, alignment, complete, kept, lengths, needed
 
-MANY = settings(max_examples=5 * settings.default.max_examples)
+MANY = settings(max_examples=max(100, settings().max_examples))
 SIZES = (1, 2, 3, 4, 6, 8)
 MOST = 60
 

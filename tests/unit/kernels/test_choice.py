@@ -62,14 +62,6 @@ def automatic(load: Rates = UP, store: Rates = DOWN) -> Paths:
 # --- rates -------------------------------------------------------------------------------------------------------
 
 
-def test_a_measured_size_has_the_measured_rate() -> None:
-    for measured in (UP, DOWN):
-        for size, rate in measured.staged.items():
-            assert measured.staging(size) == pytest.approx(rate)
-        for size, rate in measured.copy_engine.items():
-            assert measured.engine(size) == pytest.approx(rate)
-
-
 def test_between_sizes_and_outside_of_them() -> None:
     """Between two sizes the rate goes with the logarithm; above the largest it stays, and below the smallest each piece
     takes the smallest one's time."""
@@ -83,8 +75,9 @@ def test_between_sizes_and_outside_of_them() -> None:
 
 
 @given(by_size, runs)
-def test_a_rate_lies_between_those_of_its_neighbours(some: dict[int, float], piece: int) -> None:
+def test_a_rate_lies_between_those_of_its_neighbours_and_is_measured_there(some: dict[int, float], piece: int) -> None:
     sizes = sorted(some)
+    assert [staging(some).staging(size) for size in sizes] == pytest.approx([some[size] for size in sizes])
     around = [size for size in sizes if size <= piece][-1:] + [size for size in sizes if size >= piece][:1]
     low, high = (limit(some[size] for size in around) for limit in (min, max))
     if piece < sizes[0]:
