@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -43,6 +44,7 @@ class Recorder:
                 return inner(*given, **named)
             self._inside.of = name
             told = {"group": _group(given, named), "what": name, "shape": _shape(given, named)}
+            told["by"] = sys._getframe(1).f_code.co_filename
             self._write({**told, "at": "begin"})
             try:
                 found = inner(*given, **named)

@@ -226,7 +226,6 @@ def _die(ranks: Ranks, rank: int) -> None:
     reduction, which does."""
     found, tokens = ranks.rig(**SHORT), rig.prompt(1, 61)
     found.serve_and_flush(tokens)
-    ranks.told()
     ranks.barrier()
     if ranks.rank == rank:
         os.kill(os.getpid(), signal.SIGKILL)

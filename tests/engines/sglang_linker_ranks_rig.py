@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import functools
-import json
 import os
 import random
 import sys
@@ -23,10 +22,9 @@ import torch.distributed as dist
 
 from tests.engines import sglang_hybrid_rig as hybrids
 from tests.engines import sglang_rig as rig
+from tests.engines.collectives import Recorder
 
 _CASES: dict[str, Callable[[Ranks], None]] = {}
-_COLLECTIVES = ("all_reduce", "all_gather", "all_gather_object", "broadcast", "broadcast_object_list", "barrier",
-                "reduce", "gather", "scatter", "all_to_all", "send", "recv", "isend", "irecv", "new_group")  # fmt: skip
 PATIENCE_S = 60.0  # of gloo
 
 
@@ -35,7 +33,6 @@ class Ranks:
 
     def __init__(self, folder: Path, rank: int, ranks: int) -> None:
         self.folder, self.rank, self.ranks = folder, rank, ranks
-        self.entered: list[tuple[str, str]] = []  # collectives, and the files that have called them
         dist.init_process_group(
             "gloo",
             init_method=f"file://{folder}/rendezvous",
@@ -45,22 +42,11 @@ class Ranks:
         )
         self.group = dist.new_group(backend="gloo")
         self._barrier = functools.partial(dist.barrier, self.group)
-        for name in _COLLECTIVES:
-            setattr(dist, name, self._watched(name, getattr(dist, name)))
+        Recorder(folder, rank)
 
     @property
     def leads(self) -> bool:
         return self.rank == 0
-
-    def _watched(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(call)
-        def entered(*args: Any, **kwargs: Any) -> Any:
-            caller = sys._getframe(1).f_code.co_filename
-            shape = str(tuple(args[0].shape)) if args and isinstance(args[0], torch.Tensor) else ""
-            self.entered.append((name + shape, caller))
-            return call(*args, **kwargs)
-
-        return entered
 
     def barrier(self) -> None:
         """For the test itself: not written down."""
@@ -79,12 +65,6 @@ class Ranks:
         """Where others have died, nobody is waited for."""
         print("done", flush=True)
         os._exit(0)
-
-    def told(self) -> None:
-        """What was entered, for the test that compares it over the ranks."""
-        ours = {name for name, caller in self.entered if "gdscache" in caller}
-        assert ours <= {"all_gather_object"}, ours
-        (self.folder / f"entered-{self.rank}.json").write_text(json.dumps([name for name, _ in self.entered]))
 
 
 class InStep(rig.Linked):
@@ -201,7 +181,6 @@ def run_case() -> None:
     ranks = Ranks(folder, rank, count)
     try:
         _CASES[name](ranks)
-        ranks.told()
         ranks.barrier()
     except BaseException:  # noqa: BLE001 - the other ranks wait in a reduction, and the test is to hear of it at once
         traceback.print_exc()

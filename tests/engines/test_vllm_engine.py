@@ -14,10 +14,10 @@ import torch
 from gdscache.commands.inspect.survey import inspect
 from gdscache.disk.catalog_file import slab_extent
 from tests.engines import vllm_parts as parts
+from tests.engines.vllm_script import DRAIN, METRICS, RESET, TELL, Answers, ask, at_rest
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
-Answers = list[dict[str, Any]]
 BLOCK = 32
 FAULTY = "tests.support.faults:FaultyTransport"
 
@@ -27,31 +27,16 @@ def whole(prompt: dict[str, Any], block: int = BLOCK) -> int:
     return (sum(number for _, number in prompt["parts"]) - 1) // block * block
 
 
-def ask(*prompts: dict[str, Any], **more: Any) -> tuple[str, dict[str, Any]]:
-    return "ask", {"prompts": list(prompts), **more}
-
-
-RESET: tuple[str, dict[str, Any]] = ("reset", {})
-DRAIN: tuple[str, dict[str, Any]] = ("drain", {})
-TELL: tuple[str, dict[str, Any]] = ("tell", {})
-
-
 def filled(folder: Path, model: Path, **changes: Any) -> dict[str, Any]:
     """A directory with the pages of all prompts; how a connector is told of it."""
     parts.run(folder, model, [ask(*parts.PROMPTS), DRAIN], parts.cache(folder / "ssd"))
     return parts.cache(folder / "ssd", **changes)
 
 
-def at_rest(told: dict[str, Any]) -> None:
-    """Nothing is held, and every index agrees with its bytes."""
-    assert told["leases"] == 0
-    assert told["check"] == []
-
-
 def test_prefixes_salts_and_chunks(model: Path, plain: Answers, tmp_path: Path) -> None:
     salts = [parts.salted(parts.LONG, salt) for salt in ("a", "b", "a")]
     steps = [ask(*parts.PROMPTS), DRAIN, RESET, ask(*parts.PROMPTS), RESET, ask(*salts[:2]), DRAIN, RESET, ask(*salts)]
-    steps += [DRAIN, ("metrics", {}), TELL, ("reset", {"connector": True}), ask(*parts.PROMPTS)]
+    steps += [DRAIN, METRICS, TELL, ("reset", {"connector": True}), ask(*parts.PROMPTS)]
     connector = parts.cache(tmp_path / "ssd")
     found = parts.run(tmp_path, model, steps, connector).answers[1:]
     first, again, salted, salted_again, emptied = found[0], found[3], found[5], found[8], found[13]
@@ -77,7 +62,7 @@ def test_prefixes_salts_and_chunks(model: Path, plain: Answers, tmp_path: Path) 
 
 def test_after_a_restart_without_a_prefix_cache_of_vllm(model: Path, plain: Answers, tmp_path: Path) -> None:
     connector = filled(tmp_path, model)
-    steps = [ask(*parts.PROMPTS), ask(*parts.PROMPTS, together=True), ("metrics", {}), TELL]
+    steps = [ask(*parts.PROMPTS), ask(*parts.PROMPTS, together=True), METRICS, TELL]
     for layerwise in (True, False):
         connector["layerwise"] = layerwise
         found = parts.run(tmp_path, model, steps, connector, llm={"enable_prefix_caching": False}).answers[1:]
@@ -91,7 +76,7 @@ def test_after_a_restart_without_a_prefix_cache_of_vllm(model: Path, plain: Answ
 def test_packed_pages(model: Path, plain: Answers, tmp_path: Path) -> None:
     """`model.pack`: the tokens are those without a cache, out of the CPU tier and after a restart, in fewer bytes."""
     connector = parts.cache(tmp_path / "ssd", model={"pack": "on"})
-    steps = [ask(*parts.PROMPTS), DRAIN, RESET, ask(*parts.PROMPTS), ("metrics", {}), TELL]
+    steps = [ask(*parts.PROMPTS), DRAIN, RESET, ask(*parts.PROMPTS), METRICS, TELL]
     found = parts.run(tmp_path, model, steps, connector).answers[1:]
     again = parts.run(tmp_path, model, [ask(*parts.PROMPTS), DRAIN, TELL], connector).answers[1:]
     assert parts.cached(found[3]) == parts.cached(again[0]) == [whole(prompt) for prompt in parts.PROMPTS]
@@ -205,7 +190,7 @@ def test_a_pool_so_small_that_requests_are_preempted(model: Path, tmp_path: Path
     llm = {"num_gpu_blocks_override": 56, "max_num_seqs": 3, "max_model_len": 1024}
     steps = [ask(*prompts, together=True), RESET, ask(*prompts, together=True)]
     undisturbed = parts.run(tmp_path, model, steps[:1], llm={"max_num_seqs": 3, "max_model_len": 1024}).answers[1]
-    found = parts.run(tmp_path, model, [*steps, DRAIN, TELL, ("metrics", {})], parts.cache(tmp_path / "ssd"), llm=llm)
+    found = parts.run(tmp_path, model, [*steps, DRAIN, TELL, METRICS], parts.cache(tmp_path / "ssd"), llm=llm)
     for answers in (found.answers[1], found.answers[3]):
         for number, (a, b) in enumerate(zip(answers, undisturbed, strict=True)):
             assert a["why"] == "length"
@@ -240,7 +225,7 @@ SMALL = {"cpu": {"capacity": "2MiB"}}  # eight pages of 256 KiB
 def test_no_room_in_the_cpu_tier(model: Path, plain: Answers, tmp_path: Path) -> None:
     """Pages then go between steps, straight to their blocks; a bad one is computed, with what follows it."""
     connector = filled(tmp_path, model, **SMALL)
-    steps = [ask(*parts.PROMPTS), RESET, ask(*parts.PROMPTS, together=True), DRAIN, TELL, ("metrics", {})]
+    steps = [ask(*parts.PROMPTS), RESET, ask(*parts.PROMPTS, together=True), DRAIN, TELL, METRICS]
     found = parts.run(tmp_path, model, steps, connector).answers[1:]
     assert parts.cached(found[0]) == [whole(prompt) for prompt in parts.PROMPTS]
     for answers in (found[0], found[2]):
@@ -261,7 +246,7 @@ def test_a_disk_that_hangs(model: Path, plain: Answers, tmp_path: Path) -> None:
     hangs = {"rules": [{"fault": "hang", "op": "read", "skip": 3}], "inner": "posix"}
     connector = parts.cache(tmp_path / "ssd", ssd={"transport": FAULTY}, options={"wait_seconds": 3})
     steps = [("abort", {"prompt": parts.LONG, "steps": 20}), ask(*parts.PROMPTS), ("release", {}), DRAIN, TELL]
-    found = parts.run(tmp_path, model, [*steps, ("metrics", {})], connector, faults=hangs).answers[1:]
+    found = parts.run(tmp_path, model, [*steps, METRICS], connector, faults=hangs).answers[1:]
     assert found[0]["said"] == 0
     assert found[0]["seconds"] > 20 * 0.002, "the scheduler spins"
     parts.same(found[1], plain)
@@ -411,9 +396,8 @@ def test_the_log_looks_like_vllm_s_own(model: Path, tmp_path: Path) -> None:
 def test_a_load_is_in_the_trace_of_its_request(model: Path, tmp_path: Path) -> None:
     connector = parts.cache(tmp_path / "ssd")
     connector["config"]["traces"] = True
-    steps = [("ask", {"prompts": [parts.LONG]}), ("drain", {}), ("reset", {})]
-    traced = ("traced", {"prompt": parts.LONG, "trace": 11})
-    [span] = parts.run(tmp_path, model, [*steps, traced], connector).answers[4]
+    steps = [ask(parts.LONG), DRAIN, RESET, ("traced", {"prompt": parts.LONG, "trace": 11})]
+    [span] = parts.run(tmp_path, model, steps, connector).answers[4]
     assert (span["name"], span["trace"]) == ("gdscache.load", 11)
     assert span["attributes"]["gdscache.pages"] == 46
     assert span["attributes"]["gdscache.tiers"] == ["cpu"]

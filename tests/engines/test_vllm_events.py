@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import urllib.request
 from pathlib import Path
@@ -13,6 +12,9 @@ from typing import Any
 import pytest
 
 from tests.engines import vllm_parts as parts
+from tests.engines.vllm_child import tokens_of
+from tests.engines.vllm_script import DRAIN, ask
+from tests.support.prometheus import free_port
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 BLOCK = 32
@@ -58,17 +60,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return parts.made(tmp_path_factory.mktemp("model"), "mha")
 
 
-def tokens_of(prompt: dict[str, Any]) -> list[int]:
-    from tests.engines.vllm_child import tokens_of as drawn
-
-    return drawn(prompt)
-
-
 def test_what_tiers_have_is_told_in_vllms_own_names(model: Path, tmp_path: Path) -> None:
-    ask = ("ask", {"prompts": [parts.LONG]})
-    again = ("ask", {"prompts": [parts.OTHER]})
+    first, again = ask(parts.LONG), ask(parts.OTHER)
     connector = parts.cache(tmp_path / "ssd")
-    steps = [EVENTS, ask, ("drain", {}), again, EVENTS, ("reset", {"connector": True}), again, EVENTS]
+    steps = [EVENTS, first, DRAIN, again, EVENTS, ("reset", {"connector": True}), again, EVENTS]
     found = parts.run(tmp_path, model, steps, connector, llm={"kv_events": True}).answers[1:]
     index, tokens = Index(), tokens_of(parts.LONG)
     index.hear(found[4])
@@ -81,8 +76,8 @@ def test_what_tiers_have_is_told_in_vllms_own_names(model: Path, tmp_path: Path)
 
     # Pages of an earlier process are told of when a request begins with them.
     connector = parts.cache(tmp_path / "ssd2")
-    parts.run(tmp_path, model, [ask, ("drain", {})], connector, llm={"kv_events": True})
-    steps = [EVENTS, ask, EVENTS]
+    parts.run(tmp_path, model, [first, DRAIN], connector, llm={"kv_events": True})
+    steps = [EVENTS, first, EVENTS]
     found = parts.run(tmp_path, model, steps, connector, llm={"kv_events": True}).answers[1:]
     assert parts.cached(found[1]) == [(len(tokens) - 1) // BLOCK * BLOCK]
     index = Index()
@@ -93,7 +88,7 @@ def test_what_tiers_have_is_told_in_vllms_own_names(model: Path, tmp_path: Path)
 def test_blocks_of_each_group_are_told_with_its_kind(tmp_path: Path) -> None:
     """A block's hash, tokens and parent are those that vLLM tells of full attention, which keeps all of them: a hash
     names the same tokens in every group."""
-    steps = [EVENTS, ("ask", {"prompts": [parts.LONG]}), ("drain", {}), ("ask", {"prompts": [parts.OTHER]}), EVENTS]
+    steps = [EVENTS, ask(parts.LONG), DRAIN, ask(parts.OTHER), EVENTS]
     model = parts.made(tmp_path, "windows")
     found = parts.run(tmp_path, model, steps, parts.cache(tmp_path / "ssd"), llm={"kv_events": True}).answers[1:]
     index = Index()
@@ -114,7 +109,7 @@ def test_blocks_of_each_group_are_told_with_its_kind(tmp_path: Path) -> None:
 
 
 def test_without_events_nothing_is_gathered(model: Path, tmp_path: Path) -> None:
-    steps = [EVENTS, ("ask", {"prompts": [parts.LONG]}), ("drain", {}), EVENTS]
+    steps = [EVENTS, ask(parts.LONG), DRAIN, EVENTS]
     found = parts.run(tmp_path, model, steps, parts.cache(tmp_path / "ssd")).answers[1:]
     assert found[3] == []
 
@@ -138,11 +133,7 @@ def test_dynamos_index_finds_what_each_tier_has(model: Path, tmp_path: Path) -> 
         connector = parts.cache(tmp_path / "ssd")
         steps = [
             ("sleep", {"seconds": 6.0}),  # until the index has connected
-            ("ask", {"prompts": [parts.LONG]}),
-            ("drain", {}),
-            ("ask", {"prompts": [parts.OTHER]}),
-            ("drain", {}),
-            ("ask", {"prompts": [parts.EXACT]}),
+            *(ask(parts.LONG), DRAIN, ask(parts.OTHER), DRAIN, ask(parts.EXACT)),
             ("sleep", {"seconds": 2.0}),
         ]
         parts.run(tmp_path, model, steps, connector, llm=llm)
@@ -157,10 +148,3 @@ def test_dynamos_index_finds_what_each_tier_has(model: Path, tmp_path: Path) -> 
         index.wait(30)
     whole = len(tokens_of(parts.LONG)) // BLOCK * BLOCK
     assert found["gpu"] < found["cpu"] == found["disk"] == whole, (found, (tmp_path / "index").read_text())
-
-
-def free_port() -> int:
-    with socket.socket() as some:
-        some.bind(("127.0.0.1", 0))
-        port: int = some.getsockname()[1]
-        return port

@@ -10,6 +10,7 @@ import torch
 
 from gdscache.commands.inspect.survey import inspect
 from tests.engines import vllm_parts as parts
+from tests.engines.vllm_script import DRAIN, METRICS, RESET, TELL, ask, at_rest
 
 pytestmark = [
     pytest.mark.engines,
@@ -26,19 +27,7 @@ RANKS: dict[str, Any] = {
 WHOLE = [1472, 1376, 672, 992]  # tokens of the prompts that can be cached: whole blocks, and one token is computed
 PAGES = (sum(WHOLE) - 992) // 32  # of which the second prompt's first are in vLLM's own cache
 LAST: dict[str, Any] = {"parts": [[5, 640]]}
-ASK: tuple[str, dict[str, Any]] = ("ask", {"prompts": parts.PROMPTS})
-TOGETHER: tuple[str, dict[str, Any]] = ("ask", {"prompts": parts.PROMPTS, "together": True})
-ASK_LAST: tuple[str, dict[str, Any]] = ("ask", {"prompts": [LAST]})
-RESET: tuple[str, dict[str, Any]] = ("reset", {})
-DRAIN: tuple[str, dict[str, Any]] = ("drain", {})
-TELL: tuple[str, dict[str, Any]] = ("tell", {})
-METRICS: tuple[str, dict[str, Any]] = ("metrics", {})
-
-
-def at_rest(told: dict[str, Any]) -> None:
-    """Nothing is held, and every index agrees with its bytes on all ranks."""
-    assert told["leases"] == 0
-    assert told["check"] == []
+ASK, TOGETHER, ASK_LAST = ask(*parts.PROMPTS), ask(*parts.PROMPTS, together=True), ask(LAST)
 
 
 def filled(folder: Path, model: Path, plain: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.engines import vllm_parts as parts
+from tests.engines.vllm_script import TELL, ask, at_rest
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 
@@ -22,10 +23,9 @@ def test_a_restart_finds_the_pages_of_all_groups(tmp_path: Path) -> None:
 
 def _restart(model: Path, tmp_path: Path) -> None:
     connector = parts.cache(tmp_path / "ssd")
-    first = parts.run(tmp_path, model, [("ask", {"prompts": [parts.LONG]})], connector)
-    second = parts.run(tmp_path, model, [("ask", {"prompts": [parts.LONG]}), ("tell", {})], connector)
+    first = parts.run(tmp_path, model, [ask(parts.LONG)], connector)
+    second = parts.run(tmp_path, model, [ask(parts.LONG), TELL], connector)
     assert parts.cached(first.answers[1]) == [0]
     assert parts.cached(second.answers[1]) == [1472]
     parts.same(second.answers[1], first.answers[1])
-    assert second.answers[2]["check"] == []
-    assert second.answers[2]["leases"] == 0
+    at_rest(second.answers[2])

@@ -138,4 +138,4 @@ if __name__ == "__main__":
         text = json.dumps(contract(), indent=1, sort_keys=True) + "\n"
         if len(sys.argv) > 1:
             Path(sys.argv[1]).write_text(text)
-        print(text)
+        print("\n" + text)

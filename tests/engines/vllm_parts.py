@@ -123,15 +123,28 @@ def run(
 
 
 def made(folder: Path, kind: str, seed: int = 0) -> Path:
-    """A model of a kind, in `folder / "tiny"`. Skips where there is no vLLM."""
-    if not PYTHON.exists():
-        pytest.skip(MISSING)
+    """A model of a kind, in `folder / "tiny"`."""
     orders = folder / "make.json"
     model = {"kind": kind, "seed": seed, "heads": max(2, TP)}
     orders.write_text(json.dumps({"make": str(folder / "tiny"), "model": model}))
-    environment = {**os.environ, "PYTHONPATH": path()}
-    subprocess.run([str(PYTHON), str(CHILD), str(orders), "-"], check=True, timeout=LIMIT_S, env=environment)
+    told(CHILD, orders, "-")
     return folder / "tiny"
+
+
+def told(*arguments: str | Path, **environment: str) -> str:
+    """What vLLM's Python prints. Skips where there is no vLLM."""
+    if not PYTHON.exists():
+        pytest.skip(MISSING)
+    settings = {**os.environ, **SETTINGS, "PYTHONPATH": path(), **environment}
+    done = subprocess.run(
+        [str(PYTHON), *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        check=True,
+        timeout=LIMIT_S,
+        env=settings,
+        text=True,
+    )
+    return done.stdout
 
 
 def drift(a: dict[str, Any], b: dict[str, Any]) -> float:
@@ -191,6 +204,16 @@ def changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
         f"{name}: {now[name]}, was {before[name]}" for name in before.keys() & now.keys() if before[name] != now[name]
     ]
     return sorted(gone + new + other)
+
+
+def broken(written_for: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What has changed of an engine's classes, and which fields it lacks."""
+    found = [
+        f"{name}: {change}"
+        for name, before in written_for["classes"].items()
+        for change in changes(before, now["classes"][name])
+    ]
+    return found + [f"{name} has no {field}" for name, has in now["fields"].items() for field in has if not has[field]]
 
 
 TURNS, MOST_TOKENS = 5, 1900

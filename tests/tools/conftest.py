@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 from typing import IO
 
 import pytest
+import typer.main
 
 from gdscache.commands.main import main
+
+typer.main.get_command = functools.cache(typer.main.get_command)  # which takes 40 ms, each time a command runs
 
 
 @pytest.fixture

@@ -21,6 +21,8 @@ from gdscache.commands.bench.figures import Bar
 from gdscache.commands.bench.shapes import HYBRIDS, LLAMAS, token_bytes
 from gdscache.errors import InvalidValueError, MissingPackageError
 
+pytestmark = pytest.mark.suite
+
 # A run that answers at once: every value follows from its order.
 RUN = """
 import json, pathlib, sys

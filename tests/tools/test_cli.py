@@ -5,10 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +20,7 @@ from gdscache.pages.keys import namespace_digest
 from gdscache.sizes import about
 from tests.support.hybrid import MODELS, hybrid_config
 from tests.support.places import ROOT
+from tests.support.processes import program
 
 CONFIGS = ROOT / "configs"
 
@@ -133,14 +131,6 @@ def test_a_refused_file_is_a_message_and_status_2(
             assert part in err
 
 
-def test_a_model_name_that_looks_like_markup_is_shown_as_it_is(gdscache, tmp_path: Path) -> None:
-    file = tmp_path / "c.yaml"
-    file.write_text("model: {name: '[red]m[/]', layers: 1, kv_heads: 1, head_dim: 1}\n", encoding="utf-8")
-    status, out, _ = gdscache("config", "check", file)
-    assert status == 0
-    assert "[red]m[/]" in out
-
-
 @pytest.mark.parametrize("arguments", [["nonsense"], ["config", "chek"], ["config", "check"], ["--versoin"]])
 def test_wrong_usage_is_status_2(gdscache, arguments: list[str]) -> None:
     status, out, err = gdscache(*arguments)
@@ -177,17 +167,20 @@ def test_help_shows_flags_without_a_value_and_sentences_in_one_piece(
             assert re.search(rf"{option.opts[0]} +\S*[<A-Z]", out), option.opts
 
 
-def test_completion_is_offered_and_completes_commands() -> None:
+RUN = "import runpy; runpy.run_module('gdscache', run_name='__main__')"
+WARNED = """
+import logging
+from gdscache.commands import cli, main
+cli.app = lambda prog_name: logging.getLogger("gdscache.config").warning("ssd.endurance is %s", "9 pages")
+main.main()
+"""
+
+
+def test_in_its_own_process(tmp_path: Path) -> None:
+    """Completion is offered; a digest is on one line, however narrow; a warning has its logger's name and level."""
     asked = {"_GDSCACHE_COMPLETE": "complete_bash", "COMP_WORDS": "gdscache config c", "COMP_CWORD": "2"}
-    command, environment = [sys.executable, "-m", "gdscache"], os.environ | asked
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, env=environment, check=False)
-    assert done.stdout.split() == ["check"], done.stderr
-
-
-def test_as_a_module_in_its_own_process() -> None:
-    command = [sys.executable, "-m", "gdscache", "config", "check", str(CONFIGS / "cpu_only.yaml")]
-    environment = os.environ | {"COLUMNS": "30"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, env=environment, check=False)
+    assert program("-c", RUN, cwd=tmp_path, **asked).stdout.split() == ["check"]
+    done = program("-c", RUN, "config", "check", str(CONFIGS / "cpu_only.yaml"), cwd=tmp_path, COLUMNS="30")
     assert (done.returncode, done.stderr) == (0, "")
-    namespace = load_config(CONFIGS / "cpu_only.yaml").model.namespace_fields()
-    assert namespace_digest(namespace).hex() in done.stdout  # on one line, however narrow
+    assert namespace_digest(load_config(CONFIGS / "cpu_only.yaml").model.namespace_fields()).hex() in done.stdout
+    assert program("-c", WARNED, cwd=tmp_path).stderr == "WARNING gdscache.config: ssd.endurance is 9 pages\n"

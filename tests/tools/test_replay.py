@@ -198,13 +198,13 @@ def brute_force(work: Workload, capacity: int) -> int:
     return max(best.values())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=7 * settings.default.max_examples, deadline=None)
 @given(workloads(requests=6), st.integers(1, 4))
 def test_the_optimum_is_what_brute_force_finds(work: Workload, capacity: int) -> None:
     assert optimum(work, capacity).hits == brute_force(work, capacity)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=7 * settings.default.max_examples, deadline=None)
 @given(workloads(requests=14, depth=4, page_tokens=256), st.integers(1, 20), st.sampled_from(sorted(POLICIES)))
 def test_counts_add_up_and_nothing_beats_the_optimum(work: Workload, capacity: int, name: str) -> None:
     best, forever = optimum(work, capacity), infinite(work)

@@ -84,17 +84,21 @@ def modules() -> dict[str, Path]:
     return found
 
 
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    return [*ast.walk(ast.parse(path.read_text()))]
+
+
 def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
     """Modules of gdscache that a file imports, in its functions too; not those for types alone."""
-    tree = ast.parse(path.read_text())
     for_types = {
         node
-        for part in ast.walk(tree)
+        for part in nodes(path)
         if isinstance(part, ast.If) and isinstance(part.test, ast.Name) and part.test.id == "TYPE_CHECKING"
         for statement in part.body
         for node in ast.walk(statement)
     }
-    for node in ast.walk(tree):
+    for node in nodes(path):
         if node in for_types:
             continue
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "gdscache":
@@ -186,10 +190,9 @@ TWICE = {
 def classes() -> list[tuple[str, str, bool, int, str]]:
     """Each class: its module and name, whether it stands in the module itself, its methods, its docstring."""
     return [
-        (module, node.name, node in tree.body, methods, ast.get_docstring(node) or "")
+        (module, node.name, node in nodes(path)[0].body, methods, ast.get_docstring(node) or "")
         for module, path in modules().items()
-        for tree in [ast.parse(path.read_text())]
-        for node in ast.walk(tree)
+        for node in nodes(path)
         if isinstance(node, ast.ClassDef)
         for methods in [sum(isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef) for part in node.body)]
     ]

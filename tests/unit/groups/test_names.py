@@ -15,7 +15,7 @@ from gdscache.index.index import PageIndex
 from gdscache.index.table import PageState
 from tests.support.index_machine import name
 
-MANY = settings(max_examples=max(60, settings().max_examples))
+MANY = settings(max_examples=3 * settings.default.max_examples)
 
 
 def group(page_tokens: int, window: int = 0) -> Group:

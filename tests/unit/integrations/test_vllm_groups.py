@@ -44,7 +44,7 @@ class Alone(GroupScheduler):
 
 
 @by_name
-@settings(max_examples=max(40, settings().max_examples))
+@settings(max_examples=2 * settings.default.max_examples)
 @given(prompt=st.integers(1, 40), more=st.integers(1, 20), chunk=chunks)
 def test_a_prompt_is_found_again_and_with_its_answer(groups: list[Group], prompt: int, more: int, chunk: int) -> None:
     """Up to the last length at which a hit can be. The last token of the answer was not computed."""

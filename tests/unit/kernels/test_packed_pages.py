@@ -28,7 +28,7 @@ def planes_of(widths: tuple[int, ...], block_tokens: int, page_blocks: int, bloc
     )
 
 
-@settings(max_examples=60)
+@settings(max_examples=3 * settings.default.max_examples)
 @given(
     st.lists(st.sampled_from([1, 8, 30, 128, 576]), min_size=1, max_size=2),
     st.sampled_from([1, 4, 16]),
@@ -75,7 +75,7 @@ def test_a_page_comes_back_bit_for_bit_and_lies_as_the_oracle_has_it(
     )
 
 
-@settings(max_examples=60)
+@settings(max_examples=3 * settings.default.max_examples)
 @given(st.integers(1, 3000), st.integers(0, 1 << 30), st.sampled_from(["any", "list", "places"]))
 def test_any_bytes_give_what_the_oracle_makes_of_them(width: int, seed: int, kind: str) -> None:
     rng = np.random.default_rng(seed)

@@ -80,7 +80,7 @@ class ShadowMachine(RuleBasedStateMachine):
 
 
 TestShadow = ShadowMachine.TestCase
-TestShadow.settings = settings(max_examples=max(20, settings.default.max_examples), stateful_step_count=40)
+TestShadow.settings = settings(stateful_step_count=40)
 
 
 def test_a_shadow_is_its_list_whatever_is_drawn() -> None:
@@ -227,7 +227,7 @@ def bound_of(policy: Guarded) -> float:
     return (policy._most() + policy._shadow.room) * (1 << policy._shadow.shift)
 
 
-@settings(max_examples=max(40, settings.default.max_examples), deadline=None)
+@settings(max_examples=2 * settings.default.max_examples, deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), min_size=20, max_size=150),
     st.integers(1, 12),
@@ -258,24 +258,6 @@ def test_one_long_prompt_of_several_groups_is_within_the_budget() -> None:
         assert policy.following is not free
         policy.evict_all([(key, None) for key in keys[:8]])
         assert policy.judged is not free
-
-
-@pytest.mark.parametrize("kind", [GuardedMostRecent, GuardedAdversary])
-def test_an_order_that_is_always_wrong_costs_a_constant(kind: type[Guarded]) -> None:
-    """Popular texts, and an order that gives up what is wanted next: it loses its budget, and then nothing more."""
-    draw = random.Random(0)
-    capacity, losses = 60, []
-    prompts: list[list[int]] = []
-    for requests in (1000, 2000, 4000):
-        while len(prompts) < requests:
-            prompts.append([int(80 * draw.random() ** 2), *([draw.randrange(3)] * draw.randint(0, 2))])
-        work = trace(prompts)
-        policy = kind()
-        hits, base = against(work, capacity, policy), simulate(work, capacity, LRU()).hits
-        losses.append(base - hits)
-        assert losses[-1] <= bound_of(policy) + 3
-        assert losses[-1] <= 0.02 * base + capacity
-    assert losses[-1] - losses[0] <= 0.01 * base + capacity
 
 
 def test_it_is_the_other_order_or_lru() -> None:

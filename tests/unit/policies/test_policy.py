@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Callable
 from typing import get_args
 
@@ -129,34 +128,6 @@ def test_a_policy_is_its_model(new: Callable[[], EvictionPolicy], slow: Callable
     machine = type("Machine", (PolicyMachine,), {"new": staticmethod(new), "slow": staticmethod(slow)})
     examples = max(12, settings.default.max_examples)
     run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=50))
-
-
-@pytest.mark.suite
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("policy", MODELS)
-def test_a_policy_is_its_model_in_a_long_run(policy: type[EvictionPolicy], seed: int) -> None:
-    """A tier of 120 pages, 400 names, some wanted far more often than others, now and then many times in a row."""
-    draw = random.Random(seed)
-    order, model = policy(), MODELS[policy]()
-    present: set[bytes] = set()
-    for _ in range(4000):
-        key = name(int(400 * draw.random() ** 3))
-        if key not in present:
-            if len(present) == 120:
-                at = draw.choice([0, 0, 0, 0, 1, 5])
-                victim = next(itertools.islice(order, at, None))
-                assert victim == model.order()[at]
-                order.remove(victim)
-                model.remove(victim)
-                present.remove(victim)
-            parent = draw.choice([b"", *sorted(present)[:3]])
-            order.insert_all([(key, parent)])
-            model.insert(key, parent)
-            present.add(key)
-        for _ in range(draw.choice([0, 1, 1, 2, 18 if draw.random() < 0.1 else 0])):
-            order.touch_all([key])
-            model.touch(key)
-    assert list(order) == model.order()
 
 
 def test_the_table_and_the_configuration_know_the_same_policies() -> None:

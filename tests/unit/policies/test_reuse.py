@@ -94,7 +94,7 @@ def test_what_is_worth_nothing_before_its_last_age_is_kept_in_part() -> None:
     assert mean(found, hits) == pytest.approx(300 * 600 / room[0, -1])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=10 * settings.default.max_examples, deadline=None)
 @given(
     st.lists(st.lists(st.floats(0, 0.2), min_size=4, max_size=4), min_size=2, max_size=3),
     st.lists(st.floats(1, 1000), min_size=3, max_size=3),

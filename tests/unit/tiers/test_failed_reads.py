@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -60,74 +61,54 @@ class World:
         return self.reads.off("ssd")
 
 
+Step = Callable[[World], object]
+
+
 @pytest.fixture
 def world() -> World:
     return World()
 
 
-def test_a_page_is_given_up_when_it_fails_again_while_others_are_read(world: World) -> None:
-    world.fail(1)
-    world.read(2)
-    world.now += AGAIN_S - 0.1
-    world.fail(1)
-    assert world.dropped == []
-    world.read(2)
-    world.now += 0.2
-    world.fail(1)
-    assert world.dropped == [1]
-    assert world.reads.describe()["given_up"] == 1
+def fail(*pages: int) -> Step:
+    return lambda world: world.fail(*pages)
 
 
-def test_a_page_that_is_alone_for_long_is_given_up_all_the_same(world: World) -> None:
-    for _ in range(3):
-        world.read(2)
-        world.fail(1)
-        world.now += AGAIN_S / 4
-        world.fail(1)
-        world.now += 1
-    assert world.dropped == []
-    world.now += AGAIN_S
-    world.read(2)
-    world.fail(1)
-    assert world.dropped == [1]
+def read(*pages: int) -> Step:
+    return lambda world: world.read(*pages)
 
 
-def test_a_page_that_was_read_meanwhile_is_not(world: World) -> None:
-    world.fail(1)
-    world.read(1)
-    world.now += 2 * AGAIN_S
-    world.fail(1)
-    assert world.dropped == []
+def later(seconds: float) -> Step:
+    return lambda world: setattr(world, "now", world.now + seconds)
 
 
-def test_none_is_given_up_where_nothing_else_is_read(world: World) -> None:
-    world.fail(1)
-    world.now += 2 * AGAIN_S
-    world.fail(1, 2, 3)
-    assert world.dropped == []
+SOON = [fail(1), read(2), later(AGAIN_S - 0.1), fail(1)]
+ALONE = [read(2), fail(1), later(AGAIN_S / 4), fail(1), later(1)] * 3
+OUTAGE = [read(9), fail(*range(5)), later(TRY_S), fail(5), read(9)]
+GIVEN_UP: dict[str, tuple[list[Step], list[int]]] = {
+    "again, and soon": (SOON, []),
+    "again, while others are read": ([*SOON, read(2), later(0.2), fail(1)], [1]),
+    "alone": (ALONE, []),
+    "alone, and for long": ([*ALONE, later(AGAIN_S), read(2), fail(1)], [1]),
+    "read meanwhile": ([fail(1), read(1), later(2 * AGAIN_S), fail(1)], []),
+    "nothing else is read": ([fail(1), later(2 * AGAIN_S), fail(1, 2, 3)], []),
+    "in two outages": ([*OUTAGE, later(2 * AGAIN_S), fail(*range(6))], []),
+    "before an outage": ([fail(1), read(9), later(AGAIN_S), fail(2), later(TRY_S), read(9), fail(1, 2)], [1]),
+}
 
 
-def test_an_outage_says_nothing_of_its_pages(world: World) -> None:
-    world.read(9)
-    world.fail(*range(5))
-    world.now += TRY_S
-    world.fail(5)
-    world.read(9)  # it is over
+@pytest.mark.parametrize(("steps", "given_up"), GIVEN_UP.values(), ids=GIVEN_UP)
+def test_pages_are_given_up_that_fail_for_long_while_others_are_read(
+    world: World, steps: list[Step], given_up: list[int]
+) -> None:
+    for step in steps:
+        step(world)
+    assert (world.dropped, world.reads.describe()["given_up"]) == (given_up, len(given_up))
+
+
+def test_behind_an_outage_no_page_is_failing(world: World) -> None:
+    for step in OUTAGE:
+        step(world)
     assert world.reads.describe()["failing_pages"] == 0
-    world.now += 2 * AGAIN_S
-    world.fail(*range(6))  # the next one
-    assert world.dropped == []
-
-
-def test_who_failed_before_an_outage_is_remembered(world: World) -> None:
-    world.fail(1)
-    world.read(9)
-    world.now += AGAIN_S
-    world.fail(2)
-    world.now += TRY_S
-    world.read(9)
-    world.fail(1, 2)
-    assert world.dropped == [1]
 
 
 def test_a_tier_that_only_fails_is_switched_off_and_tried_each_second(world: World) -> None:
