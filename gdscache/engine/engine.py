@@ -49,6 +49,7 @@ from gdscache.ranks.lender import Lender, Named
 from gdscache.runtime.calls import Calls
 from gdscache.sizes import MAX_SIZE
 from gdscache.store.handle import StoreHandle
+from gdscache.store.parcel import StoreJob
 from gdscache.tiers.base import Lease
 from gdscache.tiers.gpu import GpuTier
 from gdscache.tiers.manager import TierManager
@@ -513,7 +514,7 @@ class CacheEngine:
             handle.order = event.order
         with contextlib.ExitStack() as unused:
             unused.callback(self._parts.executor.passed, event)
-            if self._parts.storer.store(pages, handle, blocks, epoch, event, sources, retention):
+            if self._parts.storer.store(StoreJob(handle, pages, epoch, retention, blocks, event, sources)):
                 unused.pop_all()
                 return handle
         handle.order = b""

@@ -210,9 +210,9 @@ def build(
         planner = storer = None
         for one, some, mine, moves in reversed([*zip(both, outlets, earned, executors, strict=True)]):
             extent, of_plain = one.top.layout.extent_bytes, one.top.plain
-            planner = StorePlanner(manager, config.store, extent, some, mine, plain=of_plain, unfit=planner)
             spare = None if one.bounce is None else one.bounce.stores
-            storer = Storer(manager, planner, moves, spare, deadline, storer)
+            planner = StorePlanner(manager, config.store, extent, some, mine, spare, plain=of_plain, unfit=planner)
+            storer = Storer(planner, moves, deadline, storer)
             undo.callback(storer.close, drain=False)
         assert storer is not None, "an engine without tiers"
         indexes = [tier.index for tier in manager.tiers.values()]

@@ -12,7 +12,7 @@ import errno
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from gdscache.runtime.threads import log_failure
 from gdscache.store.batch_size import BatchSize
 from gdscache.store.outlets import Outlet
 from gdscache.store.parcel import Parcel
+from gdscache.store.plan import StorePlanner
 from gdscache.tiers.manager import TierManager
 from gdscache.tiers.quarantine import Late
 
@@ -59,26 +60,17 @@ class TierWriter:
     """
 
     def __init__(
-        self,
-        manager: TierManager,
-        outlet: Outlet,
-        executor: Executor,
-        extent_bytes: int,
-        deadline: float,
-        written: Callable[[Parcel, Outlet, Sequence[int], str], Sequence[int]],
-        released: Callable[[Parcel, Outlet, Sequence[int]], None],
+        self, manager: TierManager, planner: StorePlanner, outlet: Outlet, executor: Executor, deadline: float
     ) -> None:
-        """Both functions get rows of a parcel, under the manager's lock. `written(parcel, outlet, rows, cause)`: "" for
-        committed pages, else the cause; returns the rows that had no outcome before. `released`, once for each row:
-        nothing reads the slots any more, which is later if the write hangs."""
+        """`planner` hears of each page's outcome, and that nothing reads its slot any more: later, if the write
+        hangs."""
         self._manager = manager
+        self._planner = planner
         self._outlet = outlet
         self._tier = outlet.tier
         self._executor = executor
         self._deadline = deadline
-        self._written = written
-        self._released = released
-        self.size = BatchSize.of(extent_bytes)
+        self.size = BatchSize.of(planner.extent_bytes)
         self._ready: deque[_Part] = deque()
         self._flying: deque[_WriteBatch] = deque()
         self._starting = False  # a thread begins a batch; only one may, since both would count on the same slots
@@ -262,7 +254,7 @@ class TierWriter:
             held = {row: self._late(*one, flight.entries[row]) for row, one in zip(late, where, strict=True)}
             self._manager.quarantine.hold(flight.moving, held)
             for parcel, at in where:
-                self._written(parcel, self._outlet, (at,), cause)
+                self._planner.written(parcel, self._outlet, (at,), cause)
 
     def _complete(self, flight: _WriteBatch) -> Steps[None]:
         causes, failed = yield from self._ended(flight)
@@ -368,15 +360,15 @@ class TierWriter:
         self._tier.index.release_all(entries)
 
     def _finish(self, parcel: Parcel, rows: Sequence[int], cause: str) -> None:
-        if ended := self._written(parcel, self._outlet, rows, cause):
-            self._released(parcel, self._outlet, ended)
+        if ended := self._planner.written(parcel, self._outlet, rows, cause):
+            self._planner.released(parcel, self._outlet, ended)
 
     def _late(self, parcel: Parcel, row: int, entry: Entry) -> Late:
         """A write whose slots may be used again only when it has ended."""
 
         def ended() -> None:
             self._tier.index.release(entry)
-            self._released(parcel, self._outlet, (row,))
+            self._planner.released(parcel, self._outlet, (row,))
 
         memory = f"{parcel.space}_stores" if parcel.space.startswith("bounce") else parcel.space
         return Late("write", memory, self._tier.name, entry.slot, ended)
