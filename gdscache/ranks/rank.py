@@ -7,13 +7,11 @@ import secrets
 import socket
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 
 from gdscache.cuda.streams import Event, record
 from gdscache.errors import EngineClosedError, RankError
 from gdscache.load.handle import LayerwiseLoad
-from gdscache.load.plan import CODES
 from gdscache.load.report import LoadPart
 from gdscache.moves import PageStatus
 from gdscache.pages.layout import PageLayout
@@ -21,7 +19,7 @@ from gdscache.pages.planes import by_layer
 from gdscache.ranks import wire
 from gdscache.ranks.address import RankAddress
 from gdscache.ranks.channel import Door
-from gdscache.ranks.loads import RankLoad
+from gdscache.ranks.loads import Verdicts
 from gdscache.ranks.service import Service
 
 _log = logging.getLogger("gdscache.ranks")
@@ -67,15 +65,16 @@ class Rank:
             raise RankError("no leader has connected to this rank", "open the engine with this rank's address first")
         parts = [LoadPart(pages, first) for pages, first in fields["requests"]]
         handle = LayerwiseLoad(parts, layout, fields["deadline"], checked=fields["checked"])
-        load, event = RankLoad(handle), record(planes[0][0].device)
-        moves = [(told["id"], wire.move_of(told, arrays), arrays.pop(0)) for told in fields["moves"]]
-        load.expect(len(moves))
-        for number, (move_id, move, rows) in enumerate(moves):
-            if service is None or service.leader != fields["leader"]:
-                load.moved(rows, np.full(len(rows), CODES[PageStatus.RANK_LOST], np.uint8))
-            else:
-                last, here = number == len(moves) - 1, None if blocks is None else lambda: blocks
-                service.begin_load(move_id, move, (event,), load, rows, last=last, blocks=here)
+        event, told = record(planes[0][0].device), fields["move"]
+        if told is None:
+            Verdicts(0, handle=handle, places=slice(0)).end()
+            return handle
+        move, places = wire.move_of(told, arrays), arrays.pop(0)
+        if service is None or service.leader != fields["leader"]:
+            Verdicts(len(places), PageStatus.RANK_LOST, handle, places).end()
+        else:
+            heard = Verdicts(len(places), handle=handle, places=places)
+            service.begin_load(told["id"], move, (event,), heard, None if blocks is None else lambda: blocks)
         return handle
 
     def store(self, order: bytes) -> None:

@@ -34,7 +34,6 @@ from gdscache.errors import (
 )
 from gdscache.extents import HostExtents
 from gdscache.kernels.copies import PageCopies, open_copies
-from gdscache.load.plan import CODES
 from gdscache.moves import PLANES, Move, Moving, PageStatus, Priority, Spent
 from gdscache.moves.native import Machine, NativeExecutor, Reserve
 from gdscache.native import SHORT, take_rows
@@ -42,7 +41,7 @@ from gdscache.pages.layout import PLAIN, PageLayout
 from gdscache.pages.planes import PagedPlanes
 from gdscache.ranks import wire
 from gdscache.ranks.channel import Channel
-from gdscache.ranks.loads import RankLoad, Verdicts
+from gdscache.ranks.loads import Verdicts
 from gdscache.ranks.mixed import MixedMoving, plain_rows
 from gdscache.ranks.place import open_host_transport
 from gdscache.ranks.wire import Array, Message
@@ -59,19 +58,13 @@ Blocks = Callable[[], Sequence[int]]
 
 
 @dataclasses.dataclass(slots=True)
-class _Mark:
-    """A place in the order of this rank's stream, once reached. `blocks`: see `Service.mark`."""
+class _Awaited:
+    """What comes under a number: a place in the order of this rank's stream, with `blocks` as in `Service.mark`; or
+    `told`, the leader's bytes."""
 
     event: Event = None
     blocks: Blocks | None = None
-    there: Flag = dataclasses.field(default_factory=Flag)
-
-
-@dataclasses.dataclass(slots=True)
-class _Told:
-    """The leader's bytes under a number, once they have come."""
-
-    what: bytes = b""
+    told: bytes = b""
     there: Flag = dataclasses.field(default_factory=Flag)
 
 
@@ -101,8 +94,8 @@ class Service:
         self._moving: dict[int, Moving | None] = {}  # None: its begin is in progress
         self._refused: set[int] = set()  # moves cancelled before they were begun here, or when they had ended
         self._refused_to = 0  # and all moves up to this number that are not begun
-        self._marks: dict[int, _Mark] = {}
-        self._told: dict[int, _Told] = {}
+        self._marks: dict[int, _Awaited] = {}
+        self._told: dict[int, _Awaited] = {}
         self._late = 0  # late rows
         self._lock = threading.Condition()
         self.over = Flag()
@@ -149,8 +142,8 @@ class Service:
         elif what == "forget":
             self.forget(fields["marks"])
         elif what == "told":
-            told = self._told.setdefault(fields["number"], _Told())
-            told.what = message.arrays[0].tobytes()
+            told = self._told.setdefault(fields["number"], _Awaited())
+            told.told = message.arrays[0].tobytes()
             told.there.set()
         elif what == "close":
             self.leave("")
@@ -304,12 +297,12 @@ class Service:
     def told(self, number: int, seconds: float) -> bytes:
         """Wait up to `seconds` for the leader's bytes under this number; empty if none come, or the leader has gone.
         Smaller numbers are over."""
-        told = self._told.setdefault(number, _Told())
+        awaited = self._told.setdefault(number, _Awaited())
         if not self.over.is_set():  # after `over` no more bytes come
-            told.there.wait_awake(seconds)
+            awaited.there.wait_awake(seconds)
         for old in [one for one in [*self._told] if one <= number]:
             del self._told[old]
-        return told.what
+        return awaited.told
 
     def mark(self, number: int, event: Event, blocks: Blocks | None = None) -> None:
         """`blocks()`: this rank's blocks of the store, if the leader's numbers are positions in them."""
@@ -317,8 +310,8 @@ class Service:
         mark.event, mark.blocks = event, blocks
         mark.there.set()
 
-    def _mark(self, number: int) -> _Mark:
-        mark = self._marks.setdefault(number, _Mark())
+    def _mark(self, number: int) -> _Awaited:
+        mark = self._marks.setdefault(number, _Awaited())
         if self.over.is_set():  # the rank ends, and its store may never come
             mark.there.set()
         return mark
@@ -344,7 +337,7 @@ class Service:
             self._moving[number] = None
             return True
 
-    def _begin_behind(self, number: int, move: Move, marks: Sequence[_Mark]) -> None:
+    def _begin_behind(self, number: int, move: Move, marks: Sequence[_Awaited]) -> None:
         """Begin a store's move when this rank's stream has reached the store; tell the leader if it does not in
         time."""
         if not all(mark.there.wait(move.seconds) for mark in marks):
@@ -354,44 +347,34 @@ class Service:
             self._tell(number, why=why)
         elif self._may_begin(number):
             blocks = next((mark.blocks for mark in marks if mark.blocks is not None), None)
-            self._begin(number, move, [mark.event for mark in marks], blocks=blocks)
+            self._begin(number, move, [mark.event for mark in marks], None, blocks)
 
     def begin_load(
-        self,
-        number: int,
-        move: Move,
-        after: Sequence[Event],
-        load: RankLoad,
-        rows: Int64Array,
-        *,
-        last: bool,
-        blocks: Blocks | None = None,
+        self, number: int, move: Move, after: Sequence[Event], heard: Verdicts, blocks: Blocks | None
     ) -> None:
         if not self._may_begin(number):
-            load.moved(rows, np.full(len(rows), CODES[PageStatus.CANCELLED], np.uint8))
+            heard.judged(heard.rows, PageStatus.CANCELLED)
+            heard.end()
             return
         columns = wire.columns(self._shard, self.layout.n_layers)
         for way in move.ways:
             way.sums = None if way.sums is None else np.ascontiguousarray(way.sums[:, columns])
-        self._begin(number, move, after, load, rows, last=last, blocks=blocks)
+        self._begin(number, move, after, heard, blocks)
 
     def _begin(
         self,
         number: int,
         move: Move,
         after: Sequence[Event],
-        load: RankLoad | None = None,
-        rows: Int64Array | None = None,
-        *,
-        last: bool = False,
+        heard: Verdicts | None = None,
         blocks: Blocks | None = None,
     ) -> None:
         executor = self._executor
         assert executor is not None, "a move before the start"
         waited = any(event is not None and not event.query() for event in after)
-        shown = load.handle if load is not None and last else None
-        heard = None if move.priority >= Priority.STORE else Verdicts(len(move), handle=shown)
-        ended = functools.partial(self._ended, number, move, heard, load, rows, waited)
+        if heard is None and move.priority < Priority.STORE:
+            heard = Verdicts(len(move))
+        ended = functools.partial(self._ended, number, move, heard, waited)
         try:
             on_files = any(space in self._files for way in move.ways for space in (way.source, way.target))
             lost = next(filter(None, (lock.lost(thorough=False) for lock in self._locks)), "") if on_files else ""
@@ -410,8 +393,8 @@ class Service:
             given_up = number in self._refused
         if given_up:
             moving.cancel()
-        if load is not None:
-            load.handle.carried_by(moving, last=last)
+        if heard is not None and heard.handle is not None:
+            heard.handle.carried_by(moving, last=True)
         try:
             self._workers.submit(functools.partial(ended, moving, ""))
         except EngineClosedError:  # this rank ends: when its caller goes on, nothing writes to the planes
@@ -438,15 +421,7 @@ class Service:
                 way.targets = blocks[way.targets]
 
     def _ended(
-        self,
-        number: int,
-        move: Move,
-        heard: Verdicts | None,
-        load: RankLoad | None,
-        rows: Int64Array | None,
-        waited: bool,
-        moving: Moving | None,
-        why: str,
+        self, number: int, move: Move, heard: Verdicts | None, waited: bool, moving: Moving | None, why: str
     ) -> None:
         late, told = list[int](), dict[str, Any]()
         if moving is not None and self._executor is not None:
@@ -473,9 +448,8 @@ class Service:
         if moving is not None and late:
             there = frozenset(late)
             moving.on_end(lambda row: self._late_ended(number, row) if row in there else None)
-        if load is not None and rows is not None:
-            assert heard is not None, "a load has a verdict"
-            load.moved(rows, heard.statuses)
+        if heard is not None:
+            heard.end()
 
     def _late_ended(self, number: int, row: int) -> None:
         with self._lock:
