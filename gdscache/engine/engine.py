@@ -17,7 +17,7 @@ from gdscache import arguments
 from gdscache.config import Config
 from gdscache.cuda.streams import Event, on_stream_of_caller
 from gdscache.engine.closing import EngineClosing, at_exit_of_child, serving
-from gdscache.engine.opening import Parts, build, layer_groups, read_config
+from gdscache.engine.opening import Parts, layer_groups, read_config
 from gdscache.engine.packing import as_directory
 from gdscache.engine.sequence import Sequence as TokenSequence
 from gdscache.errors import (
@@ -119,7 +119,7 @@ class CacheEngine:
             raise InvalidValueError("planes are given beside ranks", "make a Rank of them, and pass its address")
 
         def opened() -> tuple[Parts, EngineClosing]:
-            parts = build(config, planes, timeline=timeline, calls=calls, limits=limits, addresses=ranks)
+            parts = Parts(config, planes, timeline=timeline, calls=calls, limits=limits, addresses=ranks)
             closing = EngineClosing(parts, calls, config.deadline)
             calls.closing = functools.partial(closing.run, False)
             return parts, closing
