@@ -57,8 +57,7 @@ from gdscache.ranks.leader import RankSet
 from gdscache.ranks.place import RemoteMemory, RemotePlanes, RemoteSlab
 from gdscache.runtime.calls import Caller
 from gdscache.runtime.limited_log import LimitedLog
-from gdscache.store.earned_offers import EarnedOffers
-from gdscache.store.outlets import Outlet
+from gdscache.store.outlets import EarnedOffers, Outlet
 from gdscache.store.plan import StorePlanner
 from gdscache.store.storer import Storer
 from gdscache.tiers import ssd_route

@@ -41,8 +41,7 @@ from gdscache.pages.layout import PLAIN, PageLayout
 from gdscache.pages.planes import PagedPlanes
 from gdscache.ranks import wire
 from gdscache.ranks.channel import Channel
-from gdscache.ranks.loads import Verdicts
-from gdscache.ranks.mixed import MixedMoving, plain_rows
+from gdscache.ranks.loads import MixedMoving, Verdicts, plain_rows
 from gdscache.ranks.place import open_host_transport
 from gdscache.ranks.wire import Array, Message
 from gdscache.runtime.threads import Flag, Workers, failure_of, log_failure

@@ -21,9 +21,7 @@ from gdscache.pages.hit import Told
 from gdscache.pages.keys import Page
 from gdscache.pages.layout import PLAIN
 from gdscache.runtime.threads import Bell
-from gdscache.store.batch_size import batch_pages
-from gdscache.store.earned_offers import EarnedOffers
-from gdscache.store.outlets import Outlet
+from gdscache.store.outlets import EarnedOffers, Outlet, batch_pages
 from gdscache.store.parcel import Parcel, StoreJob, last_of
 
 if TYPE_CHECKING:

@@ -22,8 +22,7 @@ from gdscache.index.table import Entry
 from gdscache.moves import Executor, Move, Moving, Priority, Steps, Way, failure
 from gdscache.pages.checksum import Checksums
 from gdscache.runtime.threads import log_failure
-from gdscache.store.batch_size import BatchSize
-from gdscache.store.outlets import Outlet
+from gdscache.store.outlets import BatchSize, Outlet
 from gdscache.store.parcel import Parcel
 from gdscache.store.plan import StorePlanner
 from gdscache.tiers.manager import TierManager

@@ -23,7 +23,7 @@ from gdscache import CacheEngine, PageStatus
 from gdscache.errors import DeadlineError, DirectoryInUseError, GdsCacheError
 from gdscache.load.report import LoadReport
 from gdscache.storage.base import Op
-from gdscache.store.batch_size import BatchSize
+from gdscache.store.outlets import BatchSize
 from gdscache.tiers.quarantine import Late, Quarantine
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import (

@@ -28,8 +28,7 @@ from gdscache.moves import Moving
 from gdscache.pages.keys import Page
 from gdscache.pages.layout import PageLayout
 from gdscache.policies.admission import Admission
-from gdscache.store.earned_offers import EarnedOffers
-from gdscache.store.outlets import Outlet
+from gdscache.store.outlets import EarnedOffers, Outlet
 from gdscache.store.parcel import StoreJob
 from gdscache.store.plan import StorePlanner
 from gdscache.store.storer import Storer

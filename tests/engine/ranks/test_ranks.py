@@ -27,7 +27,7 @@ from gdscache.ranks import executor, service, wire
 from gdscache.ranks.address import StoreMark
 from gdscache.ranks.executor import RanksMoving
 from gdscache.ranks.leader import RankSet
-from gdscache.ranks.mixed import MixedMoving
+from gdscache.ranks.loads import MixedMoving
 from gdscache.ranks.service import Service
 from gdscache.storage.base import Op
 from tests.support.faults import Fault, FaultPlan, FaultRule

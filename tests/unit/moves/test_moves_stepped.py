@@ -24,8 +24,7 @@ from gdscache.errors import EngineClosedError
 from gdscache.index.free_slots import SlotShare
 from gdscache.moves import PLANES
 from gdscache.policies.admission import Admission
-from gdscache.store.earned_offers import EarnedOffers
-from gdscache.store.outlets import Outlet
+from gdscache.store.outlets import EarnedOffers, Outlet
 from gdscache.store.parcel import StoreJob
 from gdscache.store.plan import StorePlanner
 from gdscache.store.storer import Storer
