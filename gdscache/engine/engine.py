@@ -30,7 +30,8 @@ from gdscache.errors import (
 )
 from gdscache.events.base import GroupFacts, KVEventBatch
 from gdscache.events.names import NamedEvents
-from gdscache.gate.gate import Gate, PoolLoad
+from gdscache.gate.costs import Prices
+from gdscache.gate.gate import Gate
 from gdscache.groups.base import Group
 from gdscache.groups.pools import pools_of
 from gdscache.index.retention import DEFAULT, LONGEST_TTL, Retention
@@ -353,8 +354,8 @@ class CacheEngine:
             self.manager.measure_for(gate.costs)
             self.gate = gate
 
-    def pool_load(self, tiers: Sequence[str]) -> PoolLoad:
-        return PoolLoad(self.manager.costs, tiers, self.layout.bytes_in, self._parts.loader.planner.under_way)
+    def load_prices(self, tiers: Sequence[str]) -> Prices:
+        return Prices(self.manager.costs, tiers, self.layout.bytes_in, self._parts.loader.planner.under_way)
 
     def observe_load(self, tier: str, nbytes: int, seconds: float) -> None:
         """Tell the gate that a tier (`cpu`, `ssd` or another's name) gave `nbytes` bytes in `seconds`.

@@ -270,9 +270,7 @@ class LoadPlanner:
             plan.targets += [None] * len(plan)
             placed = 0
             for run in plan.runs:
-                landing = manager.landing_of(plain=run.tier.plain)
-                assert landing is not None, "pages without a tier in memory"
-                self._reserve(landing.index, plan, run.rows, spared)
+                self._reserve(manager.landing_of(run.tier).index, plan, run.rows, spared)
                 placed += len(run.rows) - plan.targets[run.rows.start : run.rows.stop].count(None)
                 if placed < run.rows.stop:
                     break

@@ -100,10 +100,9 @@ class Parcel:
     slots: Sequence[int]
     space: str
     entries: Sequence[Entry] | None
-    lease: dataclasses.InitVar[Lease | None]
+    leases: list[Lease]
     to: tuple[Outlet, ...]
     copied: bool = dataclasses.field(kw_only=True)
-    leases: list[Lease] = dataclasses.field(init=False)
     rows: range = dataclasses.field(init=False)
     pages: list[Page] = dataclasses.field(init=False)
     left: dict[Outlet, set[int]] = dataclasses.field(init=False)
@@ -111,8 +110,8 @@ class Parcel:
     # the cause of the first outlet that did not take the page
     _causes: dict[int, str] = dataclasses.field(init=False, default_factory=dict)
 
-    def __post_init__(self, lease: Lease | None) -> None:
-        self.leases, pages = [] if lease is None else [lease], self.job.pages
+    def __post_init__(self) -> None:
+        pages = self.job.pages
         self.rows, self.pages = range(len(self.places)), [pages[i] for i in self.places]
         self.left = {outlet: set(self.rows) for outlet in self.to}
         self.reading = {outlet: set(self.rows) for outlet in self.to}
@@ -124,9 +123,7 @@ class Parcel:
         """A parcel of these rows alone, with the leases of this one."""
         entries = None if self.entries is None else [self.entries[row] for row in rows]
         places, slots = self.places_of(rows), [self.slots[row] for row in rows]
-        made = Parcel(self.job, places, slots, self.space, entries, None, self.to, copied=self.copied)
-        made.leases = self.leases
-        return made
+        return Parcel(self.job, places, slots, self.space, entries, self.leases, self.to, copied=self.copied)
 
     def keys(self, rows: Iterable[int]) -> list[bytes]:
         pages = self.pages

@@ -82,7 +82,7 @@ class StorePlanner:
         self._cleaning = 0  # of these, pages that go from the CPU tier to the SSD without a store
         self.manager = manager
         self._epoch = manager.clearing.epoch
-        self._landing = manager.landing_of(plain=plain)
+        self._landing = next((tier for tier in manager.landings if tier.plain == plain), None)
         self._bounced = "bounce" + PLAIN * plain
         self._plain, self._unfit = plain, unfit
         self._policy = config.write_policy if self.outlets else "never"
@@ -274,7 +274,7 @@ class StorePlanner:
             self._earned.came(taken)
             lease = self.manager.lease("store")
             lease.take(landing.index, entries)
-            self._set_out(Parcel(job, at, taken, landing.name, entries, lease, to, copied=False), parcels)
+            self._set_out(Parcel(job, at, taken, landing.name, entries, [lease], to, copied=False), parcels)
 
     def _offer_again(self, job: StoreJob, places: range, landing: Tier, parcels: list[Parcel]) -> None:
         entries: dict[int, Entry] = {}
@@ -318,7 +318,7 @@ class StorePlanner:
                     taken = bounced[len(bounced) - len(some) :]
                     del bounced[len(bounced) - len(some) :]
                     self._set_out(
-                        Parcel(job, [places[n] for n in some], taken, self._bounced, None, None, to, copied=False),
+                        Parcel(job, [places[n] for n in some], taken, self._bounced, None, [], to, copied=False),
                         parcels,
                     )
                 else:
@@ -343,7 +343,7 @@ class StorePlanner:
         lease = self.manager.lease("store")
         for entry in entries:
             lease.add(landing.index, entry)
-        return Parcel(job, places, [e.slot for e in entries], landing.name, entries, lease, to, copied=True)
+        return Parcel(job, places, [e.slot for e in entries], landing.name, entries, [lease], to, copied=True)
 
     def _set_out(self, parcel: Parcel, parcels: list[Parcel]) -> None:
         parcels.append(parcel)

@@ -115,7 +115,7 @@ def _costs(data: bytes, folder: Path) -> None:
     for tokens in (512, 1024):
         costs.observe_prefill(tokens, 0, 0.1)
     priced = [tier for tier in ("cpu", "ssd") if costs.load_price(tier)]
-    prices = Prices(costs, priced, 0, 64, 16, lambda tier: EXTENT, {})
+    prices = Prices(costs, priced, lambda tier: EXTENT, {}, 0, 64, 16)
     require(0 <= prices.best() <= len(priced), "so many pages there are not")
     CostsFile(folder, costs, ABOUT).save()
     json.dumps(kept_file.read_json(folder / COSTS_NAME), allow_nan=False)
