@@ -13,7 +13,7 @@ import numpy as np
 
 from gdscache.arrays import Int64Array
 from gdscache.index.table import PENDING, Entry
-from gdscache.load.plan import CODES, Behind, LoadPlan, PrefetchPlan, TierRun
+from gdscache.load.plan import CODES, Behind, LoadPlan, TierRun
 from gdscache.load.report import told_of
 from gdscache.moves import PageStatus
 from gdscache.pages.keys import Page
@@ -254,10 +254,12 @@ class LoadPlanner:
 
     # -- prefetches ----------------------------------------------------------------------------------------------------
 
-    def plan_prefetch(self, pages: Sequence[Page], start: int, most: int, spared: Collection[bytes]) -> PrefetchPlan:
+    def plan_prefetch(
+        self, pages: Sequence[Page], start: int, most: int, spared: Collection[bytes]
+    ) -> tuple[LoadPlan, list[bool], Behind]:
         """Lease up to `most` pages from `pages[start]` on that only tiers behind the landing tiers have, and reserve
         slots of these for them, without evicting any of `spared`. Never waits; no page of the plan waits for
-        another plan."""
+        another plan. Returns the plan, and whether each next page is in it: others are in a fast tier already."""
         manager = self.manager
         assert manager.landings, "no tier to bring pages to"
         with manager.lock, contextlib.ExitStack() as undo:
@@ -283,7 +285,7 @@ class LoadPlanner:
             if not plan.pages:
                 self.end(plan)
             undo.pop_all()
-            return PrefetchPlan(found, then, plan)
+            return plan, found, then
 
     def _prefetchable(self, plan: LoadPlan, pages: Sequence[Page], start: int, most: int) -> tuple[list[bool], Behind]:
         """Whether each page moves, up to the first that cannot be planned, and the reason to end there."""
