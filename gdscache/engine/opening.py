@@ -522,7 +522,7 @@ def _ranks(config: Config, addresses: Sequence[RankAddress]) -> RankSet:
         )
     if config.ssd is not None and config.ssd.gds == "on":
         raise InvalidValueError("ssd.gds is on, and ranks read files into host memory", "set ssd.gds to auto or off")
-    return RankSet.connect(addresses, config.model.model_dump(mode="json"), config.gpu.model_dump(mode="json"))
+    return RankSet(addresses, config.model.model_dump(mode="json"), config.gpu.model_dump(mode="json"))
 
 
 def _loads_by_rank(bounce: Bounce, ranks: RankSet) -> list[list[int]]:

@@ -165,12 +165,10 @@ class Channel:
         with self._lock:
             told, self._closed = self._closed, True
             self._more.release()
-        try:
-            if not told:
-                self._lost(self._why or why or "it has ended")
-        finally:
-            for flag, _ in [*self._calls.values()]:  # no answer comes any more
-                flag.set()
+        if not told:
+            log_failure(failure_of(functools.partial(self._lost, self._why or why or "it has ended")))
+        for flag, _ in [*self._calls.values()]:  # no answer comes any more
+            flag.set()
 
     def _read_on(self) -> None:
         buffer, descriptors = bytearray(), list[int]()

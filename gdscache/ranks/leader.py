@@ -50,39 +50,33 @@ class RankSet:
     `absent` says why nothing is loaded or stored for now: a rank is away, or lost.
     """
 
-    def __init__(self) -> None:
-        self.leader = secrets.token_hex(8)
-        self.links: list[Link] = []
-        self.shards = 1
-        self.absent = ""
-        self.heard: Callable[[Link, Message], object] = lambda link, message: None
-        self.gone: Callable[[Link], object] = lambda link: None  # called when a rank is lost
-        self._lock = threading.Lock()
-        self._closed = False
-
-    @classmethod
-    def connect(cls, addresses: Sequence[RankAddress], model: Mapping[str, Any], gpu: Mapping[str, Any]) -> RankSet:
+    def __init__(self, addresses: Sequence[RankAddress], model: Mapping[str, Any], gpu: Mapping[str, Any]) -> None:
         """Connect to all of them, whose planes must be those of `model`; `gpu`: the section of the configuration.
 
         Raises `RankError` if one cannot be reached, or they are no set: ranks 0 to n - 1, shards from 0 on, each with
         the same number of ranks; `RankMismatchError`, and the ranks' own errors.
         """
         _check(addresses)
-        ranks = cls()
-        ranks.shards = 1 + max(address.shard for address in addresses)
+        self.leader = secrets.token_hex(8)
+        self.links: list[Link] = []
+        self.shards = 1 + max(address.shard for address in addresses)
+        self.absent = ""
+        self.heard: Callable[[Link, Message], object] = lambda link, message: None
+        self.gone: Callable[[Link], object] = lambda link: None  # called when a rank is lost
+        self._lock = threading.Lock()
+        self._closed = False
+
         with contextlib.ExitStack() as undo:
-            undo.callback(ranks.close)
+            undo.callback(self.close)
             for address in sorted(addresses, key=lambda address: address.rank):
                 link = Link(address)
-                name = f"leader-{link.rank}"
-                heard = functools.partial(ranks._heard, link)
+                heard, lost = functools.partial(self._heard, link), functools.partial(self.lose, link)
                 connection = connected(address.name, f"rank {link.rank}", CONNECT_S)
-                link.channel = Channel(connection, name, heard, functools.partial(ranks.lose, link))
-                ranks.links.append(link)
+                link.channel = Channel(connection, f"leader-{link.rank}", heard, lost)
+                self.links.append(link)
                 link.channel.begin()
-            ranks._greet(model, gpu)
+            self._greet(model, gpu)
             undo.pop_all()
-        return ranks
 
     def _greet(self, model: Mapping[str, Any], gpu: Mapping[str, Any]) -> None:
         told = {"version": gdscache.__version__, "protocol": wire.PROTOCOL, "leader": self.leader}
