@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import functools
 import itertools
 import logging
 from collections import deque
@@ -21,7 +22,7 @@ from gdscache.index.retention import DEFAULT, Retention
 from gdscache.index.table import Entry
 from gdscache.moves import Executor, Move, Moving, Priority, Steps, Way, failure
 from gdscache.pages.checksum import Checksums
-from gdscache.runtime.threads import log_failure
+from gdscache.runtime.threads import in_turn, log_failure
 from gdscache.store.outlets import BatchSize, Outlet
 from gdscache.store.parcel import Parcel
 from gdscache.store.plan import StorePlanner
@@ -336,8 +337,7 @@ class TierWriter:
             else:
                 held, batch.held = list(batch.held.values()), {}
                 self._give_up(held)
-                for parcel, rows in batch.parts:
-                    self._finish(parcel, rows, "error")
+                in_turn(*(functools.partial(self._finish, parcel, rows, "error") for parcel, rows in batch.parts))
 
     def _give_up(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
