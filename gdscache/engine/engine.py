@@ -17,7 +17,7 @@ from gdscache import arguments
 from gdscache.config import Config
 from gdscache.cuda.streams import Event, on_stream_of_caller
 from gdscache.engine.closing import EngineClosing, at_exit_of_child, serving
-from gdscache.engine.opening import Parts, build, layer_groups, read_config
+from gdscache.engine.opening import Parts, layer_groups, read_config
 from gdscache.engine.packing import as_directory
 from gdscache.engine.sequence import Sequence as TokenSequence
 from gdscache.errors import (
@@ -30,7 +30,8 @@ from gdscache.errors import (
 )
 from gdscache.events.base import GroupFacts, KVEventBatch
 from gdscache.events.names import NamedEvents
-from gdscache.gate.gate import Gate, PoolLoad
+from gdscache.gate.costs import Prices
+from gdscache.gate.gate import Gate
 from gdscache.groups.base import Group
 from gdscache.groups.pools import pools_of
 from gdscache.index.retention import DEFAULT, LONGEST_TTL, Retention
@@ -49,6 +50,7 @@ from gdscache.ranks.lender import Lender, Named
 from gdscache.runtime.calls import Calls
 from gdscache.sizes import MAX_SIZE
 from gdscache.store.handle import StoreHandle
+from gdscache.store.parcel import StoreJob
 from gdscache.tiers.base import Lease
 from gdscache.tiers.gpu import GpuTier
 from gdscache.tiers.manager import TierManager
@@ -118,7 +120,7 @@ class CacheEngine:
             raise InvalidValueError("planes are given beside ranks", "make a Rank of them, and pass its address")
 
         def opened() -> tuple[Parts, EngineClosing]:
-            parts = build(config, planes, timeline=timeline, calls=calls, limits=limits, addresses=ranks)
+            parts = Parts(config, planes, timeline=timeline, calls=calls, limits=limits, addresses=ranks)
             closing = EngineClosing(parts, calls, config.deadline)
             calls.closing = functools.partial(closing.run, False)
             return parts, closing
@@ -352,8 +354,8 @@ class CacheEngine:
             self.manager.measure_for(gate.costs)
             self.gate = gate
 
-    def pool_load(self, tiers: Sequence[str]) -> PoolLoad:
-        return PoolLoad(self.manager.costs, tiers, self.layout.bytes_in, self._parts.loader.planner.under_way)
+    def load_prices(self, tiers: Sequence[str]) -> Prices:
+        return Prices(self.manager.costs, tiers, self.layout.bytes_in, self._parts.loader.planner.under_way)
 
     def observe_load(self, tier: str, nbytes: int, seconds: float) -> None:
         """Tell the gate that a tier (`cpu`, `ssd` or another's name) gave `nbytes` bytes in `seconds`.
@@ -513,7 +515,7 @@ class CacheEngine:
             handle.order = event.order
         with contextlib.ExitStack() as unused:
             unused.callback(self._parts.executor.passed, event)
-            if self._parts.storer.store(pages, handle, blocks, epoch, event, sources, retention):
+            if self._parts.storer.store(StoreJob(handle, pages, epoch, retention, blocks, event, sources)):
                 unused.pop_all()
                 return handle
         handle.order = b""

@@ -198,7 +198,7 @@ class HybridEngine:
         """`lookup` for a request of `tokens` tokens whose pages have names already: the longest hit that ends at token
         `most` or before it. `names`: of `group_names`."""
         hit = self._find(names, most, start)
-        loads = [engine.pool_load(part.tiers) for engine, part in zip(self.engines, hit.parts, strict=True)]
+        loads = [engine.load_prices(part.tiers) for engine, part in zip(self.engines, hit.parts, strict=True)]
         decided = self.gate.decide_whole(loads, start, tokens, hit.tokens)
         most = min(most, names.tokens) // self.alignment * self.alignment
         managers = [engine.manager for engine in self.engines]  # not the engines, which may be dropped

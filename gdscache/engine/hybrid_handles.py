@@ -147,21 +147,12 @@ class HybridLoad(_Handle[HybridReport]):
     def results(self, seconds: float | None = None) -> list[HybridReport]:
         """The verdict on each request, in order. Never raises for a bad page; `DeadlineError` when it is late."""
         left = remaining(seconds)
-        return [self._report(hit, row) for hit, row in self._by_request(lambda load: load.results(left()))]
+        return [self._report([one]) for one in self._by_request(lambda load: load.results(left()))]
 
     def result(self, seconds: float | None = None) -> HybridReport:
         """The verdict. A batch gives one report over all its requests, whose `tokens` are the sum."""
-        reports = self.results(seconds)
-        if len(reports) == 1:
-            return reports[0]
-        by_tier = Counter[str]()
-        for report in reports:
-            by_tier.update(report.bytes_by_tier)
-        pages = {
-            group.name: tuple(one for r in reports for one in r.pages[group.name]) for group in self._engine.groups
-        }
-        took = max((report.seconds for report in reports), default=0.0)
-        return HybridReport(sum(report.tokens for report in reports), pages, dict(by_tier), took)
+        left = remaining(seconds)
+        return self._report(self._by_request(lambda load: load.results(left())))
 
     def _by_request(self, said: Callable[[LayerwiseLoad], Sequence[Said]]) -> list[tuple[HybridHit, list[Said | None]]]:
         rows: list[list[Said | None]] = [[] for _ in self._hits]
@@ -171,21 +162,26 @@ class HybridLoad(_Handle[HybridReport]):
                 row.append(next(of_those) if hit.order[pool] else None)
         return list(zip(self._hits, rows, strict=True))
 
-    def _report(self, hit: HybridHit, reports: Sequence[LoadReport | None]) -> HybridReport:
-        pages: dict[str, list[PageStatus]] = {name: [] for name in hit.pages}
-        by_tier, took, whole = Counter[str](), 0.0, True
-        names = [group.name for group in self._engine.groups]
-        for report, order in zip(reports, hit.order, strict=True):
-            if report is None:
-                continue
-            statuses = [*report.pages, *[PageStatus.GONE] * (len(order) - len(report.pages))]
-            for g, status in zip(order.groups, statuses, strict=True):
-                pages[names[g]].append(status)
-                whole = whole and status is PageStatus.LOADED
-            by_tier.update(report.bytes_by_tier)
-            took = max(took, report.seconds)
-        told = {name: tuple(some) for name, some in pages.items()}
+    def _report(self, requests: Sequence[tuple[HybridHit, Sequence[LoadReport | None]]]) -> HybridReport:
         sizes = {group.name: group.page_tokens for group in self._engine.groups}
+        names, pages = [*sizes], {name: list[PageStatus]() for name in sizes}
+        by_tier, took, tokens = Counter[str](), 0.0, 0
+        for hit, reports in requests:
+            whole = True
+            for report, order in zip(reports, hit.order, strict=True):
+                if report is None:
+                    continue
+                statuses = [*report.pages, *[PageStatus.GONE] * (len(order) - len(report.pages))]
+                for g, status in zip(order.groups, statuses, strict=True):
+                    pages[names[g]].append(status)
+                    whole = whole and status is PageStatus.LOADED
+                by_tier.update(report.bytes_by_tier)
+                took = max(took, report.seconds)
+            tokens += hit.tokens if whole else 0
+        told = {name: tuple(some) for name, some in pages.items()}
+        if len(requests) != 1:
+            return HybridReport(tokens, told, dict(by_tier), took)
+        ((hit, _),) = requests
 
         def why() -> GroupReasons:
             tiers: dict[str, list[str]] = {name: [] for name in told}
@@ -197,7 +193,7 @@ class HybridLoad(_Handle[HybridReport]):
                 for name, some in told.items()
             }
 
-        return HybridReport(hit.tokens if whole else 0, told, dict(by_tier), took, why)
+        return HybridReport(tokens, told, dict(by_tier), took, why)
 
     def cancel(self) -> None:
         """Stop early. The slots stay the engine's until `released`."""

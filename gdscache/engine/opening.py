@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 
@@ -57,8 +57,7 @@ from gdscache.ranks.leader import RankSet
 from gdscache.ranks.place import RemoteMemory, RemotePlanes, RemoteSlab
 from gdscache.runtime.calls import Caller
 from gdscache.runtime.limited_log import LimitedLog
-from gdscache.store.earned_offers import EarnedOffers
-from gdscache.store.outlets import Outlet
+from gdscache.store.outlets import EarnedOffers, Outlet
 from gdscache.store.plan import StorePlanner
 from gdscache.store.storer import Storer
 from gdscache.tiers import ssd_route
@@ -77,24 +76,137 @@ _config_log = logging.getLogger("gdscache.config")
 _BEHIND_S = 60.0  # a clock that is further behind is logged
 
 
-@dataclasses.dataclass(frozen=True)
-class Parts:
-    """The parts of an engine. `concerns`: warnings about its configuration."""
+@dataclasses.dataclass(eq=False)
+class _Tiers:
+    """Planes, and the tiers below them for pages of one layout. `plain`: of pages that do not fit into packed extents;
+    the planes are those of the packed ones."""
 
-    concerns: tuple[str, ...]
+    config: Config
     planes: PagedPlanes | RemotePlanes
-    manager: TierManager
-    copies: Sequence[PageCopies]
-    bounces: Sequence[Bounce]
-    loader: Loader
-    prefetcher: Prefetcher
-    storer: Storer
-    executor: NativeExecutor | RanksExecutor
-    status: StatusWriter | None
-    events: KVEventHub | None
-    ranks: RankSet | None
-    journal: Journal
-    history: HistoryFile | None
+    plain: bool = False
+    cpu: CpuTier | None = None
+    ssd: SsdTier | None = None
+    further: list[DurableTier] = dataclasses.field(default_factory=list)
+    bounce: Bounce | None = None
+
+    @property
+    def direct(self) -> bool:
+        """Whether pages go between the SSD and the planes past host memory."""
+        return self.ssd is not None and self.ssd.direct
+
+    @property
+    def files(self) -> list[DurableTier]:
+        return [*([] if self.ssd is None else [self.ssd]), *self.further]
+
+
+class Parts:
+    """The open parts of an engine. `concerns`: warnings about its configuration."""
+
+    def __init__(
+        self,
+        config: Config,
+        attached: Sequence[Sequence[torch.Tensor]] | None,
+        *,
+        timeline: Timeline,
+        calls: Caller,
+        limits: EngineLimits,
+        addresses: Sequence[RankAddress] | None,
+    ) -> None:
+        """Open all parts, or raise and leave none open. `addresses`: of the ranks that have the planes."""
+        self._config, self._limits = config, limits
+        self.ranks: RankSet | None = None
+        self.status: StatusWriter | None = None
+        self.history: HistoryFile | None = None
+        self.events: KVEventHub | None = None
+        # A tensor made in the caller's inference mode could not be written outside of it.
+        with (
+            torch.inference_mode(mode=False),
+            contextlib.ExitStack() as placed,
+            contextlib.ExitStack() as self._undo,
+        ):
+            self._lock, self._log, self._clock = threading.RLock(), LimitedLog(), _clock(config)
+            self._quarantine = Quarantine(self._lock, log=self._log)
+            self.planes, gpu = self._open_planes(attached, addresses)
+            placed.enter_context(near(self.planes.device))
+            self._open(timeline, calls, gpu)
+            self._undo.pop_all()
+        for concern in self.concerns:
+            _config_log.warning("%s", concern)
+        tiers, planes = " -> ".join(self.manager.tiers), self.planes
+        _log.info("tiers %s, pages of %d bytes, device %s", tiers, planes.layout.page_bytes, planes.device)
+
+    def _open(self, timeline: Timeline, calls: Caller, gpu: GpuTier | None) -> None:
+        config, limits, undo, layout = self._config, self._limits, self._undo, self.planes.layout
+        rest = None
+        if layout.packed:
+            config, rest = plain_parts(config, layout.shards, 1 if self.ranks is None else self.ranks.replicas)
+            self._config = config
+        below = self._open_below(config, self.planes)
+        both = [below] if rest is None else [below, self._open_below(rest, self._plain_planes(), plain=True)]
+        outlets = [_outlets(one, limits.admission_offers, self._log) for one in both]
+        policy, hits = config.store.write_policy, limits.write_hits
+        earned = [
+            EarnedOffers(None if one.cpu is None else one.cpu.index, some, policy, hits)
+            for one, some in zip(both, outlets, strict=True)
+        ]
+        chain: list[Tier | None] = [gpu, *(one.cpu for one in both), *(one.ssd for one in both), *below.further]
+        self.manager = manager = TierManager(
+            self._lock,
+            [tier for tier in chain if tier is not None],
+            quarantine=self._quarantine,
+            timeline=timeline,
+            calls=calls,
+            wall_clock=self._clock,
+            on_use=[offers.used for offers in earned],
+            log=self._log,
+        )
+        name, said = str(config.ssd.path) if config.ssd else config.model.name, config.log
+        self.journal = Journal(manager, name, layout, summary=said.summary, requests=said.requests)
+        manager.tell = self.journal.tick
+        self.copies: list[PageCopies] = []
+        for one in both:
+            if isinstance(one.planes, PagedPlanes):
+                self.copies.append(open_copies(one.planes, config.gpu))
+                undo.callback(self.copies[-1].close)
+        executors = self._open_executors(both)
+        self.executor = executors[0]
+        undo.callback(self.executor.close)
+        planner = storer = None
+        for one, some, mine, moves in reversed([*zip(both, outlets, earned, executors, strict=True)]):
+            spare, extent = None if one.bounce is None else one.bounce.stores, one.planes.layout.extent_bytes
+            planner = StorePlanner(manager, config.store, extent, some, mine, spare, plain=one.plain, unfit=planner)
+            storer = Storer(planner, moves, config.deadline, storer)
+            undo.callback(storer.close, drain=False)
+        assert storer is not None, "an engine without tiers"
+        self.storer = storer
+        indexes = [tier.index for tier in manager.tiers.values()]
+        for index in indexes if rest is not None else ():
+            index.others = [other for other in indexes if other is not index]
+            index.coming = storer.under_way
+        held, at_once = held_pages(manager, limits), self.ranks is not None
+        loads = LoadPlanner(manager, due=[storer.offer_earned], prefetched=held, at_once=at_once)
+        how: dict[str, Any] = {"threads": limits.load_threads, "keep": not below.direct, "plain": executors[-1]}
+        self.loader = Loader(loads, self.executor, layout, config.load, config.deadline, **how)
+        undo.callback(self.loader.close)
+        self.prefetcher = Prefetcher(self.loader, held, layout, limits)
+        undo.callback(self.prefetcher.close)
+        if below.ssd is not None:
+            self.history = HistoryFile(below.ssd.path, manager.fates.evicted, manager.fates.bad)
+            self.history.restore()
+            self.status = self._open_status(below.ssd, self.history)
+        elif config.status is not None:
+            self.status = _open_page(config.status.path, self._figures)
+        if self.status is not None:
+            undo.callback(self.status.close)
+        if config.events is not None:
+            self.events = _open_events(config.events, layout.page_tokens)
+            undo.callback(self.events.close)
+            _name_groups(self.events, config, below.ssd)
+            with self._lock:
+                self.events.watch(manager.tiers.values())
+        self.bounces = [one.bounce for one in both if one.bounce is not None]
+        pages = self.planes.blocks // self.planes.blocks_per_page
+        self.concerns = tuple(concerns(config, pages, on_gpu=self.planes.device.type == "cuda"))
 
     def close(self, *, drain: bool) -> None:
         """End prefetches, stores (finished with `drain`, else dropped) and loads; then close the tiers and free the
@@ -121,152 +233,187 @@ class Parts:
         for moving, rows in self.executor.end_lost():
             self.manager.quarantine.hold(moving, {row: Late("read", "", "", row, lambda: None) for row in rows})
 
+    # -- planes and tiers ----------------------------------------------------------------------------------------------
 
-class _Top(NamedTuple):
-    """The planes of an engine, and their owner: its GPU tier, its ranks, or the caller."""
+    def _open_planes(
+        self, attached: Sequence[Sequence[torch.Tensor]] | None, addresses: Sequence[RankAddress] | None
+    ) -> tuple[PagedPlanes | RemotePlanes, GpuTier | None]:
+        config, layout = self._config, self._config.model.layout()
+        if addresses is not None:
+            self.ranks = _ranks(config, addresses)
+            self._undo.callback(self.ranks.close)
+            return RemotePlanes(dataclasses.replace(layout, shards=self.ranks.shards), self.ranks), None
+        if attached is not None:
+            return PagedPlanes(layout, attached), None
+        gpu = GpuTier(layout, config.gpu.capacity, resolve_device(config.gpu.device), config.eviction)
+        self._undo.callback(gpu.close)
+        return gpu.paged, gpu
 
-    layout: PageLayout
-    planes: PagedPlanes | RemotePlanes
-    gpu: GpuTier | None = None
-    ranks: RankSet | None = None
-    plain: bool = False  # of pages that do not fit into packed extents
+    def _plain_planes(self) -> PagedPlanes | RemotePlanes:
+        """The same planes, for pages that do not fit into packed extents."""
+        layout = self.planes.layout.packed_as(packed=False)
+        if isinstance(self.planes, PagedPlanes):
+            return PagedPlanes(layout, self.planes.tensors)
+        assert self.ranks is not None, "planes of ranks"
+        return RemotePlanes(layout, self.ranks)
 
+    def _open_below(self, config: Config, planes: PagedPlanes | RemotePlanes, *, plain: bool = False) -> _Tiers:
+        layout, device, undo = planes.layout, planes.device, self._undo
+        opened = _Tiers(config, planes, plain)
+        if config.cpu is not None:
+            memory = self._memory(opened, "cpu", config.cpu.capacity)
+            opened.cpu = CpuTier(memory, config.eviction, config.model.kept_groups, plain=plain)
+            undo.callback(opened.cpu.close)
+        if config.ssd is not None:
+            open_slab = None
+            if self.ranks is not None:
+                where = layout, config.ssd, self.ranks, SsdTier.name + PLAIN * plain, config.deadline
+                open_slab = functools.partial(RemoteSlab, *where)
+            opened.ssd = ssd = SsdTier(
+                *(layout, config.ssd, str(device), self._lock),
+                eviction=config.eviction,
+                groups=config.model.kept_groups,
+                reserve=self._limits.ssd_reserve,
+                wall_clock=self._clock,
+                open_slab=open_slab,
+                log=self._log,
+                plain=plain,
+            )
+            undo.callback(ssd.close)
+            if isinstance(ssd.io, SlabIO):
+                keep = opened.cpu is not None
+                ssd.route = ssd_route.choose(layout, device, config.ssd, ssd.io, ssd.index, keep=keep)
+        for one in config.tiers:
+            tier = open_tier(one, layout, self._lock, [tier.name for tier in opened.further])
+            undo.callback(tier.close)
+            opened.further.append(tier)
+            if not tier.served and opened.cpu is None:
+                raise TierUnavailableError(
+                    f"pages of tier {tier.name!r} are brought into the CPU tier, but there is none", "add a cpu section"
+                )
+        if opened.files:
+            self._open_bounce(opened)
+        return opened
 
-class _Below(NamedTuple):
-    """The tiers below the planes."""
-
-    config: Config
-    top: _Top
-    cpu: CpuTier | None
-    ssd: SsdTier | None
-    further: list[DurableTier]
-    bounce: Bounce | None = None
-
-    @property
-    def direct(self) -> bool:
-        """Whether pages go between the SSD and the planes past host memory."""
-        return self.ssd is not None and self.ssd.direct
-
-    @property
-    def files(self) -> list[DurableTier]:
-        return [*([] if self.ssd is None else [self.ssd]), *self.further]
-
-
-def build(
-    config: Config,
-    attached: Sequence[Sequence[torch.Tensor]] | None,
-    *,
-    timeline: Timeline,
-    calls: Caller,
-    limits: EngineLimits,
-    addresses: Sequence[RankAddress] | None,
-) -> Parts:
-    """Open all parts, or raise and leave none open. `addresses`: of the ranks that have the planes."""
-    # A tensor made in the caller's inference mode could not be written outside of it.
-    with torch.inference_mode(mode=False), contextlib.ExitStack() as placed, contextlib.ExitStack() as undo:
-        lock, log, clock = threading.RLock(), LimitedLog(), _clock(config)
-        quarantine = Quarantine(lock, log=log)
-        top = _open_top(config, attached, addresses, undo)
-        layout, device, deadline = top.layout, top.planes.device, config.deadline
-        placed.enter_context(near(device))
-        opened = functools.partial(
-            _open_below, reserve=limits.ssd_reserve, lock=lock, quarantine=quarantine, clock=clock, log=log, undo=undo
-        )
-        plain = None
-        if layout.packed:
-            config, rest = plain_parts(config, layout.shards, 1 if top.ranks is None else top.ranks.replicas)
-            below, plain = opened(config, top), opened(rest, _plain_top(top))
+    def _open_bounce(self, tiers: _Tiers) -> None:
+        """The bounce reserve; and tell the tiers of files of the memory that pages move through."""
+        reserved: DeviceExtents | HostExtents | RemoteMemory
+        if tiers.direct:
+            reserved = DeviceExtents(tiers.planes.layout, tiers.config.host_buffer, tiers.planes.device)
         else:
-            below = opened(config, top)
-        both = [below] if plain is None else [below, plain]
-        outlets = [_outlets(one, limits.admission_offers, log) for one in both]
-        memories = [None if one.cpu is None else one.cpu.index for one in both]
-        earned = [
-            EarnedOffers(index, some, config.store.write_policy, limits.write_hits)
-            for index, some in zip(memories, outlets, strict=True)
-        ]
-        chain: list[Tier | None] = [top.gpu, *(one.cpu for one in both), *(one.ssd for one in both), *below.further]
-        manager = TierManager(
-            lock,
-            [tier for tier in chain if tier is not None],
-            quarantine=quarantine,
-            timeline=timeline,
-            calls=calls,
-            wall_clock=clock,
-            on_use=[offers.used for offers in earned],
-            log=log,
+            reserved = self._memory(tiers, "bounce", tiers.config.host_buffer)
+        only = tiers.files[0].name if tiers.plain else ""
+        tiers.bounce = Bounce(reserved, self._quarantine, plain=tiers.plain, only=only)
+        self._undo.callback(tiers.bounce.close)
+        for extents in (reserved, None if tiers.cpu is None else tiers.cpu.extents):
+            for tier in tiers.files:
+                if isinstance(extents, DeviceExtents):
+                    tier.register(extents.rows.view(-1))
+                elif isinstance(extents, HostExtents):
+                    tier.register(extents.buffer.view)
+
+    def _memory(self, tiers: _Tiers, space: str, capacity: int) -> HostExtents | RemoteMemory:
+        setting, layout = "cpu.capacity" if space == "cpu" else "host_buffer", tiers.planes.layout
+        if self.ranks is None:
+            pin: PageLocking = "auto" if tiers.planes.device.type == "cuda" else "off"
+            return HostExtents(layout, capacity, pin, setting)
+        return RemoteMemory(layout, capacity, self.ranks, space + PLAIN * tiers.plain, setting)
+
+    # -- executors -----------------------------------------------------------------------------------------------------
+
+    def _open_executors(self, both: Sequence[_Tiers]) -> Sequence[NativeExecutor | RanksExecutor]:
+        """Of each, the first of which closes the other."""
+        if self.ranks is not None:
+            return [self._ranks_executor(self.ranks, both)] * len(both)
+        executors: list[NativeExecutor] = []
+        with contextlib.ExitStack() as undo:
+            for tiers, copies in reversed([*zip(both, self.copies, strict=True)]):
+                executors.insert(0, self._native_executor(tiers, copies, executors[0] if executors else None))
+                undo.callback(executors[0].close)
+            undo.pop_all()
+        self._quarantine.switched = executors[0].look
+        return executors
+
+    def _native_executor(self, tiers: _Tiers, copies: PageCopies, plain: NativeExecutor | None) -> NativeExecutor:
+        manager, quarantine, bounce = self.manager, self._quarantine, tiers.bounce
+        memories: dict[str, Extents] = {}
+        if tiers.cpu is not None:
+            memories[tiers.cpu.name] = cast("Extents", tiers.cpu.extents)
+        reserve = None
+        if bounce is not None:
+            reserve = Reserve(cast("Extents", bounce.extents), bounce.loads, bounce.name)
+            memories[bounce.name] = reserve.extents
+
+        def refusal() -> PageStatus | None:
+            manager.have_watched()
+            return PageStatus(quarantine.cause) if quarantine.off else None
+
+        files = {tier.name: tier.io for tier in tiers.files}
+        slots = {tier.name: tier.index.slots for tier in tiers.files}
+        executor = NativeExecutor(Machine(copies, memories, files, slots, reserve, refusal, manager.timeline), plain)
+        only = "" if bounce is None else bounce.only
+        if bounce is not None:
+            quarantine.add_memory(f"{bounce.name}_loads", len(bounce.loads), executor.moves.held_slots, only)
+        if tiers.cpu is not None:
+            quarantine.add_memory(tiers.cpu.name, tiers.cpu.index.slots, only=only)
+        return executor
+
+    def _ranks_executor(self, ranks: RankSet, both: Sequence[_Tiers]) -> RanksExecutor:
+        memories: dict[str, SlotMemory] = {one.cpu.name: one.cpu.extents for one in both if one.cpu is not None}
+        bounces = [one.bounce for one in both if one.bounce is not None]
+        memories |= {bounce.name: bounce.extents for bounce in bounces}
+        ranks.call("start", {"loads": {bounce.name: _loads_by_rank(bounce, ranks) for bounce in bounces}})
+        self._quarantine.absent = lambda: ranks.absent
+        return RanksExecutor(ranks, memories, self.planes.layout.n_layers, self._quarantine.stop)
+
+    # -- the status page -----------------------------------------------------------------------------------------------
+
+    def _open_status(self, ssd: SsdTier, history: HistoryFile) -> StatusWriter:
+        costs = CostsFile(ssd.path, self.manager.costs, _about(self._config, self.planes.layout, self.planes.device))
+        costs.restore()
+
+        def save() -> None:
+            if not ssd.lock_lost():  # else the directory may be another engine's
+                costs.save()
+                history.save()
+
+        return StatusWriter(ssd.path, self._figures, save)
+
+    def _figures(self) -> Figures:
+        """For the status page. Without the manager's lock, so the figures need not agree exactly. A line of the log
+        that is due is left to a thread that may wait for a slow log."""
+        manager, layout = self.manager, self.planes.layout
+        if self.journal.due:
+            manager.calls.post(self.journal.tick)
+        quarantine, ssd, stores = manager.quarantine, manager.ssd, self.storer.queue()
+        sizes = stores["bytes"], stores["to_ssd_bytes"], stores["limit_bytes"]
+        index = None if ssd is None else ssd.index
+        stopped = quarantine.stopped or ("" if ssd is None else ssd.lock_lost())
+        lost = sum((tier.lost for tier in manager.tiers.values() if isinstance(tier, SsdTier)), Counter[str]())
+        off = ssd is not None and quarantine.refuses(ssd.name)
+        state = "stopped" if stopped else "switched_off" if off else "running"
+        tiers = manager.tiers.items()
+        return Figures(
+            format_version=0 if ssd is None else FORMAT_VERSION,
+            directories=0 if ssd is None else ssd.io.slab.directories,
+            extent_bytes=layout.extent_bytes,
+            slots=0 if index is None else index.slots,
+            pages=0 if index is None else len(index),
+            free_slots=0 if index is None else index.free_slots,
+            evictions=0 if index is None else index.evictions,
+            late_requests=quarantine.requests,
+            state=state,
+            stopped=stopped,
+            counts={**manager.counts, **{("lost", cause): n for cause, n in lost.items()}},
+            shards=layout.shards,
+            ranks=_ranks_told(self.ranks, state),
+            latencies={what: manager.latencies.summary(*_work(what)) for what in LATENCIES},
+            tiers=[TierState(name, t.index.slots, len(t.index), t.index.evictions) for name, t in tiers],
+            slowest=manager.latencies.slowest(SLOWEST),
+            groups=", ".join(group.words for group in self._config.model.layer_groups()),
+            queues=Queues(*sizes, self.loader.loads, self.prefetcher.under_way),
+            plain_extent_bytes=layout.packed_as(packed=False).extent_bytes,
         )
-        name, said = str(config.ssd.path) if config.ssd else config.model.name, config.log
-        journal = Journal(manager, name, layout, summary=said.summary, requests=said.requests)
-        manager.tell = journal.tick
-        copies = []
-        for one in both:
-            if isinstance(one.top.planes, PagedPlanes):
-                copies.append(open_copies(one.top.planes, config.gpu))
-                undo.callback(copies[-1].close)
-        executor = _executor(both, copies, manager)
-        undo.callback(executor.close)
-        executors = [executor] if executor.plain is None or plain is None else [executor, executor.plain]
-        planner = storer = None
-        for one, some, mine, moves in reversed([*zip(both, outlets, earned, executors, strict=True)]):
-            extent, of_plain = one.top.layout.extent_bytes, one.top.plain
-            planner = StorePlanner(manager, config.store, extent, some, mine, plain=of_plain, unfit=planner)
-            spare = None if one.bounce is None else one.bounce.stores
-            storer = Storer(manager, planner, moves, spare, deadline, storer)
-            undo.callback(storer.close, drain=False)
-        assert storer is not None, "an engine without tiers"
-        indexes = [tier.index for tier in manager.tiers.values()]
-        for index in indexes if plain is not None else ():
-            index.others = [other for other in indexes if other is not index]
-            index.coming = storer.under_way
-        held = held_pages(manager, limits)
-        due, at_once = [storer.offer_earned], top.ranks is not None
-        loads = LoadPlanner(manager, due=due, prefetched=held, at_once=at_once)
-        threads, keep = limits.load_threads, not below.direct
-        how: dict[str, Any] = {"threads": threads, "keep": keep, "plain": executors[-1]}
-        loader = Loader(loads, executor, layout, config.load, deadline, **how)
-        undo.callback(loader.close)
-        prefetcher = Prefetcher(loader, held, layout, limits)
-        undo.callback(prefetcher.close)
-        status = history = None
-        figures = functools.partial(_figures, config, top, manager, journal, storer, loader, prefetcher)
-        if below.ssd is not None:
-            history = HistoryFile(below.ssd.path, manager.fates.evicted, manager.fates.bad)
-            history.restore()
-            status = _open_status(config, top, below.ssd, manager, history, figures)
-        elif config.status is not None:
-            status = _open_page(config.status.path, figures)
-        if status is not None:
-            undo.callback(status.close)
-        events = None
-        if config.events is not None:
-            events = _open_events(config.events, layout.page_tokens)
-            undo.callback(events.close)
-            _name_groups(events, config, below.ssd)
-            with lock:
-                events.watch(manager.tiers.values())
-        pages = top.planes.blocks // top.planes.blocks_per_page
-        parts = Parts(
-            concerns=tuple(concerns(config, pages, on_gpu=device.type == "cuda")),
-            planes=top.planes,
-            manager=manager,
-            copies=copies,
-            bounces=[one.bounce for one in both if one.bounce is not None],
-            loader=loader,
-            prefetcher=prefetcher,
-            storer=storer,
-            executor=executor,
-            status=status,
-            events=events,
-            ranks=top.ranks,
-            journal=journal,
-            history=history,
-        )
-        undo.pop_all()
-    for concern in parts.concerns:
-        _config_log.warning("%s", concern)
-    _log.info("tiers %s, pages of %d bytes, device %s", " -> ".join(manager.tiers), layout.page_bytes, device)
-    return parts
 
 
 def read_config(config: str | os.PathLike[str] | Mapping[str, Any] | Config) -> Config:
@@ -281,117 +428,6 @@ def layer_groups(config: Config) -> tuple[Group, ...]:
     if not isinstance(config, Config):
         raise ConfigError(f"a configuration was given as {type(config).__name__}", "use from_config, or pass a Config")
     return config.model.layer_groups()
-
-
-def _open_top(
-    config: Config,
-    attached: Sequence[Sequence[torch.Tensor]] | None,
-    addresses: Sequence[RankAddress] | None,
-    undo: contextlib.ExitStack,
-) -> _Top:
-    layout = config.model.layout()
-    if addresses is not None:
-        ranks = _ranks(config, addresses)
-        undo.callback(ranks.close)
-        layout = dataclasses.replace(layout, shards=ranks.shards)
-        return _Top(layout, RemotePlanes(layout, ranks), ranks=ranks)
-    if attached is not None:
-        return _Top(layout, PagedPlanes(layout, attached))
-    gpu = GpuTier(layout, config.gpu.capacity, resolve_device(config.gpu.device), config.eviction)
-    undo.callback(gpu.close)
-    return _Top(layout, gpu.paged, gpu=gpu)
-
-
-def _plain_top(top: _Top) -> _Top:
-    """The same planes, for pages that do not fit into packed extents."""
-    layout = top.layout.packed_as(packed=False)
-    if isinstance(top.planes, PagedPlanes):
-        return _Top(layout, PagedPlanes(layout, top.planes.tensors), plain=True)
-    assert top.ranks is not None, "planes of ranks"
-    return _Top(layout, RemotePlanes(layout, top.ranks), ranks=top.ranks, plain=True)
-
-
-def _open_below(
-    config: Config,
-    top: _Top,
-    reserve: int,
-    lock: threading.RLock,
-    quarantine: Quarantine,
-    clock: Callable[[], float],
-    log: LimitedLog,
-    undo: contextlib.ExitStack,
-) -> _Below:
-    layout, device, cpu, ssd = top.layout, top.planes.device, None, None
-    if config.cpu is not None:
-        memory = _memory(top, "cpu", config.cpu.capacity)
-        cpu = CpuTier(memory, config.eviction, config.model.kept_groups, plain=top.plain)
-        undo.callback(cpu.close)
-    if config.ssd is not None:
-        ssd = SsdTier(
-            layout,
-            config.ssd,
-            str(device),
-            lock,
-            eviction=config.eviction,
-            groups=config.model.kept_groups,
-            reserve=reserve,
-            wall_clock=clock,
-            open_slab=None
-            if top.ranks is None
-            else functools.partial(
-                RemoteSlab, layout, config.ssd, top.ranks, SsdTier.name + PLAIN * top.plain, config.deadline
-            ),
-            log=log,
-            plain=top.plain,
-        )
-        undo.callback(ssd.close)
-        if isinstance(ssd.io, SlabIO):
-            ssd.route = ssd_route.choose(layout, device, config.ssd, ssd.io, ssd.index, keep=cpu is not None)
-    further: list[DurableTier] = []
-    for one in config.tiers:
-        tier = open_tier(one, layout, lock, [tier.name for tier in further])
-        undo.callback(tier.close)
-        further.append(tier)
-        if not tier.served and cpu is None:
-            raise TierUnavailableError(
-                f"pages of tier {tier.name!r} are brought into the CPU tier, but there is none", "add a cpu section"
-            )
-    below = _Below(config, top, cpu, ssd, further)
-    if not below.files:
-        return below
-    reserved: DeviceExtents | HostExtents | RemoteMemory
-    if below.direct:
-        reserved = DeviceExtents(layout, config.host_buffer, device)
-    else:
-        reserved = _memory(top, "bounce", config.host_buffer)
-    bounce = Bounce(reserved, quarantine, plain=top.plain, only=below.files[0].name if top.plain else "")
-    undo.callback(bounce.close)
-    for extents in (reserved, None if cpu is None else cpu.extents):
-        for tier in below.files:
-            if isinstance(extents, DeviceExtents):
-                tier.register(extents.rows.view(-1))
-            elif isinstance(extents, HostExtents):
-                tier.register(extents.buffer.view)
-    return below._replace(bounce=bounce)
-
-
-def _open_status(
-    config: Config,
-    top: _Top,
-    ssd: SsdTier,
-    manager: TierManager,
-    history: HistoryFile,
-    figures: Callable[[], Figures],
-) -> StatusWriter:
-    costs = CostsFile(ssd.path, manager.costs, _about(config, top.layout, top.planes.device))
-    costs.restore()
-
-    def save() -> None:
-        if not ssd.lock_lost():  # else the directory may be another engine's
-            costs.save()
-            history.save()
-
-    return StatusWriter(ssd.path, figures, save)
 
 
 def _open_page(path: Path, figures: Callable[[], Figures]) -> StatusWriter:
@@ -421,8 +457,8 @@ def _clock(config: Config) -> Callable[[], float]:
     return steady_clock(max(now, written))
 
 
-def _outlets(below: _Below, offers: int, log: LimitedLog) -> list[Outlet]:
-    config, extent = below.config, below.top.layout.extent_bytes
+def _outlets(below: _Tiers, offers: int, log: LimitedLog) -> list[Outlet]:
+    config, extent = below.config, below.planes.layout.extent_bytes
     limit = config.store.queue // extent
     found = []
     for tier in below.files:
@@ -463,49 +499,6 @@ def _about(config: Config, layout: PageLayout, device: torch.device) -> dict[str
     return {"model": model.hex(), "device": name}
 
 
-def _figures(
-    config: Config,
-    top: _Top,
-    manager: TierManager,
-    journal: Journal,
-    storer: Storer,
-    loader: Loader,
-    prefetcher: Prefetcher,
-) -> Figures:
-    """For the status page. Without the manager's lock, so the figures need not agree exactly. A line of the log that is
-    due is left to a thread that may wait for a slow log."""
-    if journal.due:
-        manager.calls.post(journal.tick)
-    quarantine, ssd, stores = manager.quarantine, manager.ssd, storer.queue()
-    sizes = stores["bytes"], stores["to_ssd_bytes"], stores["limit_bytes"]
-    index = None if ssd is None else ssd.index
-    stopped = quarantine.stopped or ("" if ssd is None else ssd.lock_lost())
-    lost = sum((tier.lost for tier in manager.tiers.values() if isinstance(tier, SsdTier)), Counter[str]())
-    off = ssd is not None and quarantine.refuses(ssd.name)
-    state = "stopped" if stopped else "switched_off" if off else "running"
-    return Figures(
-        format_version=0 if ssd is None else FORMAT_VERSION,
-        directories=0 if ssd is None else ssd.io.slab.directories,
-        extent_bytes=top.layout.extent_bytes,
-        slots=0 if index is None else index.slots,
-        pages=0 if index is None else len(index),
-        free_slots=0 if index is None else index.free_slots,
-        evictions=0 if index is None else index.evictions,
-        late_requests=quarantine.requests,
-        state=state,
-        stopped=stopped,
-        counts={**manager.counts, **{("lost", cause): n for cause, n in lost.items()}},
-        shards=top.layout.shards,
-        ranks=_ranks_told(top.ranks, state),
-        latencies={what: manager.latencies.summary(*_work(what)) for what in LATENCIES},
-        tiers=[TierState(name, t.index.slots, len(t.index), t.index.evictions) for name, t in manager.tiers.items()],
-        slowest=manager.latencies.slowest(SLOWEST),
-        groups=", ".join(group.words for group in config.model.layer_groups()),
-        queues=Queues(*sizes, loader.loads, prefetcher.under_way),
-        plain_extent_bytes=top.layout.packed_as(packed=False).extent_bytes,
-    )
-
-
 def _work(latency: str) -> tuple[str, str]:
     """The work and the tier of a latency of the status page: `load_cpu`, or `read`, which is of the SSD."""
     what, _, tier = latency.partition("_")
@@ -519,50 +512,6 @@ def _ranks_told(ranks: RankSet | None, state: str) -> tuple[RankState, ...]:
     return tuple(RankState(one["pid"], state if one["state"] == "running" else "stopped") for one in told)
 
 
-def _executor(
-    both: Sequence[_Below], copies: Sequence[PageCopies], manager: TierManager
-) -> NativeExecutor | RanksExecutor:
-    top = both[0].top
-    if top.ranks is not None:
-        return _ranks_executor(top.ranks, both, manager)
-    executor = None
-    with contextlib.ExitStack() as undo:
-        for below, own in reversed([*zip(both, copies, strict=True)]):
-            executor = _native_executor(below, own, manager, executor)
-            undo.callback(executor.close)
-        undo.pop_all()
-    assert executor is not None, "planes that are nowhere"
-    manager.quarantine.switched = executor.look
-    return executor
-
-
-def _native_executor(
-    below: _Below, copies: PageCopies, manager: TierManager, plain: NativeExecutor | None
-) -> NativeExecutor:
-    bounce = below.bounce
-    memories: dict[str, Extents] = {}
-    if below.cpu is not None:
-        memories[below.cpu.name] = cast("Extents", below.cpu.extents)
-    reserve = None
-    if bounce is not None:
-        reserve = Reserve(cast("Extents", bounce.extents), bounce.loads, bounce.name)
-        memories[bounce.name] = reserve.extents
-
-    def refusal() -> PageStatus | None:
-        manager.have_watched()
-        return PageStatus(manager.quarantine.cause) if manager.quarantine.off else None
-
-    files = {tier.name: tier.io for tier in below.files}
-    slots = {tier.name: tier.index.slots for tier in below.files}
-    executor = NativeExecutor(Machine(copies, memories, files, slots, reserve, refusal, manager.timeline), plain)
-    only = "" if bounce is None else bounce.only
-    if bounce is not None:
-        manager.quarantine.add_memory(f"{bounce.name}_loads", len(bounce.loads), executor.moves.held_slots, only)
-    if below.cpu is not None:
-        manager.quarantine.add_memory(below.cpu.name, below.cpu.index.slots, only=only)
-    return executor
-
-
 def _ranks(config: Config, addresses: Sequence[RankAddress]) -> RankSet:
     """The ranks, whose planes must be the model's. Raises `RankError`, and `InvalidValueError` for settings that ranks
     cannot serve."""
@@ -573,16 +522,7 @@ def _ranks(config: Config, addresses: Sequence[RankAddress]) -> RankSet:
         )
     if config.ssd is not None and config.ssd.gds == "on":
         raise InvalidValueError("ssd.gds is on, and ranks read files into host memory", "set ssd.gds to auto or off")
-    return RankSet.connect(addresses, config.model.model_dump(mode="json"), config.gpu.model_dump(mode="json"))
-
-
-def _ranks_executor(ranks: RankSet, both: Sequence[_Below], manager: TierManager) -> RanksExecutor:
-    memories: dict[str, SlotMemory] = {one.cpu.name: one.cpu.extents for one in both if one.cpu is not None}
-    bounces = [one.bounce for one in both if one.bounce is not None]
-    memories |= {bounce.name: bounce.extents for bounce in bounces}
-    ranks.call("start", {"loads": {bounce.name: _loads_by_rank(bounce, ranks) for bounce in bounces}})
-    manager.quarantine.absent = lambda: ranks.absent
-    return RanksExecutor(ranks, memories, both[0].top.layout.n_layers, manager.quarantine.stop)
+    return RankSet(addresses, config.model.model_dump(mode="json"), config.gpu.model_dump(mode="json"))
 
 
 def _loads_by_rank(bounce: Bounce, ranks: RankSet) -> list[list[int]]:
@@ -597,11 +537,3 @@ def _loads_by_rank(bounce: Bounce, ranks: RankSet) -> list[list[int]]:
         )
     starts = [slots.start + each * ranks.of_shard(link.shard).index(link) for link in ranks.links]
     return [[start, start + each] for start in starts]
-
-
-def _memory(top: _Top, space: str, capacity: int) -> HostExtents | RemoteMemory:
-    setting = "cpu.capacity" if space == "cpu" else "host_buffer"
-    if top.ranks is None:
-        pin: PageLocking = "auto" if top.planes.device.type == "cuda" else "off"
-        return HostExtents(top.layout, capacity, pin, setting)
-    return RemoteMemory(top.layout, capacity, top.ranks, space + PLAIN * top.plain, setting)

@@ -113,7 +113,7 @@ class Costs:
 
     def load_seconds(self, tiers: Sequence[str], bytes_in: Callable[[str], int]) -> float | None:
         """Of a load of one page from each of `tiers`; None before all were measured. `bytes_in`: as of `Prices`."""
-        prices = Prices(self, tiers, 0, 0, 0, bytes_in, {})
+        prices = Prices(self, tiers, bytes_in, {})
         return prices.load(prices.pages) if prices.known else None
 
     def prefill_seconds(self, tokens: int, cached_tokens: int) -> float | None:
@@ -185,12 +185,13 @@ class Prices:
         self,
         costs: Costs,
         tiers: Sequence[str],
-        start: int,
-        tokens: int,
-        page_tokens: float,
         bytes_in: Callable[[str], int],
         ahead: Mapping[str, int],
+        start: int = 0,
+        tokens: int = 0,
+        page_tokens: float = 0.0,
     ) -> None:
+        self.costs, self.tiers = costs, tiers
         self._overlap, self._prefill = costs.overlap, costs.prefill.coefficients or (0.0, 0.0, 0.0)
         self._start, self._tokens, self._page_tokens = start, tokens, page_tokens
         self._runs: list[_PricedRun] = []

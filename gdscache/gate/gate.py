@@ -24,16 +24,6 @@ class Decision(NamedTuple):
     recompute_seconds: float | None
 
 
-class PoolLoad(NamedTuple):
-    """The pages of a hit in one pool: their tiers, the costs of loads from these, bytes of a page in each, and the
-    pages `ahead` there."""
-
-    costs: Costs
-    tiers: Sequence[str]
-    bytes_in: Callable[[str], int]
-    ahead: Mapping[str, int]
-
-
 class Gate:
     """Decides how many pages of a hit are loaded, and counts the decisions. Thread-safe.
 
@@ -56,7 +46,7 @@ class Gate:
     def decide(self, tiers: Sequence[str], start: int, tokens: int, ahead: Mapping[str, int]) -> Decision:
         """For a hit with pages on `tiers`, behind `start` tokens of a request of `tokens`; `ahead` as in `Prices`."""
         costs, whole, below = self.costs, len(tiers), set(tiers) - {"gpu"}
-        prices = Prices(costs, tiers, start, tokens, self._page_tokens, self._bytes_in, ahead)
+        prices = Prices(costs, tiers, self._bytes_in, ahead, start, tokens, self._page_tokens)
         kind, worth, pages = "unmeasured", whole, whole
         if self.mode != "off" and below and costs.measured(below):
             worth = prices.best()
@@ -68,16 +58,15 @@ class Gate:
         seconds = prices.load(pages) if prices.known else None
         return Decision(pages, worth, seconds, self._saved(prices, pages))
 
-    def decide_whole(self, loads: Sequence[PoolLoad], start: int, tokens: int, hit: int) -> Decision:
+    def decide_whole(self, loads: Sequence[Prices], start: int, tokens: int, hit: int) -> Decision:
         """For a hit whose pages save `hit` tokens together, and fewer of them none: all pay, or none does.
 
-        `loads`: the pages of each pool, which load one pool after another. `start` and `tokens` as above.
+        `loads`: of each pool's pages, which load one pool after another. `start` and `tokens` as above.
         """
         tiers = [tier for load in loads for tier in load.tiers]
         whole, below = len(tiers), set(tiers) - {"gpu"}
-        parts = [Prices(one.costs, one.tiers, start, tokens, 0.0, one.bytes_in, one.ahead) for one in loads]
-        seconds = sum(part.load(part.pages) for part in parts)
-        computing = Prices(self.costs, ("gpu",), start, tokens, hit, self._bytes_in, {})
+        seconds = sum(load.load(load.pages) for load in loads)
+        computing = Prices(self.costs, ("gpu",), self._bytes_in, {}, start, tokens, hit)
         kind, worth, pages = "unmeasured", whole, whole
         if self.mode != "off" and below and all(one.costs.measured(set(one.tiers)) for one in loads):
             worth = whole if computing.total(1, seconds) <= computing.total(0) else 0
@@ -85,7 +74,7 @@ class Gate:
             if self.mode == "enforcing" and not worth and self._explores(below, *(one.costs for one in loads)):
                 kind, pages = "explored", whole
         pages = self._counted(kind, tiers, worth, pages)
-        expected = (seconds if pages else 0.0) if all(part.known for part in parts) else None
+        expected = (seconds if pages else 0.0) if all(load.known for load in loads) else None
         return Decision(pages, worth, expected, self._saved(computing, min(pages, 1)))
 
     def outpaced(self, seconds: float, begun: int, left: int, missing: int, cached: int) -> bool:

@@ -65,8 +65,7 @@ class LayerwiseLoad:
         self._layers = LayerFences(layout.n_layers if layered else 0)
         self.cancelled = False
         self._moving: Moving | None = None
-        self._moves: list[Moving] = []
-        self._begun = Flag()  # the list of moves is complete
+        self._begun = Flag()  # the last move has all its pages
         self._orders = orders
         self._waited = waited
         self._calls = Caller() if calls is None else calls
@@ -174,7 +173,7 @@ class LayerwiseLoad:
         self._begun.wait()
         requests = [(part.pages, part.start) for part in self.parts]
         about = {"page_tokens": self.layout.page_tokens, "deadline": self.deadline, "checked": self.checked}
-        return self._orders(self._moves, requests, about)
+        return self._orders(self._moving, requests, about)  # with ranks a load has one move at most
 
     @property
     def ordered(self) -> bool:
@@ -217,8 +216,6 @@ class LayerwiseLoad:
         """Called by the run: `cancel` cancels this move too. `last`: this move brings the layers, and no move follows
         it."""
         self._moving = moving
-        if moving not in self._moves:
-            self._moves.append(moving)
         if last:
             self._begun.set()
         if last and moving.lands is not None:

@@ -23,6 +23,8 @@ CODES = {status: code for code, status in enumerate(STATUSES)}
 _LOADED = CODES[PageStatus.LOADED]
 _IS_LOADED = bytes(code == _LOADED for code in range(256))
 _NONE = np.empty(0, np.int64)
+# The state of the page behind a prefetch's chunk: it can be planned, another plan brings it, no tier has it any more,
+# or the landing tier has no slot.
 Behind = Literal["more", "busy", "missing", "no_room"]
 
 
@@ -130,17 +132,3 @@ class LoadPlan:
 
     def tier_of(self, row: int) -> Tier:
         return next(run.tier for run in self.runs if row in run.rows)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PrefetchPlan:
-    """The next pages of a prefetch. `found`: whether each moves (else it is in a fast tier already). `chunk`: the plan
-    of the moving pages.
-
-    `then`: the state of the page behind them: `more` (it can be planned), `busy` (another plan brings it), `missing`
-    (no tier has it any more) or `no_room` (the landing tier has no slot).
-    """
-
-    found: list[bool]
-    then: Behind
-    chunk: LoadPlan

@@ -13,7 +13,7 @@ import numpy as np
 
 from gdscache.arrays import Int64Array
 from gdscache.index.table import PENDING, Entry
-from gdscache.load.plan import CODES, Behind, LoadPlan, PrefetchPlan, TierRun
+from gdscache.load.plan import CODES, Behind, LoadPlan, TierRun
 from gdscache.load.report import told_of
 from gdscache.moves import PageStatus
 from gdscache.pages.keys import Page
@@ -255,10 +255,12 @@ class LoadPlanner:
 
     # -- prefetches ----------------------------------------------------------------------------------------------------
 
-    def plan_prefetch(self, pages: Sequence[Page], start: int, most: int, spared: Collection[bytes]) -> PrefetchPlan:
+    def plan_prefetch(
+        self, pages: Sequence[Page], start: int, most: int, spared: Collection[bytes]
+    ) -> tuple[LoadPlan, list[bool], Behind]:
         """Lease up to `most` pages from `pages[start]` on that only tiers behind the landing tiers have, and reserve
         slots of these for them, without evicting any of `spared`. Never waits; no page of the plan waits for
-        another plan."""
+        another plan. Returns the plan, and whether each next page is in it: others are in a fast tier already."""
         manager = self.manager
         assert manager.landings, "no tier to bring pages to"
         with manager.lock, contextlib.ExitStack() as undo:
@@ -271,9 +273,7 @@ class LoadPlanner:
             plan.targets += [None] * len(plan)
             placed = 0
             for run in plan.runs:
-                landing = manager.landing_of(plain=run.tier.plain)
-                assert landing is not None, "pages without a tier in memory"
-                self._reserve(landing.index, plan, run.rows, spared)
+                self._reserve(manager.landing_of(run.tier).index, plan, run.rows, spared)
                 placed += len(run.rows) - plan.targets[run.rows.start : run.rows.stop].count(None)
                 if placed < run.rows.stop:
                     break
@@ -286,7 +286,7 @@ class LoadPlanner:
             if not plan.pages:
                 self.end(plan)
             undo.pop_all()
-            return PrefetchPlan(found, then, plan)
+            return plan, found, then
 
     def _prefetchable(self, plan: LoadPlan, pages: Sequence[Page], start: int, most: int) -> tuple[list[bool], Behind]:
         """Whether each page from `start` on moves (else a fast tier has it), and the reason to end behind them: `more`

@@ -208,8 +208,7 @@ class LoadRun:
         slots_there = [target.slot for target in targets if target is not None]
         found = []
         if slots_there:
-            landing = self._manager.landing_of(plain=tier.plain)
-            assert landing is not None, "a slot of no tier"
+            landing = self._manager.landing_of(tier)
             part, source, sums = _taken(tables, [n for n, target in enumerate(targets) if target is not None])
             places = integers(slots_there)
             if self._blocks is None:
@@ -360,14 +359,13 @@ class LoadRun:
         plan, manager = self.plan, self._manager
         source, target = plan.sources[row], plan.targets[row]
         tier = plan.tier_of(row)
-        landing = manager.landing_of(plain=tier.plain)
         with manager.lock:
             lease = manager.lease("quarantine")
             if source is not None:  # only a rank can be late with a page in memory, and it gets no other move meanwhile
                 lease.add(tier.index, source)
-            if target is not None and landing is not None:
-                lease.add(landing.index, target)
-        memory = f"bounce{PLAIN * tier.plain}_loads" if target is None or landing is None else landing.name
+            if target is not None:
+                lease.add(manager.landing_of(tier).index, target)
+        memory = f"bounce{PLAIN * tier.plain}_loads" if target is None else manager.landing_of(tier).name
         return Late("read", memory, tier.name, plan.slots[row], functools.partial(manager.end, lease))
 
     def _measure(self) -> None:
@@ -427,13 +425,13 @@ class LoadRun:
         moved = manager.measures.moved
         with manager.lock:
             for name, pages in found.items():
-                through, landing = landed.get(name, 0), manager.landing_of(plain=manager.tiers[name].plain)
-                if through and landing is not None:
-                    moved(name, landing.name, through)
+                through = landed.get(name, 0)
                 if self._blocks is not None:
                     moved(name, PLANES, pages - through)
-                if self._blocks is not None and through and landing is not None:
-                    moved(landing.name, PLANES, through)
+                if through:
+                    landing = manager.landing_of(manager.tiers[name]).name
+                    moved(name, landing, through)
+                    moved(landing, PLANES, through if self._blocks is not None else 0)
 
     def _report_on(
         self, number: int, rows: range, start: int, seconds: float, good: bytes, sizes: dict[str, int]

@@ -204,7 +204,7 @@ class Lane(Protocol):
     def close(self) -> None: ...
 
 
-Orders = Callable[[Sequence[Any], Sequence[tuple[int, int]], Mapping[str, Any]], bytes]
+Orders = Callable[[Any, Sequence[tuple[int, int]], Mapping[str, Any]], bytes]
 
 
 class Executor(Protocol):

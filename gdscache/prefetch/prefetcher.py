@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from gdscache.errors import EngineClosedError
 from gdscache.limits import EngineLimits
 from gdscache.load.loader import Loader
-from gdscache.load.plan import PrefetchPlan
+from gdscache.load.plan import LoadPlan
 from gdscache.moves import PageStatus, PrefetchEnd, Priority, Steps, failure
 from gdscache.pages.keys import Page
 from gdscache.pages.layout import PageLayout
@@ -50,7 +50,6 @@ class Prefetcher:
         self._pages: Counter[str] = Counter()
         self._bytes = 0
         self._changed = loader.changed
-        self._moving: dict[int, PrefetchRequest] = {}
         self._closed = False
         self._landing = landing = self._planner.landing
         # without both, prefetches have no work
@@ -230,49 +229,46 @@ class Prefetcher:
             if request not in self._live:
                 self._queue.drop(request)
                 continue
-            plan = self._planner.plan_prefetch(request.pages, request.at, most, request.keep)
+            chunk, found, then = self._planner.plan_prefetch(request.pages, request.at, most, request.keep)
             with contextlib.ExitStack() as on_failure:
-                on_failure.callback(self._planner.abandon, plan.chunk)
-                there = [request.at + i for i, moves in enumerate(plan.found) if not moves]
-                chunk, numbers = plan.chunk, request.take(plan.found)
+                on_failure.callback(self._planner.abandon, chunk)
+                there = [request.at + i for i, moves in enumerate(found) if not moves]
+                numbers = request.take(found)
                 if request.claim is not None:
                     manager.pins.fill(request.claim, there)
                 elif chunk.pages:
                     self._held.begin(page.key for page in chunk.pages)
                 if chunk.pages:
-                    again = functools.partial(self._land_again, request, plan, numbers)
-                    self._lane.start(self._bring(request, plan, numbers), again)
+                    again = functools.partial(self._land_again, request, chunk, numbers)
+                    self._lane.start(self._bring(request, chunk, numbers), again)
                 on_failure.pop_all()
             if chunk.pages:
-                self._moving[id(plan)] = request
                 tiers = [run.tier for run in chunk.runs if not run.tier.plain] or [run.tier for run in chunk.runs]
                 if request.timed is None:  # from its first chunk to its last: one chunk says little
                     request.timed = tiers[-1].name, 0
                     manager.busy.begin(tiers[-1].name, time.monotonic())
-                self._queue.begin(request, chunk=True)
-            elif plan.then == "busy":
+                self._queue.begin(request, chunk)
+            elif then == "busy":
                 self._queue.park(request)
             else:
-                self._queue.begin(request, chunk=False)
-            if plan.then in _ENDS:
-                self._queue.stop(request, _ENDS[plan.then])
+                self._queue.begin(request, None)
+            if then in _ENDS:
+                self._queue.stop(request, _ENDS[then])
 
-    def _bring(self, request: PrefetchRequest, plan: PrefetchPlan, numbers: Sequence[int]) -> Steps[None]:
-        log_failure((yield from failure(self._loader.bring(plan.chunk))))
-        self._landed(request, plan, numbers)
+    def _bring(self, request: PrefetchRequest, chunk: LoadPlan, numbers: Sequence[int]) -> Steps[None]:
+        log_failure((yield from failure(self._loader.bring(chunk))))
+        self._landed(request, chunk, numbers)
 
-    def _land_again(self, request: PrefetchRequest, plan: PrefetchPlan, numbers: Sequence[int]) -> Steps[None]:
-        self._landed(request, plan, numbers)
+    def _land_again(self, request: PrefetchRequest, chunk: LoadPlan, numbers: Sequence[int]) -> Steps[None]:
+        self._landed(request, chunk, numbers)
         yield from ()
 
-    def _landed(self, request: PrefetchRequest, plan: PrefetchPlan, numbers: Sequence[int]) -> None:
-        chunk = plan.chunk
+    def _landed(self, request: PrefetchRequest, chunk: LoadPlan, numbers: Sequence[int]) -> None:
         with self._manager.lock, contextlib.ExitStack() as on_failure:
-            if self._moving.pop(id(plan), None) is None:  # called again after a landing that raised
-                self._recount(request)
+            on_failure.callback(self._queue.lose, request, chunk)
+            if chunk not in self._queue.chunks:  # called again after a landing that raised
                 self._changed.notify_all()
                 return
-            on_failure.callback(self._recount, request)
             on_failure.callback(self._planner.abandon, chunk)
             statuses, claim = [], request.claim
             if claim is not None:
@@ -296,16 +292,11 @@ class Prefetcher:
             request.land(numbers, statuses, nbytes)
             if "cleared" in statuses:
                 self._queue.stop(request, PrefetchEnd.MISSING)
-            self._queue.land(request, good=_READ.issuperset(statuses), bad=PageStatus.CHECKSUM.value in statuses)
+            self._queue.land(chunk, good=_READ.issuperset(statuses), bad=PageStatus.CHECKSUM.value in statuses)
             on_failure.pop_all()
             self._pump()
             if self._queue.wake() is not None:
                 self._changed.notify_all()
-
-    def _recount(self, request: PrefetchRequest) -> None:
-        """End a request after an exception in its chunk's landing."""
-        moving = list(self._moving.values())
-        self._queue.recount(request, moving.count(request), len(moving))
 
     def _ended(self, request: PrefetchRequest) -> None:
         assert request.end is not None, "over without a cause"

@@ -99,7 +99,7 @@ class PrefetchedPages:
 class PrefetchRequest:
     """A prefetch: its turns in the queue, its pages and their progress. The manager's lock guards it.
 
-    `left`: pages that have not had their turn. `end`: why it ends; it is over when no chunk of it is `flying` any more.
+    `left`: pages that have not had their turn. `end`: why it ends; it is over when its chunks have landed.
     `pin`: seconds that the pages are pinned; None: no pins. Requests with pins are bounded by these, not by the quota.
     `whole`: all pages are pinned, or none. `bad`: a page's bytes differed from the stored ones. `chunks`: begun so far.
     `keep`: keys that its own slots may not evict. `claim`: its pins; they had no room for `beyond` more pages that were
@@ -114,7 +114,6 @@ class PrefetchRequest:
         self.parked: float | None = None  # skipped until this time
         self.swept = 0  # unused pages swept since it found the quota used up
         self.chunks = 0
-        self.flying = 0
         self.end: PrefetchEnd | None = None
         self.begun = False
         self.pages: Sequence[Page] = ()
@@ -173,8 +172,8 @@ class PrefetchRequest:
 
 
 class PrefetchQueue:
-    """Gives requests their turns. `ended` is called once for each request that is over, and again after `recount`. The
-    caller locks.
+    """Gives requests their turns. `ended` is called once for each request that is over, and again after `lose`. The
+    caller locks. `chunks`: those under way, by the caller's object for each.
 
     Requests take turns, with chunks of up to `chunk_pages`, `concurrent` at once: while one waits for its turn, no
     other gets two chunks more. `first_pages`: of a request's first chunk while a tier is not measured; each next one
@@ -203,7 +202,7 @@ class PrefetchQueue:
         self._live: set[PrefetchRequest] = set()
         self._held_back: float | None = None  # when loads began to hold chunks back, or when they last let one go
         self._again = False
-        self.flying = 0
+        self.chunks: dict[object, PrefetchRequest] = {}
 
     def __len__(self) -> int:
         return len(self._live)
@@ -247,13 +246,12 @@ class PrefetchQueue:
         self._held_back = None
         return None
 
-    def begin(self, request: PrefetchRequest, *, chunk: bool) -> None:
-        """The request has begun a chunk, or skipped pages that are present, and has up to `request.left` pages to
-        go."""
-        if chunk:
+    def begin(self, request: PrefetchRequest, chunk: object | None) -> None:
+        """The request has begun a chunk, or (None) skipped pages that are present, and has up to `request.left` pages
+        to go."""
+        if chunk is not None:
             request.chunks += 1
-            request.flying += 1
-            self.flying += 1
+            self.chunks[chunk] = request
             if self._held_back is not None:
                 self._held_back = self._clock()
             self._turns.remove(request)
@@ -267,15 +265,14 @@ class PrefetchQueue:
         """It keeps its turn until another plan has brought the next page."""
         request.parked = self._clock() + PARKED_S
 
-    def land(self, request: PrefetchRequest, *, good: bool, bad: bool = False) -> None:
+    def land(self, chunk: object, *, good: bool, bad: bool = False) -> None:
         """A chunk has ended; the request too, unless it is good: all its pages could be read.
 
         `bad`: the bytes of some pages differed from the stored ones. The pages behind them come all the same: a
         request that computes these pages again stores the pages that their tiers lack, so every bad page must have
         left its tier by then.
         """
-        request.flying -= 1
-        self.flying -= 1
+        request = self.chunks.pop(chunk)
         request.bad = request.bad or bad
         if request.end is not None:
             self._end_if_over(request)
@@ -284,9 +281,9 @@ class PrefetchQueue:
         else:
             self.stop(request, PrefetchEnd.ERROR)
 
-    def recount(self, request: PrefetchRequest, flying: int, in_all: int) -> None:
-        """The landing of a chunk raised: the request has `flying` chunks under way, all requests `in_all`. It ends."""
-        request.flying, self.flying = flying, in_all
+    def lose(self, request: PrefetchRequest, chunk: object) -> None:
+        """The landing of a chunk raised, perhaps behind `land`: the request ends."""
+        self.chunks.pop(chunk, None)
         if request.end is None:
             self.stop(request, PrefetchEnd.ERROR)
         else:
@@ -311,7 +308,7 @@ class PrefetchQueue:
         if self._again:
             return 0.0
         times = [at for r in self._turns for at in (r.parked, r.until) if at is not None]
-        if self._held_back is not None and not self.flying:
+        if self._held_back is not None and not self.chunks:
             times.append(self._held_back + DEMAND_PAUSE_S)
         return max(0.0, min(times) - self._clock()) if times else None
 
@@ -327,18 +324,18 @@ class PrefetchQueue:
     def _waits(self, now: float, *, demand: bool) -> bool:
         if not demand:
             self._held_back = None
-            return self.flying >= self._concurrent
+            return len(self.chunks) >= self._concurrent
         if self._held_back is None:
             self._held_back = now
-        return self.flying > 0 or now < self._held_back + DEMAND_PAUSE_S
+        return bool(self.chunks) or now < self._held_back + DEMAND_PAUSE_S
 
     def _end_if_over(self, request: PrefetchRequest) -> None:
-        if not request.flying:
+        if request not in self.chunks.values():
             self._live.discard(request)
             self._ended(request)
 
     def _complete(self, request: PrefetchRequest) -> None:
-        if not request.left and not request.flying:
+        if not request.left and request not in self.chunks.values():
             self.stop(request, _through(request))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import threading
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ from gdscache.ranks.channel import Channel, connected
 from gdscache.ranks.loads import Verdicts
 from gdscache.ranks.place import open_host_transport
 from gdscache.ranks.wire import Message
-from gdscache.runtime.threads import Flag, log_failure
+from gdscache.runtime.threads import log_failure
 
 CLOSE_S = 5.0  # seconds that `close` waits for late reads
 _log = logging.getLogger("gdscache.ranks")
@@ -52,10 +51,8 @@ class Borrower:
         self._layout = layout = config.model.layout()
         self._planes = PagedPlanes(layout, planes)
         self._lock = threading.Condition()
-        self._calls = itertools.count(1)
-        self._waiting: dict[int, tuple[Flag, list[Message]]] = {}
-        self._overdue: set[int] = set()
         self._gone = ""
+        self._said = False  # the log says that the lender does not answer
         self._left = False  # the lender was closed
         self._loads = 0
         self._late = 0  # late rows
@@ -170,51 +167,35 @@ class Borrower:
     @property
     def away(self) -> str:
         """Why the lender is not asked now; "" if it is."""
-        return self._gone or ("it does not answer" if self._overdue else "")
+        return self._gone or ("it does not answer" if self._channel.overdue else "")
 
     def _ask(self, do: str, fields: dict[str, Any], arrays: Sequence[wire.Array], seconds: float) -> Message:
         """Raises `RankLostError` if no answer comes in time, and at once while another call has none."""
-        flag, answers, number = Flag(), list[Message](), next(self._calls)
+        if self.away:
+            raise RankLostError(f"the lender is not asked: {self.away}", "see the log of its process")
+        found = self._channel.answer(self._channel.ask(do, fields, arrays), seconds)
+        if found is not None:
+            return found[0]
         with self._lock:
-            if self.away:
-                raise RankLostError(f"the lender is not asked: {self.away}", "see the log of its process")
-            self._waiting[number] = flag, answers
-        if not self._channel.send(wire.pack({**fields, "do": do, "call": number}, arrays)):
-            flag.set()
-        flag.wait(seconds)
-        with self._lock:
-            del self._waiting[number]
-            first = not answers and not self._gone and not self._overdue
-            if not answers and not self._gone:
-                self._overdue.add(number)
+            first = not self._said and not self._gone and bool(self._channel.overdue)
+            self._said = self._said or first
         if first:
             _log.error("rank %d: the rank that has the directory does not answer: its pages are missing", self.rank)
-        if not answers:
-            raise RankLostError(f"the lender has not answered within {seconds:g} s", "see the log of its process")
-        return answers[0]
+        raise RankLostError(f"the lender has not answered within {seconds:g} s", "see the log of its process")
 
     def _heard(self, message: Message, descriptors: list[int]) -> None:
-        number = message.fields.get("answer")
         self._left = self._left or "closed" in message.fields
-        with self._lock:
-            found = self._waiting.get(number) if isinstance(number, int) else None
-            if found is not None:
-                found[1].append(message)
-            overdue, back = number in self._overdue, False
-            if overdue:
-                self._overdue.discard(number)
-                back = not self._overdue
-        if found is not None:
-            found[0].set()
-        elif message.fields.get("lease"):  # its call has given up
+        if message.fields.get("lease"):  # its call has given up
             self._free(message.fields["lease"])
+        with self._lock:
+            back = self._said and not self._channel.overdue
+            self._said = self._said and not back
         if back:
             _log.warning("rank %d: the rank that has the directory answers again", self.rank)
 
     def _lost(self, why: str) -> None:
         with self._lock:
             told, self._gone = self._gone or self._closed, why or "it has ended"
-            waiting = [flag for flag, _ in self._waiting.values()]
         if not told and self._left:
             _log.info("rank %d: the rank that has the directory was closed: its pages are missing", self.rank)
         elif not told:
@@ -223,8 +204,6 @@ class Borrower:
                 self.rank,
                 why,
             )
-        for flag in waiting:
-            flag.set()
 
     # -- the end -------------------------------------------------------------------------------------------------------
 

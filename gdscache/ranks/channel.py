@@ -5,17 +5,19 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import itertools
 import os
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from gdscache.errors import RankError, RankProtocolError
 from gdscache.ranks import wire
-from gdscache.ranks.wire import Message
-from gdscache.runtime.threads import failure_of, log_failure, start
+from gdscache.ranks.wire import Array, Message
+from gdscache.runtime.threads import Flag, failure_of, log_failure, start
 
 MOST_WAITING = 64 << 20  # most unsent bytes, while the other end does not read
 _READ = 1 << 18
@@ -30,7 +32,8 @@ class Channel:
 
     `heard(message, descriptors)` is called in a thread of the channel, one message at a time. Its field `descriptors`
     counts the descriptors that came with it; the callee closes them. `lost(why)` is called once, in that thread, when
-    the other end has gone or sends invalid bytes; not after `close`.
+    the other end has gone or sends invalid bytes; not after `close`. Answers to calls go to `answer`, and to `heard` if
+    their call has given up; it is `overdue` until then.
     """
 
     def __init__(self, connection: socket.socket, name: str, heard: Heard, lost: Callable[[str], object]) -> None:
@@ -44,6 +47,9 @@ class Channel:
         self._bytes = 0  # bytes in `_waiting`
         self._closed = False
         self._why = ""  # why the other end is given up
+        self._numbers = itertools.count(1)
+        self._calls: dict[int, tuple[Flag, list[tuple[Message, list[int]]]]] = {}
+        self.overdue: set[int] = set()
         self._more = threading.Semaphore(0)
         self._threads = [
             threading.Thread(target=self._read, name=f"gdscache-{name}", daemon=True),
@@ -80,6 +86,40 @@ class Channel:
                         self._socket.shutdown(socket.SHUT_RDWR)
                     return False
         return True
+
+    def ask(
+        self, do: str, fields: Mapping[str, Any], arrays: Sequence[Array] = (), descriptors: Sequence[int] = ()
+    ) -> int:
+        """Send a call; returns its number, for `answer`. Never waits."""
+        number, flag = next(self._numbers), Flag()
+        self._calls[number] = flag, []
+        told = {**fields, "do": do, "call": number, "descriptors": len(descriptors)}
+        if not self.send(wire.pack(told, arrays), descriptors):
+            flag.set()
+        return number
+
+    def answer(self, number: int, seconds: float) -> tuple[Message, list[int]] | None:
+        """The answer to a call; None if none comes within `seconds`, or the other end has gone."""
+        flag, found = self._calls[number]
+        flag.wait(seconds)
+        with self._lock:
+            del self._calls[number]
+            if not found:
+                self.overdue.add(number)
+        return found[0] if found else None
+
+    def _hear(self, message: Message, descriptors: list[int]) -> None:
+        number = message.fields.get("answer")
+        with self._lock:
+            call = self._calls.get(number) if isinstance(number, int) else None
+            if call is not None:
+                call[1].append((message, descriptors))
+            elif isinstance(number, int):
+                self.overdue.discard(number)
+        if call is None:
+            self._heard(message, descriptors)
+        else:
+            call[0].set()
 
     def close(self) -> None:
         """Receive and send nothing more; may be called again. Waits for its threads, unless one of them calls it."""
@@ -126,7 +166,9 @@ class Channel:
             told, self._closed = self._closed, True
             self._more.release()
         if not told:
-            self._lost(self._why or why or "it has ended")
+            log_failure(failure_of(functools.partial(self._lost, self._why or why or "it has ended")))
+        for flag, _ in [*self._calls.values()]:  # no answer comes any more
+            flag.set()
 
     def _read_on(self) -> None:
         buffer, descriptors = bytearray(), list[int]()
@@ -144,7 +186,7 @@ class Channel:
                 message, at = wire.unpack(bytes(memoryview(buffer)[at:stop])), stop
                 count = int(message.fields.get("descriptors", 0))
                 given, descriptors = descriptors[:count], descriptors[count:]
-                log_failure(failure_of(functools.partial(self._heard, message, given)))
+                log_failure(failure_of(functools.partial(self._hear, message, given)))
             del buffer[:at]
 
 

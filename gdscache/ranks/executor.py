@@ -352,22 +352,19 @@ class RanksExecutor(ThreadDriver):
 
     @property
     def orders(self) -> Orders | None:
-        """See `Rank.load`: the requests, each with its number of pages and its first token, and the moves that bring
+        """See `Rank.load`: the requests, each with its number of pages and its first token, and the move that brings
         them."""
         return self._order
 
     def _order(
-        self, moves: Sequence[RanksMoving], requests: Sequence[tuple[int, int]], about: Mapping[str, Any]
+        self, moving: RanksMoving | None, requests: Sequence[tuple[int, int]], about: Mapping[str, Any]
     ) -> bytes:
-        told, arrays = [], []
-        for moving in moves:
+        told, arrays = None, list[wire.Array]()
+        if moving is not None and moving.ordered():
             assert moving.listener is not None, "a load has a listener"
-            if not moving.ordered():
-                continue
             fields, some = wire.described(moving.whole())
-            told.append({**fields, "id": moving.number})
-            arrays += [*some, moving.listener.rows]
-        return wire.pack({**about, "leader": self.ranks.leader, "requests": [*requests], "moves": told}, arrays)
+            told, arrays = {**fields, "id": moving.number}, [*some, moving.listener.rows]
+        return wire.pack({**about, "leader": self.ranks.leader, "requests": [*requests], "move": told}, arrays)
 
     def keep_sums(self, ways: Sequence[Way], rows: Int64Array, shard: int, sums: npt.NDArray[Any]) -> None:
         at, columns = 0, wire.columns(shard, self.layers)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import logging
 import os
 import secrets
@@ -21,7 +20,6 @@ from gdscache.ranks import wire
 from gdscache.ranks.address import RankAddress
 from gdscache.ranks.channel import Channel, connected
 from gdscache.ranks.wire import Message
-from gdscache.runtime.threads import Flag
 
 CONNECT_S = 30.0  # seconds for a rank to be there and answer "hello"
 OPEN_S = 600.0  # seconds for a rank to allocate its memory and files
@@ -52,41 +50,33 @@ class RankSet:
     `absent` says why nothing is loaded or stored for now: a rank is away, or lost.
     """
 
-    def __init__(self) -> None:
-        self.leader = secrets.token_hex(8)
-        self.links: list[Link] = []
-        self.shards = 1
-        self.absent = ""
-        self.heard: Callable[[Link, Message], object] = lambda link, message: None
-        self.gone: Callable[[Link], object] = lambda link: None  # called when a rank is lost
-        self._lock = threading.Lock()
-        self._numbers = itertools.count(1)
-        self._answers: dict[int, tuple[Flag, list[tuple[Message, list[int]]], Link]] = {}
-        self._closed = False
-
-    @classmethod
-    def connect(cls, addresses: Sequence[RankAddress], model: Mapping[str, Any], gpu: Mapping[str, Any]) -> RankSet:
+    def __init__(self, addresses: Sequence[RankAddress], model: Mapping[str, Any], gpu: Mapping[str, Any]) -> None:
         """Connect to all of them, whose planes must be those of `model`; `gpu`: the section of the configuration.
 
         Raises `RankError` if one cannot be reached, or they are no set: ranks 0 to n - 1, shards from 0 on, each with
         the same number of ranks; `RankMismatchError`, and the ranks' own errors.
         """
         _check(addresses)
-        ranks = cls()
-        ranks.shards = 1 + max(address.shard for address in addresses)
+        self.leader = secrets.token_hex(8)
+        self.links: list[Link] = []
+        self.shards = 1 + max(address.shard for address in addresses)
+        self.absent = ""
+        self.heard: Callable[[Link, Message], object] = lambda link, message: None
+        self.gone: Callable[[Link], object] = lambda link: None  # called when a rank is lost
+        self._lock = threading.Lock()
+        self._closed = False
+
         with contextlib.ExitStack() as undo:
-            undo.callback(ranks.close)
+            undo.callback(self.close)
             for address in sorted(addresses, key=lambda address: address.rank):
                 link = Link(address)
-                name = f"leader-{link.rank}"
-                heard = functools.partial(ranks._heard, link)
+                heard, lost = functools.partial(self._heard, link), functools.partial(self.lose, link)
                 connection = connected(address.name, f"rank {link.rank}", CONNECT_S)
-                link.channel = Channel(connection, name, heard, functools.partial(ranks.lose, link))
-                ranks.links.append(link)
+                link.channel = Channel(connection, f"leader-{link.rank}", heard, lost)
+                self.links.append(link)
                 link.channel.begin()
-            ranks._greet(model, gpu)
+            self._greet(model, gpu)
             undo.pop_all()
-        return ranks
 
     def _greet(self, model: Mapping[str, Any], gpu: Mapping[str, Any]) -> None:
         told = {"version": gdscache.__version__, "protocol": wire.PROTOCOL, "leader": self.leader}
@@ -125,55 +115,22 @@ class RankSet:
     ) -> list[tuple[Link, Message]]:
         """Ask ranks at the same time, all by default; returns their answers. Raises the first rank's error, and
         `RankLostError` if one does not answer."""
-        asked = [
-            (link, self._ask(do, fields, link, arrays=arrays)) for link in (self.links if links is None else links)
-        ]
-        return [(link, self._answer(link, number, seconds)[0]) for link, number in asked]
+        asked = [(link, link.channel.ask(do, fields, arrays)) for link in (self.links if links is None else links)]
+        return [(link, _answer(link, number, seconds)[0]) for link, number in asked]
 
     def share(self, fields: Mapping[str, Any], links: Sequence[Link]) -> list[tuple[Link, Message]]:
         """Have the first rank make a memory, and the others map the same one."""
         first, others = links[0], links[1:]
-        message, given = self._answer(first, self._ask("memory", {**fields, "share": bool(others)}, first), OPEN_S)
+        message, given = _answer(first, first.channel.ask("memory", {**fields, "share": bool(others)}), OPEN_S)
         answers = [(first, message)]
         try:
             for link in others:
-                number = self._ask("memory", {**fields, "share": False}, link, given)
-                answers.append((link, self._answer(link, number, OPEN_S)[0]))
+                number = link.channel.ask("memory", {**fields, "share": False}, (), given)
+                answers.append((link, _answer(link, number, OPEN_S)[0]))
         finally:
             for descriptor in given:
                 os.close(descriptor)
         return answers
-
-    def _ask(
-        self,
-        do: str,
-        fields: Mapping[str, Any],
-        link: Link,
-        descriptors: Sequence[int] = (),
-        arrays: Sequence[wire.Array] = (),
-    ) -> int:
-        number = next(self._numbers)
-        with self._lock:
-            self._answers[number] = Flag(), [], link
-        told = {**fields, "do": do, "call": number, "descriptors": len(descriptors)}
-        if link.lost or not link.channel.send(wire.pack(told, arrays), descriptors):
-            self._answers[number][0].set()
-        return number
-
-    def _answer(self, link: Link, number: int, seconds: float) -> tuple[Message, list[int]]:
-        flag, answers, _ = self._answers[number]
-        flag.wait(seconds)
-        with self._lock:
-            del self._answers[number]
-        if not answers:
-            raise RankLostError(
-                f"rank {link.rank} {link.lost or f'has not answered within {seconds:g} s'}",
-                "see the log of its process",
-            )
-        message, given = answers[0]
-        if "error" in message.fields:
-            raise _error(message.fields)
-        return message, given
 
     def tell(self, number: int, what: bytes) -> None:
         message = wire.pack({"do": "told", "number": number}, [np.frombuffer(what, np.uint8)])
@@ -185,19 +142,10 @@ class RankSet:
     def _heard(self, link: Link, message: Message, descriptors: list[int]) -> None:
         if "closed" in message.fields:
             link.left = True
-            return
-        number = message.fields.get("answer")
-        if number is None:
+        elif "answer" not in message.fields:
             self.heard(link, message)
-            return
-        with self._lock:
-            found = self._answers.get(number)
-            if found is not None:
-                found[1].append((message, descriptors))
-                found[0].set()
-        if found is None:
-            for descriptor in descriptors:
-                os.close(descriptor)
+        for descriptor in descriptors:
+            os.close(descriptor)
 
     def lose(self, link: Link, why: str) -> None:
         """A rank has gone for good: its moves have ended, and nothing is loaded or stored any more."""
@@ -206,7 +154,6 @@ class RankSet:
                 return
             link.lost = f"is lost: {why}"
             self._look()
-            waiting = [flag for flag, _, whose in self._answers.values() if whose is link]
         if link.left:
             _log.warning("rank %d (process %s) was closed: nothing is loaded or stored any more", *link.who)
         else:
@@ -216,8 +163,6 @@ class RankSet:
                 *link.who,
                 why,
             )
-        for flag in waiting:
-            flag.set()
         self.gone(link)
 
     def late(self, link: Link, number: int) -> None:
@@ -281,6 +226,17 @@ def _check(addresses: Sequence[RankAddress]) -> None:
     counts = {shards.count(shard) for shard in range(max(shards) + 1)}
     if min(shards) < 0 or len(counts) > 1:
         raise RankError(f"the ranks' shards are {shards}", "give each shard, from 0 on, to as many ranks")
+
+
+def _answer(link: Link, number: int, seconds: float) -> tuple[Message, list[int]]:
+    found = link.channel.answer(number, seconds)
+    if found is None:
+        raise RankLostError(
+            f"rank {link.rank} {link.lost or f'has not answered within {seconds:g} s'}", "see the log of its process"
+        )
+    if "error" in found[0].fields:
+        raise _error(found[0].fields)
+    return found
 
 
 def _error(fields: Mapping[str, Any]) -> GdsCacheError:

@@ -7,7 +7,9 @@ statuses. Their slots are leased until then, and until no read touches them any 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import itertools
 import secrets
 import socket
 import threading
@@ -25,11 +27,21 @@ from gdscache.pages.layout import PageLayout
 from gdscache.ranks import wire
 from gdscache.ranks.channel import Channel, Door
 from gdscache.ranks.wire import Message
-from gdscache.runtime.threads import Workers, failure_of, log_failure
+from gdscache.runtime.threads import Workers, log_failure
 from gdscache.tiers.base import DurableTier, checked_sums
 from gdscache.tiers.manager import TierManager
 
 Named = Callable[[Sequence[bytes], bytes | None, int], Sequence[Page]]
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Served:
+    """One borrower, and its leases by number."""
+
+    channel: Channel = dataclasses.field(init=False)
+    rank: int = 0
+    leases: dict[int, LoadPlan] = dataclasses.field(default_factory=dict)
+    ended: bool = False
 
 
 class Lender:
@@ -61,6 +73,7 @@ class Lender:
         }
         self._tier: DurableTier = manager.files[0]
         self._served: list[_Served] = []
+        self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._closed = False
         with contextlib.ExitStack() as undo:
@@ -77,23 +90,48 @@ class Lender:
             served = [*self._served]
         for one in served:
             one.channel.send(wire.pack({"closed": True}))
-            one.end()
+            self._end(one)
         self._workers.shutdown()
 
     def _serve(self, connection: socket.socket) -> None:
+        one = _Served()
         with contextlib.ExitStack() as undo:
             undo.callback(connection.close)
-            one = _Served(connection, self)
+            heard, lost = functools.partial(self._heard, one), functools.partial(self._end, one)
+            one.channel = Channel(connection, "lender", heard, lost)
             undo.pop_all()
         with self._lock:
             self._served.append(one)
         one.channel.begin()
 
-    # -- calls of borrowers --------------------------------------------------------------------------------------------
+    def _end(self, one: _Served, why: str = "") -> None:
+        """A borrower reads nothing more, or has ended: take its pages back. May be called again."""
+        with self._lock:
+            one.ended, leases = True, [*one.leases.values()]
+            one.leases.clear()
+            self._served = [other for other in self._served if other is not one]
+        one.channel.close()
+        for plan in leases:
+            self.planner.abandon(plan)
 
-    def answer(self, one: _Served, message: Message) -> None:
-        if not self._closed:
-            self._workers.submit(functools.partial(self._answer, one, message))
+    # -- messages of borrowers -----------------------------------------------------------------------------------------
+
+    def _heard(self, one: _Served, message: Message, descriptors: list[int]) -> None:
+        fields = message.fields
+        if fields["do"] == "took":
+            with self._lock:
+                plan = one.leases.get(fields["lease"])
+            if plan is not None and len(message.arrays[0]) <= len(plan):
+                self._took(plan, message.arrays[0])
+        if fields["do"] == "free" or fields.get("free"):
+            with self._lock:
+                plan = one.leases.pop(fields["lease"], None)
+            if plan is not None:
+                self.planner.abandon(plan)
+        elif fields["do"] != "took":
+            one.rank = fields.get("rank", one.rank)
+            if not self._closed:
+                self._workers.submit(functools.partial(self._answer, one, message))
 
     def _answer(self, one: _Served, message: Message) -> None:
         fields, arrays = message
@@ -138,69 +176,19 @@ class Lender:
             there = next((n for n, entry in enumerate(entries) if not tier.at_hand([entry])), len(entries))
             sums = checked_sums(tier, entries[:there], self._n_sums)
             assert sums is not None, "pages without checksums"
-            number = one.keep(plan)
+            with self._lock:
+                if one.ended:
+                    raise RankError(f"rank {one.rank} has gone", "see the log of its process")
+                one.leases[number := next(self._numbers)] = plan
         except BaseException:
             planner.abandon(plan)
             raise
         return {"lease": number, "found": there}, [integers(plan.slots[:there]), sums]
 
-    def took(self, plan: LoadPlan, statuses: wire.Array) -> None:
+    def _took(self, plan: LoadPlan, statuses: wire.Array) -> None:
         codes = statuses.tolist()
         for code in {*codes}:
             rows = integers([row for row, found in enumerate(codes) if found == code])
             self.planner.finish(plan, rows, STATUSES[code])
         if not self._closed:
             self._workers.submit(self._tier.commit_deletions)
-
-    def forget(self, one: _Served) -> None:
-        with self._lock:
-            self._served = [other for other in self._served if other is not one]
-
-
-class _Served:
-    """One borrower, and its leases."""
-
-    def __init__(self, connection: socket.socket, lender: Lender) -> None:
-        self.rank = 0
-        self.channel = Channel(connection, "lender", self._heard, self._lost)
-        self._lender = lender
-        self._leases: dict[int, LoadPlan] = {}
-        self._last, self._ended = 0, False
-        self._lock = threading.Lock()
-
-    def keep(self, plan: LoadPlan) -> int:
-        with self._lock:
-            if self._ended:
-                raise RankError(f"rank {self.rank} has gone", "see the log of its process")
-            self._last += 1
-            self._leases[self._last] = plan
-            return self._last
-
-    def _heard(self, message: Message, descriptors: list[int]) -> None:
-        fields = message.fields
-        if fields["do"] == "took":
-            with self._lock:
-                plan = self._leases.get(fields["lease"])
-            if plan is not None and len(message.arrays[0]) <= len(plan):
-                self._lender.took(plan, message.arrays[0])
-        if fields["do"] == "free" or fields.get("free"):
-            with self._lock:
-                plan = self._leases.pop(fields["lease"], None)
-            if plan is not None:
-                self._lender.planner.abandon(plan)
-        elif fields["do"] != "took":
-            self.rank = fields.get("rank", self.rank)
-            self._lender.answer(self, message)
-
-    def _lost(self, why: str) -> None:
-        log_failure(failure_of(self.end))
-
-    def end(self) -> None:
-        """The borrower reads nothing more, or has ended: take its pages back. May be called again."""
-        with self._lock:
-            self._ended, leases = True, [*self._leases.values()]
-            self._leases.clear()
-        self.channel.close()
-        for plan in leases:
-            self._lender.planner.abandon(plan)
-        self._lender.forget(self)

@@ -10,23 +10,25 @@ reports back. Pages go through it as *parcels* (store/parcel.py). The manager's 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gdscache.index.retention import DEFAULT, Retention
+from gdscache.index.retention import Retention
 from gdscache.index.table import Entry, PageState
 from gdscache.limits import BATCH_PAGES, LEAST_BATCH
 from gdscache.moves import PLANES
 from gdscache.pages.hit import Told
 from gdscache.pages.keys import Page
 from gdscache.pages.layout import PLAIN
-from gdscache.store.batch_size import batch_pages
-from gdscache.store.earned_offers import EarnedOffers
-from gdscache.store.outlets import Outlet
-from gdscache.store.parcel import Nobody, Parcel, Receipt, StoreJob, last_of
+from gdscache.runtime.threads import Bell
+from gdscache.store.outlets import EarnedOffers, Outlet, batch_pages
+from gdscache.store.parcel import Parcel, StoreJob, last_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from gdscache.config import StoreConfig
+    from gdscache.index.free_slots import SlotShare
     from gdscache.index.index import PageIndex
     from gdscache.tiers.base import Tier
     from gdscache.tiers.manager import TierManager
@@ -36,7 +38,6 @@ _FIRST_ROUND_BYTES = 32 << 20
 # the first.
 WATERMARKS = (0.25, 0.5)
 _UNWRITTEN = ("closed", "switched_off", "lock_lost")  # causes that come before any byte is written
-_NOBODY = Nobody()
 
 
 def round_pages(extent_bytes: int, *, waiting: bool) -> Iterator[int]:
@@ -67,20 +68,21 @@ class StorePlanner:
         extent_bytes: int,
         outlets: Sequence[Outlet],
         earned: EarnedOffers,
+        spare: SlotShare | None = None,
         *,
         plain: bool = False,
         unfit: StorePlanner | None = None,
     ) -> None:
-        """`outlets`: one to each tier of files. `earned`: notes of the manager's lookups. `plain`: the planner is of
-        plain tiers, and takes the pages that do not fit into packed extents. `unfit`: that planner, where this one's
-        pages are packed."""
-        self.outlets = outlets
+        """`outlets`: one to each tier of files. `earned`: notes of the manager's lookups. `spare`: slots of the bounce
+        reserve. `plain`: the planner is of plain tiers, and takes the pages that do not fit into packed extents.
+        `unfit`: that planner, where this one's pages are packed."""
+        self.outlets, self.spare = outlets, spare
         self.queued = 0  # pages accepted and not finished
+        self.idle = Bell()  # rings when no page is queued
         self._cleaning = 0  # of these, pages that go from the CPU tier to the SSD without a store
-        self._manager = manager
+        self.manager = manager
         self._epoch = manager.clearing.epoch
-        self.lock = manager.lock
-        self._landing = manager.landing_of(plain=plain)
+        self._landing = next((tier for tier in manager.landings if tier.plain == plain), None)
         self._bounced = "bounce" + PLAIN * plain
         self._plain, self._unfit = plain, unfit
         self._policy = config.write_policy if self.outlets else "never"
@@ -112,43 +114,35 @@ class StorePlanner:
 
     # -- accepting ---------------------------------------------------------------------------------------------------
 
-    def accept(self, pages: Sequence[Page], receipt: Receipt, retention: Retention = DEFAULT) -> list[int]:
-        """The numbers of the pages that some tier lacks and the queue has room for. The others get their outcome."""
-        manager = self._manager
+    def accept(self, job: StoreJob) -> None:
+        """Narrow a job, whose pages are `queued` already, to the pages that some tier lacks and the queue has room for.
+        The others get their outcome."""
+        manager, pages = self.manager, job.pages
         manager.counts["stores", "requests"] += not self._plain  # whose pages another planner has accepted before
-        manager.retain(pages, retention)
-        self._retain_coming(pages, retention)
-        room = max(0, self._limit - self.queued + (0 if self._landing is None else len(self.keys)))
+        manager.retain(pages, job.retention)
+        self._retain_coming(pages, job.retention)
+        before = self.queued - len(pages)
+        room = max(0, self._limit - before + (0 if self._landing is None else len(self.keys)))
         missing = self._missing(pages)
-        wanted, late = missing[:room], missing[room:]
         if len(missing) < len(pages):
-            known = set(missing)
-            present = [number for number in range(len(pages)) if number not in known]
+            present = sorted(job.left.difference(missing))
             if self._landing is None and self._policy == "never":  # no tier takes a page
                 tiers = manager.tiers.values()
-                there = [number for number in present if any(pages[number].key in tier.index for tier in tiers)]
-                self._drop(pages, sorted({*present}.difference(there)), receipt, "no_tier")
+                there = [place for place in present if any(pages[place].key in tier.index for tier in tiers)]
+                self.finish_pages(job, sorted({*present}.difference(there)), "no_tier")
                 present = there
             manager.counts["stores", "present"] += len(present)
-            receipt.finish(present)
-        self._drop(pages, late, receipt, "queue_full")
-        self.queued += len(wanted)
-        keys = [pages[number].key for number in wanted]
+            self.finish_pages(job, present)
+        self.finish_pages(job, missing[room:], "queue_full")
+        job.narrow(missing[:room])
+        keys = [page.key for page in job.pages]
         manager.fates.forget(keys)
         for outlet in self.outlets:
             outlet.admission.use(keys)
-        return wanted
 
     def _retain_coming(self, pages: Sequence[Page], retention: Retention) -> None:
         for outlet in self.outlets:
             outlet.retain(pages, retention)
-
-    def _drop(self, pages: Sequence[Page], numbers: Sequence[int], receipt: Receipt, cause: str) -> None:
-        """These are not accepted."""
-        if numbers:
-            self._manager.counts["dropped", cause] += len(numbers)
-            self._manager.fates.note([pages[number].key for number in numbers], Told("no_room", detail=cause))
-            receipt.finish(numbers, cause)
 
     def _missing(self, pages: Sequence[Page]) -> list[int]:
         """The numbers of pages that a tier should have, lacks and is not getting; each page once."""
@@ -197,8 +191,8 @@ class StorePlanner:
             offered = pages if len(lacking) == len(pages) else [pages[i] for i in lacking]
             for i, cause in zip(lacking, outlet.offer(offered, open=not behind), strict=True):
                 if cause:
-                    self._manager.counts["refused", cause] += 1
-                    self._manager.fates.note((pages[i].key,), Told("refused", outlet.tier.name, cause))
+                    self.manager.counts["refused", cause] += 1
+                    self.manager.fates.note((pages[i].key,), Told("refused", outlet.tier.name, cause))
                     causes.setdefault(i, cause)
                 else:
                     takes[i] += (outlet,)
@@ -244,7 +238,7 @@ class StorePlanner:
             self.finish_pages(job, range(at, end), "cleared")
             return end
         pages, landing = job.pages, self._landing
-        self._manager.expiry.stored(pages[at:end], job.retention)  # an earlier store may have brought some since
+        self.manager.expiry.stored(pages[at:end], job.retention)  # an earlier store may have brought some since
         self._retain_coming(pages[at:end], job.retention)
         while at < end:
             stop = end if landing is None else landing.index.absent_until(pages, at, end)
@@ -274,13 +268,13 @@ class StorePlanner:
             taken = slots[: len(some)]
             whole = len(some) == len(pages)
             of, at = (pages, places) if whole else ([pages[i] for i in some], [places[i] for i in some])
-            kept = self._manager.expiry.joined_all(of, job.retention)
+            kept = self.manager.expiry.joined_all(of, job.retention)
             entries = landing.index.insert_all(of, taken, PageState.PENDING, kept, leases=1)
             del slots[: len(some)]
             self._earned.came(taken)
-            lease = self._manager.lease("store")
+            lease = self.manager.lease("store")
             lease.take(landing.index, entries)
-            self._set_out(Parcel(job, at, taken, landing.name, entries, lease, to, copied=False), parcels)
+            self._set_out(Parcel(job, at, taken, landing.name, entries, [lease], to, copied=False), parcels)
 
     def _offer_again(self, job: StoreJob, places: range, landing: Tier, parcels: list[Parcel]) -> None:
         entries: dict[int, Entry] = {}
@@ -303,7 +297,7 @@ class StorePlanner:
 
         Returns the first page without a slot: one that needs a bounce slot when none is left, else `stop`.
         """
-        quarantine = self._manager.quarantine  # its writes hold the bounce slots
+        quarantine = self.manager.quarantine  # its writes hold the bounce slots
         full = "" if self._landing is None else f"{self._landing.name}_full"
         if self._off and self._policy != "write_through_selective":
             self.finish_pages(job, [at + number for number in self._lacking(job.pages[at:stop])], quarantine.cause)
@@ -324,7 +318,7 @@ class StorePlanner:
                     taken = bounced[len(bounced) - len(some) :]
                     del bounced[len(bounced) - len(some) :]
                     self._set_out(
-                        Parcel(job, [places[n] for n in some], taken, self._bounced, None, None, to, copied=False),
+                        Parcel(job, [places[n] for n in some], taken, self._bounced, None, [], to, copied=False),
                         parcels,
                     )
                 else:
@@ -336,7 +330,7 @@ class StorePlanner:
     @property
     def _off(self) -> bool:
         """Whether the tiers of files are switched off since their I/O hangs."""
-        return any(self._manager.quarantine.hangs(outlet.tier.name) for outlet in self.outlets)
+        return any(self.manager.quarantine.hangs(outlet.tier.name) for outlet in self.outlets)
 
     def turn_away(self, job: StoreJob, i: int) -> None:
         """No bounce slot is free for page `i`, and the SSD is behind: drop it."""
@@ -346,10 +340,10 @@ class StorePlanner:
     def _copied(
         self, job: StoreJob, places: Sequence[int], entries: Sequence[Entry], landing: Tier, to: tuple[Outlet, ...]
     ) -> Parcel:
-        lease = self._manager.lease("store")
+        lease = self.manager.lease("store")
         for entry in entries:
             lease.add(landing.index, entry)
-        return Parcel(job, places, [e.slot for e in entries], landing.name, entries, lease, to, copied=True)
+        return Parcel(job, places, [e.slot for e in entries], landing.name, entries, [lease], to, copied=True)
 
     def _set_out(self, parcel: Parcel, parcels: list[Parcel]) -> None:
         parcels.append(parcel)
@@ -365,23 +359,23 @@ class StorePlanner:
         if landing is not None and entries is not None and not parcel.copied:
             landing.index.commit_all(entries)
             shown = [row for row, entry in enumerate(entries) if not entry.dropped]
-            job.receipt.committed(job.numbers_of(parcel.places_of(shown)), landing.name)
-            self._manager.counts["stored", landing.name] += len(shown)
+            job.committed(parcel.places_of(shown), landing.name)
+            self.manager.counts["stored", landing.name] += len(shown)
             self._measure(parcel, PLANES, landing.name, len(shown))
             for number in self._lacking([entries[row].page for row in shown]) if self._policy == "write_back" else ():
                 landing.index.mark_dirty(entries[shown[number]])
         if parcel.to:
             return True
         for lease in parcel.leases:
-            self._manager.end(lease)
+            self.manager.end(lease)
         self.finish_pages(job, parcel.places_of(shown))
         for i in parcel.places:  # pages that left the CPU tier meanwhile
             if i in job.left:
-                self.finish_pages(job, (i,), "expired" if self._manager.expiry.was(job.pages[i].key) else "cleared")
+                self.finish_pages(job, (i,), "expired" if self.manager.expiry.was(job.pages[i].key) else "cleared")
         return False
 
     def _measure(self, parcel: Parcel, source: str, target: str, pages: int) -> None:
-        measures, job = self._manager.measures, parcel.job
+        measures, job = self.manager.measures, parcel.job
         measures.moved(source, target, pages)
         if pages and job.since is not None:
             measures.stored(target, len(job.pages) * self.extent_bytes, self.now() - job.since)
@@ -398,12 +392,12 @@ class StorePlanner:
         job, entries = parcel.job, parcel.entries
         outlet.end(parcel.keys(rows), parcel.job.epoch)
         if not cause:
-            job.receipt.committed(job.numbers_of(parcel.places_of(rows)), outlet.tier.name)
-            self._manager.counts["stored", outlet.tier.name] += len(rows)
+            job.committed(parcel.places_of(rows), outlet.tier.name)
+            self.manager.counts["stored", outlet.tier.name] += len(rows)
             source = PLANES if entries is None else parcel.space
             self._measure(parcel, source, outlet.tier.name, len(rows))
         elif cause == "deadline" and entries is not None:
-            parcel.set_apart(rows, self._manager.lease("quarantine"))
+            parcel.set_apart(rows, self.manager.lease("quarantine"))
             self._end_empty(parcel)
         if cause and (cause in _UNWRITTEN or cause == f"{outlet.tier.name}_full"):
             outlet.admission.not_written(len(rows))
@@ -419,9 +413,8 @@ class StorePlanner:
         left.difference_update(rows)
         return rows
 
-    def released(self, parcel: Parcel, outlet: Outlet, rows: Sequence[int]) -> list[int]:
-        """An outlet no longer reads these pages' slots. Returns the rows that no outlet reads; the caller frees bounce
-        slots."""
+    def released(self, parcel: Parcel, outlet: Outlet, rows: Sequence[int]) -> None:
+        """An outlet no longer reads these pages' slots, which are free if no other does."""
         over = last_of(rows, outlet, parcel.reading)
         if over and parcel.entries is not None:
             some = [parcel.entries[row] for row in over]
@@ -429,12 +422,16 @@ class StorePlanner:
                 lease.release(some)
             self._end_empty(parcel)
         parcel.reading[outlet].difference_update(rows)
-        return over
+        self._free_bounce(parcel, over)
+
+    def _free_bounce(self, parcel: Parcel, rows: Sequence[int]) -> None:
+        if parcel.entries is None and self.spare is not None and rows:
+            self.spare.give([parcel.slots[row] for row in rows])
 
     def _end_empty(self, parcel: Parcel) -> None:
         for lease in parcel.leases:
             if not len(lease):
-                self._manager.end(lease)
+                self.manager.end(lease)
 
     def abandon(self, parcel: Parcel) -> None:
         if parcel.entries is not None and not parcel.copied:
@@ -444,8 +441,9 @@ class StorePlanner:
             outlet.end(parcel.keys(rows), parcel.job.epoch)
             outlet.admission.not_written(len(rows))
         for lease in parcel.leases:
-            self._manager.end(lease)
+            self.manager.end(lease)
         self.finish_pages(parcel.job, parcel.places, "error")
+        self._free_bounce(parcel, parcel.rows)
 
     def without(self, parcel: Parcel, rows: Sequence[int]) -> Parcel:
         """A parcel that is not sent yet, without `rows`: pages that do not fit into packed extents. They stay in
@@ -464,13 +462,15 @@ class StorePlanner:
         left = sorted(set(parcel.rows).difference(rows))
         if not left:
             self._end_empty(parcel)
-        return parcel.only(left)
+        kept = parcel.only(left)
+        self._free_bounce(parcel, rows)
+        return kept
 
     def pass_on(self, job: StoreJob, places: Sequence[int]) -> None:
         """Another planner gives these pages their outcome."""
         job.left.difference_update(places)
         self.queued -= len(places)
-        self._manager.counts["stores", "unfit"] += len(places)
+        self.manager.counts["stores", "unfit"] += len(places)
 
     def finish_pages(self, job: StoreJob, places: Iterable[int], cause: str = "") -> None:
         """The outcome of pages is final. May be called again."""
@@ -478,14 +478,17 @@ class StorePlanner:
         some = [i for i in places if i in left]
         if not some:
             return
-        job.receipt.finish(job.numbers_of(some), cause)  # first: if it raises, `finish_pages` is called again
+        if job.receipt is not None:
+            job.receipt.finish(job.numbers_of(some), cause)  # first: if it raises, `finish_pages` is called again
         left.difference_update(some)
         if cause:
-            self._manager.counts["dropped", cause] += len(some)
-            self._manager.fates.note([job.pages[i].key for i in some], Told("no_room", detail=cause))
+            self.manager.counts["dropped", cause] += len(some)
+            self.manager.fates.note([job.pages[i].key for i in some], Told("no_room", detail=cause))
         self.queued -= len(some)
-        if job.receipt is _NOBODY:
+        if job.receipt is None:
             self._cleaning -= len(some)
+        if not self.queued:
+            self.idle.ring()
 
     def describe(self) -> dict[str, Any]:
         found = [outlet.admission.describe() for outlet in self.outlets[:1]]
@@ -558,7 +561,7 @@ class StorePlanner:
                         for entry in leaving:
                             index.mark_clean(entry)
                         continue
-                    job = StoreJob(_NOBODY, range(len(leaving)), [e.page for e in leaving], epoch, retention)
+                    job = StoreJob(None, [e.page for e in leaving], epoch, retention)
                     self._set_out(self._copied(job, job.numbers, leaving, landing, to), parcels)
                     self.queued += len(leaving)
                     self._cleaning += len(leaving)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import functools
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -21,10 +22,10 @@ from gdscache.index.retention import DEFAULT, Retention
 from gdscache.index.table import Entry
 from gdscache.moves import Executor, Move, Moving, Priority, Steps, Way, failure
 from gdscache.pages.checksum import Checksums
-from gdscache.runtime.threads import log_failure
-from gdscache.store.batch_size import BatchSize
-from gdscache.store.outlets import Outlet
+from gdscache.runtime.threads import in_turn, log_failure
+from gdscache.store.outlets import BatchSize, Outlet
 from gdscache.store.parcel import Parcel
+from gdscache.store.plan import StorePlanner
 from gdscache.tiers.manager import TierManager
 from gdscache.tiers.quarantine import Late
 
@@ -33,18 +34,23 @@ _FLIGHTS = 3  # batches in flight, including the one that is committed
 
 
 _Part = tuple[Parcel, Sequence[int]]  # rows of a parcel in a batch
+_NO_SUMS: Checksums = np.empty((0, 0), np.uint64)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _WriteBatch:
-    """A batch in flight. The pages of its parts, in order, are the rows of the move, and have `entries` and `sums`,
-    uint64 (pages, layers). `begun`: by the executor's clock."""
+    """Pages that are written together, in parts. `held`: the entries that it drops and releases itself if it fails.
+
+    In flight, by `moving`, `begun` by the executor's clock: its pages, in order, are the rows of the move, and have
+    `entries` and `sums`, uint64 (pages, layers). `over`: the end of the move is known."""
 
     parts: Sequence[_Part]
-    entries: Sequence[Entry]
-    sums: Checksums
-    moving: Moving
-    begun: float
+    held: dict[bytes, Entry] = dataclasses.field(default_factory=dict)
+    entries: Sequence[Entry] = ()
+    sums: Checksums = dataclasses.field(default_factory=lambda: _NO_SUMS)
+    moving: Moving | None = None
+    begun: float = 0.0
+    over: bool = False
 
     def pages(self) -> list[tuple[Parcel, int]]:
         return [(parcel, row) for parcel, rows in self.parts for row in rows]
@@ -59,26 +65,17 @@ class TierWriter:
     """
 
     def __init__(
-        self,
-        manager: TierManager,
-        outlet: Outlet,
-        executor: Executor,
-        extent_bytes: int,
-        deadline: float,
-        written: Callable[[Parcel, Outlet, Sequence[int], str], Sequence[int]],
-        released: Callable[[Parcel, Outlet, Sequence[int]], None],
+        self, manager: TierManager, planner: StorePlanner, outlet: Outlet, executor: Executor, deadline: float
     ) -> None:
-        """Both functions get rows of a parcel, under the manager's lock. `written(parcel, outlet, rows, cause)`: "" for
-        committed pages, else the cause; returns the rows that had no outcome before. `released`, once for each row:
-        nothing reads the slots any more, which is later if the write hangs."""
+        """`planner` hears of each page's outcome, and that nothing reads its slot any more: later, if the write
+        hangs."""
         self._manager = manager
+        self._planner = planner
         self._outlet = outlet
         self._tier = outlet.tier
         self._executor = executor
         self._deadline = deadline
-        self._written = written
-        self._released = released
-        self.size = BatchSize.of(extent_bytes)
+        self.size = BatchSize.of(planner.extent_bytes)
         self._ready: deque[_Part] = deque()
         self._flying: deque[_WriteBatch] = deque()
         self._starting = False  # a thread begins a batch; only one may, since both would count on the same slots
@@ -113,36 +110,38 @@ class TierWriter:
 
     def _step(self) -> Steps[bool]:
         """Begin a batch, or else complete one; False if this thread has nothing to do."""
-        batch, flight = self._next()
-        if batch:
-            try:
+        batch = self._next()
+        if batch is None:
+            return False
+        begins = batch.moving is None
+        try:
+            if begins:
                 self._start(batch)
-            except BaseException:
-                self._drop_unbegun(batch)
-                raise
-            finally:
-                with self._manager.lock:
+            else:
+                yield from self._complete(batch)
+        except BaseException:
+            self._lose(batch)
+            raise
+        finally:
+            with self._manager.lock:
+                if begins:
                     self._starting = False
-        elif flight is not None:
-            try:
-                yield from self._complete(flight)
-            finally:
-                try:
-                    self._lose(flight)  # does nothing unless `_complete` raised
-                finally:
-                    self._forget(flight)
+                else:
+                    self._flying.popleft()
+                    self._completing = False
+        if not begins:
             self._manager.tell()
-        return bool(batch) or flight is not None
+        return True
 
-    def _next(self) -> tuple[Sequence[_Part], _WriteBatch | None]:
+    def _next(self) -> _WriteBatch | None:
         with self._manager.lock:
-            if not self._starting and len(self._flying) < _FLIGHTS and (batch := self._batch()):
+            if not self._starting and len(self._flying) < _FLIGHTS and (parts := self._batch()):
                 self._starting = True
-                return batch, None
+                return _WriteBatch(parts)
             if self._completing or not self._flying:
-                return (), None
+                return None
             self._completing = True
-            return (), self._flying[0]
+            return self._flying[0]
 
     def _batch(self) -> list[_Part]:
         batch: list[_Part] = []
@@ -160,27 +159,23 @@ class TierWriter:
             room -= len(batch[-1][1])
         return batch
 
-    def _start(self, batch: Sequence[_Part]) -> None:
-        entries: dict[bytes, Entry] = {}
+    def _start(self, batch: _WriteBatch) -> None:
+        self._manager.watch()
+        quarantine = self._manager.quarantine
+        off = quarantine.refuses(self._tier.name)
+        cause = "closed" if self._dropping else quarantine.cause if off else f"{self._tier.name}_full"
+        pages = [] if self._dropping or off else [parcel.pages[row] for parcel, rows in batch.parts for row in rows]
         try:
-            self._manager.watch()
-            quarantine = self._manager.quarantine
-            off = quarantine.refuses(self._tier.name)
-            cause = "closed" if self._dropping else quarantine.cause if off else f"{self._tier.name}_full"
-            try:
-                pages = [] if self._dropping or off else [parcel.pages[row] for parcel, rows in batch for row in rows]
-                entries |= {entry.key: entry for entry in self._tier.reserve(pages, self._retentions(batch))}
-            except StorageError as error:
-                self._say("takes no pages", error, len(pages))
-                cause = self._refused(error)
-            parts = self._admit(batch, entries, cause)
-            if parts:
-                flight = self._fly(parts, entries)
-                with self._manager.lock:
-                    self._flying.append(flight)
-        except BaseException:
-            self._abandon(batch, entries)
-            raise
+            reserved = self._tier.reserve(pages, self._retentions(batch.parts))
+            batch.held = {entry.key: entry for entry in reserved}
+        except StorageError as error:
+            self._say("takes no pages", error, len(pages))
+            cause = self._refused(error)
+        self._admit(batch, cause)
+        if batch.parts:
+            self._fly(batch)
+            with self._manager.lock:
+                self._flying.append(batch)
 
     def _retentions(self, batch: Sequence[_Part]) -> dict[bytes, Retention]:
         found = {}
@@ -194,12 +189,12 @@ class TierWriter:
                     found[page.key] = kept
         return found
 
-    def _admit(self, batch: Sequence[_Part], entries: dict[bytes, Entry], cause: str) -> list[_Part]:
-        """The parts that are still wanted and have a slot; the other pages are dropped, for `cause` if they have no
-        slot."""
-        going: list[_Part] = []
+    def _admit(self, batch: _WriteBatch, cause: str) -> None:
+        """Go on with the pages that are still wanted and have a slot; the others are dropped, for `cause` if they have
+        no slot."""
+        entries, going = batch.held, list[_Part]()
         with self._manager.lock:
-            for parcel, rows in batch:
+            for parcel, rows in batch.parts:
                 pages = parcel.pages
                 placed = [row for row in rows if pages[row].key in entries]
                 if len(placed) < len(rows):
@@ -211,11 +206,11 @@ class TierWriter:
                     going.append((parcel, placed))
             for key, kept in self._retentions(going).items():  # a store may have asked for more before the reservation
                 self._tier.retain(key, kept)
-        return going
+        batch.parts = going
 
-    def _fly(self, parts: Sequence[_Part], entries: Mapping[bytes, Entry]) -> _WriteBatch:
-        ways, sums, moved = [], [], list[Entry]()
-        for space, some in itertools.groupby(parts, lambda part: part[0].space):
+    def _fly(self, batch: _WriteBatch) -> None:
+        ways, sums, moved, entries = [], [], list[Entry](), batch.held
+        for space, some in itertools.groupby(batch.parts, lambda part: part[0].space):
             begun, slots = len(moved), list[int]()
             for parcel, rows in some:
                 pages, at = parcel.pages, parcel.slots
@@ -225,13 +220,14 @@ class TierWriter:
             ways.append(Way(space, self._tier.name, np.array(slots, dtype=np.int64), targets))
             sums.append(self._executor.checksums(space, slots))
             self._tier.expect(moved[begun:], sums[-1])
-        move = Move(Priority.DEMOTION, tuple(ways), self._deadline)
-        whole, now = sums[0] if len(sums) == 1 else np.concatenate(sums), self._executor.now()
-        return _WriteBatch(parts, moved, whole, self._executor.begin(move), now)
+        batch.entries, batch.sums = moved, sums[0] if len(sums) == 1 else np.concatenate(sums)
+        batch.begun = self._executor.now()
+        batch.moving = self._executor.begin(Move(Priority.DEMOTION, tuple(ways), self._deadline))
 
     def _ended(self, flight: _WriteBatch) -> Steps[tuple[list[str], StorageError | None]]:
         """Wait for a flight. Returns the cause of each page that is not written, else "", and an I/O error if there was
         one. Late pages are dropped."""
+        assert flight.moving is not None, "a batch that is not in flight"
         end = yield from flight.moving.end()
         seconds = self._executor.now() - flight.begun
         self.size.learn(len(flight.entries), seconds)
@@ -254,6 +250,7 @@ class TierWriter:
 
     def _hold(self, flight: _WriteBatch, late: Sequence[int], cause: str) -> None:
         """Late pages of a flight get their outcome now; the quarantine keeps their slots until the I/O ends."""
+        assert flight.moving is not None, "a batch that is not in flight"
         with self._manager.lock:
             for row in late:
                 self._tier.index.drop(flight.entries[row])
@@ -262,33 +259,28 @@ class TierWriter:
             held = {row: self._late(*one, flight.entries[row]) for row, one in zip(late, where, strict=True)}
             self._manager.quarantine.hold(flight.moving, held)
             for parcel, at in where:
-                self._written(parcel, self._outlet, (at,), cause)
+                self._planner.written(parcel, self._outlet, (at,), cause)
 
     def _complete(self, flight: _WriteBatch) -> Steps[None]:
         causes, failed = yield from self._ended(flight)
         ended = [row for row, cause in enumerate(causes) if cause != "deadline"]
-        entries = {flight.entries[row].key: flight.entries[row] for row in ended}
-        if not entries:
+        flight.held, flight.over = {flight.entries[row].key: flight.entries[row] for row in ended}, True
+        if not ended:
             return
-        try:
-            written = [row for row in ended if not causes[row]]
-            failures = [row for row in ended if causes[row]]
-            if failed is not None and failures:
-                where = self._where(flight, failures[0])
-                self._say(f"has not written page {where[0]} to slot {where[1]} of {where[2]}", failed, len(failures))
-            for row, cause in zip(written, self._commit(flight, written), strict=True):
-                causes[row] = cause
-            with self._manager.lock:
-                for row in ended:
-                    if causes[row]:
-                        self._tier.index.drop(flight.entries[row])
-                some = list(entries.values())
-                entries.clear()
-                self._tier.index.release_all(some)
-                self._finish_all(flight, causes)
-        except BaseException:
-            self._abandon(flight.parts, entries)
-            raise
+        written = [row for row in ended if not causes[row]]
+        failures = [row for row in ended if causes[row]]
+        if failed is not None and failures:
+            where = self._where(flight, failures[0])
+            self._say(f"has not written page {where[0]} to slot {where[1]} of {where[2]}", failed, len(failures))
+        for row, cause in zip(written, self._commit(flight, written), strict=True):
+            causes[row] = cause
+        with self._manager.lock:
+            for row in ended:
+                if causes[row]:
+                    self._tier.index.drop(flight.entries[row])
+            some, flight.held = list(flight.held.values()), {}
+            self._tier.index.release_all(some)
+            self._finish_all(flight, causes)
 
     def _commit(self, flight: _WriteBatch, rows: Sequence[int]) -> list[str]:
         try:
@@ -335,32 +327,17 @@ class TierWriter:
                 if cause != "deadline":
                     self._finish(parcel, some, cause)
 
-    def _abandon(self, batch: Sequence[_Part], entries: dict[bytes, Entry]) -> None:
+    def _lose(self, batch: _WriteBatch) -> None:
+        """An exception ended the steps of a batch: its pages end now. Where its I/O may still run, the quarantine keeps
+        their slots."""
         with self._manager.lock:
-            self._give_up(list(entries.values()))
-            for parcel, rows in batch:
-                self._finish(parcel, rows, "error")
-
-    def _drop_unbegun(self, batch: Sequence[_Part]) -> None:
-        """An exception ended the begin of a batch: drop its pages that are in no flight."""
-        with self._manager.lock:
-            flying = {page for flight in self._flying for page in flight.pages()}
-            left = [(parcel, [row for row in rows if (parcel, row) not in flying]) for parcel, rows in batch]
-            self._abandon(left, {})
-
-    def _lose(self, flight: _WriteBatch) -> None:
-        """An exception ended a flight whose I/O may still run: its pages end now, the quarantine keeps their slots."""
-        with self._manager.lock:
-            if all(parcel.left[self._outlet].isdisjoint(rows) for parcel, rows in flight.parts):
-                return  # every page has its outcome
-            left = [row for row, (parcel, at) in enumerate(flight.pages()) if at in parcel.left[self._outlet]]
-            self._hold(flight, left, "error")
-
-    def _forget(self, flight: _WriteBatch) -> None:
-        with self._manager.lock:
-            if self._flying and self._flying[0] is flight:
-                self._flying.popleft()
-                self._completing = False
+            if batch.moving is not None and not batch.over:
+                pages = enumerate(batch.pages())
+                self._hold(batch, [row for row, (parcel, at) in pages if at in parcel.left[self._outlet]], "error")
+            else:
+                held, batch.held = list(batch.held.values()), {}
+                self._give_up(held)
+                in_turn(*(functools.partial(self._finish, parcel, rows, "error") for parcel, rows in batch.parts))
 
     def _give_up(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
@@ -368,15 +345,15 @@ class TierWriter:
         self._tier.index.release_all(entries)
 
     def _finish(self, parcel: Parcel, rows: Sequence[int], cause: str) -> None:
-        if ended := self._written(parcel, self._outlet, rows, cause):
-            self._released(parcel, self._outlet, ended)
+        if ended := self._planner.written(parcel, self._outlet, rows, cause):
+            self._planner.released(parcel, self._outlet, ended)
 
     def _late(self, parcel: Parcel, row: int, entry: Entry) -> Late:
         """A write whose slots may be used again only when it has ended."""
 
         def ended() -> None:
             self._tier.index.release(entry)
-            self._released(parcel, self._outlet, (row,))
+            self._planner.released(parcel, self._outlet, (row,))
 
         memory = f"{parcel.space}_stores" if parcel.space.startswith("bounce") else parcel.space
         return Late("write", memory, self._tier.name, entry.slot, ended)

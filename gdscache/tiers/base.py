@@ -18,7 +18,6 @@ from __future__ import annotations
 import abc
 import functools
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -187,11 +186,10 @@ def checked_sums(tier: DurableTier, entries: Sequence[Entry], layers: int) -> Ch
 class Lease:
     """Pins on pages of any tiers, with an owner. Made and ended by the manager, under its lock."""
 
-    __slots__ = ("_held", "_taken", "owner", "since")
+    __slots__ = ("_held", "_taken", "owner")
 
     def __init__(self, owner: str) -> None:
         self.owner = owner
-        self.since = time.monotonic()
         self._taken: list[tuple[PageIndex, list[Entry]]] = []  # pages with an entry
         self._held: list[tuple[PageIndex, Sequence[Page], Sequence[int]]] = []  # pages by slot
 

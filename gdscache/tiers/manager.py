@@ -110,9 +110,9 @@ class TierManager:
         if self.landing is not None:  # an engine adds its other memories
             self.quarantine.add_memory(self.landing.name, self.landing.index.slots)
 
-    def landing_of(self, *, plain: bool) -> Tier | None:
-        """The tier in memory where pages of plain tiers, or of the others, are read to: it has the same extents."""
-        return self._landings.get(plain)
+    def landing_of(self, tier: Tier) -> Tier:
+        """The tier in memory where pages of this tier are read to: it has the same extents. There has to be one."""
+        return self._landings[tier.plain]
 
     # -- looking --------------------------------------------------------------------------------------------------
 

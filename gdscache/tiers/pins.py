@@ -208,9 +208,8 @@ class Pins:
         claim = Claim(self, self.manager.lease("prefetch pin"), page_tokens, self.clock() + seconds)
         at = 0
         for name, some in itertools.groupby(tiers):
-            landing, end = self.manager.landing_of(plain=self.manager.tiers[name].plain), at + sum(1 for _ in some)
-            assert landing is not None, "a claim on no tier"
-            self._claim(claim, landing, pages[at:end])
+            end = at + sum(1 for _ in some)
+            self._claim(claim, self.manager.landing_of(self.manager.tiers[name]), pages[at:end])
             if len(claim.pages) < end:
                 break
             at = end

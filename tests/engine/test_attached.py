@@ -17,7 +17,7 @@ import torch
 from gdscache import CacheEngine, Hit, PageStatus
 from gdscache.errors import EngineClosedError, PlanesError, SequenceStateError, SlotCountError, SlotRangeError
 from gdscache.storage.base import Op
-from gdscache.store import storer
+from gdscache.store import parcel
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import (
     LONG,
@@ -373,7 +373,7 @@ def test_named_pages_with_wrong_blocks_are_refused_and_nothing_waits(open_host: 
 def test_a_store_that_fails_to_begin_leaves_nothing_waiting(open_host: OpenHost) -> None:
     host, tokens = open_host(cpu=8), prompt(1, 3)
     engine, blocks = host.engine, host.compute(tokens)
-    with mock.patch.object(storer, "take_rows", side_effect=MemoryError), pytest.raises(MemoryError):
+    with mock.patch.object(parcel, "take_rows", side_effect=MemoryError), pytest.raises(MemoryError):
         engine.store(tokens, blocks)
     engine.drain(WAIT)
     assert engine.stats()["store_queue"]["bytes"] == 0
@@ -384,6 +384,6 @@ def test_a_store_that_fails_to_begin_leaves_nothing_waiting(open_host: OpenHost)
 
 def test_a_commit_that_fails_to_begin_keeps_no_lease(open_engine: OpenEngine) -> None:
     engine = open_engine(cpu=8)
-    with mock.patch.object(storer, "take_rows", side_effect=MemoryError), pytest.raises(MemoryError):
+    with mock.patch.object(parcel, "take_rows", side_effect=MemoryError), pytest.raises(MemoryError):
         run(engine, prompt(1, 3))
     settle(engine)

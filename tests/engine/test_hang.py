@@ -24,7 +24,7 @@ from gdscache import CacheEngine, PageStatus
 from gdscache.errors import DeadlineError, DirectoryInUseError, GdsCacheError
 from gdscache.load.report import LoadReport
 from gdscache.storage.base import Op
-from gdscache.store.batch_size import BatchSize
+from gdscache.store.outlets import BatchSize
 from gdscache.tiers.quarantine import Late, Quarantine
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import (
@@ -260,7 +260,7 @@ def test_one_hung_write_costs_its_own_page(open_host: OpenHost) -> None:
 
 def test_the_writer_goes_on_with_the_next_batch(open_host: OpenHost) -> None:
     host = open_host(cpu=64, ssd=64, **ENDS_SOON)
-    writer = host.engine._parts.storer._forwarder.writers["ssd"]
+    writer = host.engine._parts.storer.writers["ssd"]
     writer.size = BatchSize(2, 2, 2)
     with PLAN.rule(Op.WRITE, Fault.HANG, times=1):
         begun = time.monotonic()
@@ -553,7 +553,7 @@ def test_close_with_a_long_queue_to_a_hung_device_costs_about_one_deadline(
     open_impatient: OpenHost, cpu: int | None, drain: bool
 ) -> None:
     host = open_impatient(cpu=cpu, bounce=64, ssd=64, transport=FAULTY, deadline=0.5)
-    writer = host.engine._parts.storer._forwarder.writers["ssd"]
+    writer = host.engine._parts.storer.writers["ssd"]
     writer.size = BatchSize(1, 1, 1)  # a batch a page: waiting for each would take a deadline a pair
     with PLAN.rule(Op.WRITE, Fault.HANG):
         handles = [host.store(prompt(seed, 5)) for seed in range(6)]

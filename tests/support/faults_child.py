@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gdscache.errors import GdsCacheError
-from gdscache.tiers.failed_reads import OFF_S, TRY_S
+from gdscache.tiers.quarantine import OFF_S, TRY_S
 from tests.support.faults_engine import KEPT, LONGEST_S, Document, UsedEngine
 from tests.support.faulty import PLAN
 from tests.support.helpers import Host, drop_from, settle

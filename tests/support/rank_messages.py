@@ -50,7 +50,7 @@ class Trap:
             return sent
 
         def beginning(channel: Channel) -> None:
-            heard = channel._heard
+            heard = channel._hear
 
             def hearing(message: Message, descriptors: list[int]) -> None:
                 kind = _kind_of(message)
@@ -58,7 +58,7 @@ class Trap:
                 heard(message, descriptors)
                 self.at(kind, "behind")
 
-            channel._heard = hearing
+            channel._hear = hearing  # type: ignore[method-assign]
             begin(channel)
 
         Channel.send, Channel.begin = sending, beginning  # type: ignore[method-assign]

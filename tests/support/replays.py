@@ -11,11 +11,10 @@ from gdscache.commands.replay.hierarchy import Hierarchy
 from gdscache.commands.replay.trace import Workload, expand
 from gdscache.commands.replay.traffic import Outcome, Traffic
 from gdscache.config import Config
-from gdscache.index.retention import DEFAULT, Retention
 from gdscache.limits import LIMITS, EngineLimits
 from gdscache.pages.keys import Page
 from gdscache.store.outlets import Outlet
-from gdscache.store.parcel import Parcel, Receipt
+from gdscache.store.parcel import Parcel, StoreJob
 from tests.support.helpers import SMALL
 from tests.support.traces import request
 
@@ -34,13 +33,12 @@ class Moved:
         self.not_written: Counter[str] = Counter()  # dropped by the writer, by cause
         self.most_queued = 0  # most pages accepted and unfinished, except those on their way to the SSD
         self.most_to_ssd = 0  # most pages on their way to the SSD
-        planner, writer = tiers.planner, tiers.storer._forwarder.writers.get("ssd")
+        planner, writer = tiers.planner, tiers.storer.writers.get("ssd")
         accept, leaving, written = planner.accept, planner.leaving, planner.written
 
-        def accepted(pages: Sequence[Page], receipt: Receipt, retention: Retention = DEFAULT) -> list[int]:
-            wanted = accept(pages, receipt, retention)
+        def accepted(job: StoreJob) -> None:
+            accept(job)
             self.most_queued = max(self.most_queued, planner.queued - len(planner.keys))
-            return wanted
 
         def left(pages: Iterable[Page]) -> list[Parcel]:
             parcels = leaving(pages)

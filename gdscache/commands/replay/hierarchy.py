@@ -32,8 +32,8 @@ from gdscache.pages.keys import Page
 from gdscache.pages.layout import PageLayout
 from gdscache.policies import new_policy
 from gdscache.policies.admission import Admission
-from gdscache.store.earned_offers import EarnedOffers
-from gdscache.store.outlets import Outlet
+from gdscache.store.outlets import EarnedOffers, Outlet
+from gdscache.store.parcel import StoreJob
 from gdscache.store.plan import StorePlanner
 from gdscache.store.storer import Storer
 from gdscache.tiers.base import NO_RETENTIONS, DurableTier, Tier
@@ -181,8 +181,8 @@ class Hierarchy:
             on_use=[earned.used],
             measured=False,
         )
-        self.planner = StorePlanner(self.manager, config.store, extent, outlets, earned)
-        self.storer = Storer(self.manager, self.planner, self.executor, self.spare, config.deadline)
+        self.planner = StorePlanner(self.manager, config.store, extent, outlets, earned, self.spare)
+        self.storer = Storer(self.planner, self.executor, config.deadline)
         self.loads = LoadPlanner(self.manager, VirtualCondition(clock, lock), due=[self.storer.offer_earned])
         self._keep = config.ssd is None or config.ssd.route != "direct"
         self.ledger = Ledger()
@@ -220,4 +220,4 @@ class Hierarchy:
         self.ledger.offered += len(pages)
         epoch = self.manager.clearing.epoch(pages[0].namespace) if pages else 0
         blocks = np.empty((len(pages), 0), dtype=np.int64)
-        self.storer.store(pages, self.ledger, blocks, epoch, None, None)
+        self.storer.store(StoreJob(self.ledger, pages, epoch, blocks=blocks))

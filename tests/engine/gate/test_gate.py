@@ -92,7 +92,7 @@ def bytes_in(tier: str) -> int:
 
 
 def prices_of(costs: Costs, tiers: Sequence[str], start: int, tokens: int, ahead: dict[str, int]) -> Prices:
-    return Prices(costs, tiers, start, tokens, PAGE_TOKENS, bytes_in, ahead)
+    return Prices(costs, tiers, bytes_in, ahead, start, tokens, PAGE_TOKENS)
 
 
 # -- the cut -----------------------------------------------------------------------------------------------------------

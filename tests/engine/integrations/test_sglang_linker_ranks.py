@@ -18,7 +18,7 @@ from gdscache.integrations.sglang.linker_ranks import shard_of
 from gdscache.integrations.sglang.planes import PoolPlanes
 from gdscache.integrations.sglang.ranks import place_in, together
 from gdscache.integrations.sglang.served import PoolRanks
-from gdscache.ranks.service import _Mark as Mark
+from gdscache.ranks.rank import _Awaited as Mark
 from gdscache.runtime.threads import Flag
 from tests.support.helpers import drop_from, raising, until
 from tests.support.sglang_linker_ranks import BLOCKS, LAYERS, Ranks, keys_of

@@ -14,7 +14,7 @@ from gdscache.disk.catalog import Catalog
 from gdscache.errors import IOFailedError, TransportUnavailableError
 from gdscache.storage.base import Op
 from gdscache.tiers import ssd as ssd_tier
-from gdscache.tiers.failed_reads import AGAIN_S, OFF_PAGES, OFF_S, TRY_S
+from gdscache.tiers.quarantine import AGAIN_S, OFF_PAGES, OFF_S, TRY_S
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import Host, OpenHost, drop_from, prompt, quiet, raising, settle, tokens_of, until
 from tests.support.pages import FAULTY, misses, offset_of

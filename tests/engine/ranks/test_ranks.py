@@ -23,12 +23,12 @@ from gdscache.gate.busy_periods import BusyPeriods
 from gdscache.load import loader
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.pages.layout import PageLayout
-from gdscache.ranks import executor, service, wire
+from gdscache.ranks import executor, wire
 from gdscache.ranks.address import StoreMark
 from gdscache.ranks.executor import RanksMoving
 from gdscache.ranks.leader import RankSet
-from gdscache.ranks.mixed import MixedMoving
-from gdscache.ranks.service import Service
+from gdscache.ranks.loads import MixedMoving
+from gdscache.ranks.rank import Service
 from gdscache.storage.base import Op
 from tests.support.faults import Fault, FaultPlan, FaultRule
 from tests.support.faulty import PLAN as FAULTS
@@ -667,7 +667,7 @@ def _memory_files() -> list[str]:
 def test_cancels_that_cross_the_ends_of_their_moves_are_remembered_up_to_a_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "REFUSED_KEPT", 2)
+    monkeypatch.setattr("gdscache.ranks.rank.REFUSED_KEPT", 2)
     with here(make_config(tmp_path), pool(layout_of(MHA))) as one:
         of = one.ranks[0]._service
         for number in range(101, 111):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gdscache.store.batch_size import BatchSize, batch_pages
+from gdscache.store.outlets import BatchSize, batch_pages
 from gdscache.store.plan import round_pages
 
 MIB = 1 << 20

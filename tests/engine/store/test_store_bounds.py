@@ -107,9 +107,11 @@ class Driven:
     def accept(self, pages: Sequence[Page]) -> None:
         self.ledger.offered += len(pages)
         self.out.extend(self.planner.earned())
-        wanted = self.planner.accept(pages, self.ledger)
-        if wanted:
-            self.jobs.append((StoreJob(self.ledger, wanted, [pages[n] for n in wanted], 0), 0))
+        job = StoreJob(self.ledger, pages, 0)
+        self.planner.queued += len(pages)
+        self.planner.accept(job)
+        if job.pages:
+            self.jobs.append((job, 0))
 
     def place(self) -> bool:
         """One page; True when it is the first of its store."""
@@ -130,7 +132,7 @@ class Driven:
         if not self.out:
             return 0
         parcel = self.out.popleft()
-        self.tiers.storer._forwarder.send([parcel])
+        self.tiers.storer._send([parcel])
         self.tiers.clock.run()
         return len(parcel)
 

@@ -212,9 +212,9 @@ class Run(Order):
             for begun in self.loads[:1]:
                 begun.load.cancel()
         elif what == "prefetch":
-            plan = self.planner.plan_prefetch(prompt(seed, pages), 0, pages, ())
-            if plan.chunk.pages:
-                self.lane.start(self._bring(plan.chunk))
+            chunk, _, _ = self.planner.plan_prefetch(prompt(seed, pages), 0, pages, ())
+            if chunk.pages:
+                self.lane.start(self._bring(chunk))
         elif what == "close":
             self.loader.close()
         elif what == "replace":

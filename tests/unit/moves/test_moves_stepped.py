@@ -24,8 +24,8 @@ from gdscache.errors import EngineClosedError
 from gdscache.index.free_slots import SlotShare
 from gdscache.moves import PLANES
 from gdscache.policies.admission import Admission
-from gdscache.store.earned_offers import EarnedOffers
-from gdscache.store.outlets import Outlet
+from gdscache.store.outlets import EarnedOffers, Outlet
+from gdscache.store.parcel import StoreJob
 from gdscache.store.plan import StorePlanner
 from gdscache.store.storer import Storer
 from gdscache.tiers.manager import TierManager
@@ -105,9 +105,9 @@ class Run(Order):
         outlets = [Outlet(tier, Admission("all", small.ssd, 4096), limit) for tier in files]
         earned = EarnedOffers(None if self.cpu is None else self.cpu.index, outlets, small.policy, hits=1)
         self.manager = TierManager(threading.RLock(), self.tiers, on_use=[earned.used])
-        self.planner = StorePlanner(self.manager, config.store, 4096, outlets, earned)
         self.spare = SlotShare(small.spare)
-        self.storer = Storer(self.manager, self.planner, executor, self.spare, config.deadline)
+        self.planner = StorePlanner(self.manager, config.store, 4096, outlets, earned, self.spare)
+        self.storer = Storer(self.planner, executor, config.deadline)
         self.receipts: list[Receipt] = []
         self.accepted: set[bytes] = set()  # keys, since the last clear
         self._blocks = 0
@@ -140,7 +140,7 @@ class Run(Order):
         blocks = np.arange(first, first + count, dtype=np.int64).reshape(count, 1)
         epoch = self.manager.clearing.epoch(SPACE)
         try:
-            if not self.storer.store(pages, receipt, blocks, epoch, None, None):
+            if not self.storer.store(StoreJob(receipt, pages, epoch, blocks=blocks)):
                 receipt.read(None)
         except EngineClosedError:
             self.receipts.remove(receipt)

@@ -209,7 +209,7 @@ class Queue(RuleBasedStateMachine):
             self.turn[request] = self.turns = self.turns + 1
             self.held_back = None if self.held_back is None else self.now
             request.left = self.left[request]
-            self.queue.begin(request, chunk=True)
+            self.queue.begin(request, keys[0])
         elif then == "busy":
             self.parked[request] = self.now + PARKED_S
             self.queue.park(request)
@@ -219,7 +219,7 @@ class Queue(RuleBasedStateMachine):
             else:
                 self.decide(request, PrefetchEnd.NO_ROOM)
             request.left = self.left[request]
-            self.queue.begin(request, chunk=False)
+            self.queue.begin(request, None)
             if not self.left[request] and not self.flying(request):
                 self.decide(request, PrefetchEnd.ERROR if request in self.bad else PrefetchEnd.COMPLETE)
         if then == "no_room":
@@ -242,7 +242,7 @@ class Queue(RuleBasedStateMachine):
             self.decide(request, PrefetchEnd.ERROR)
         elif not self.left[request] and not self.flying(request):
             self.decide(request, PrefetchEnd.ERROR if request in self.bad else PrefetchEnd.COMPLETE)
-        self.queue.land(request, good=what != "unread", bad=what == "bad")
+        self.queue.land(landed[0], good=what != "unread", bad=what == "bad")
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), why=st.sampled_from([PrefetchEnd.CANCELLED, PrefetchEnd.STOPPED, PrefetchEnd.CLOSED]))
@@ -277,7 +277,7 @@ class Queue(RuleBasedStateMachine):
                 assert request.end is self.expected[request]
         assert len(self.queue) == len(self.live())
         assert len(self.held) <= self.held.limit
-        assert self.queue.flying == len(self.chunks) <= self.concurrent
+        assert len(self.queue.chunks) == len(self.chunks) <= self.concurrent
 
 
 class QueueThatSweepsLittle(Queue):

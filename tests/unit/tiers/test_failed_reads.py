@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from gdscache.tiers import failed_reads
-from gdscache.tiers.failed_reads import AGAIN_S, OFF_PAGES, OFF_S, TRY_S, FailedReads
+from gdscache.tiers import quarantine
+from gdscache.tiers.quarantine import AGAIN_S, OFF_PAGES, OFF_S, TRY_S, FailedReads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +167,7 @@ def test_one_tier_says_nothing_of_another(world: World) -> None:
 
 
 def test_what_is_remembered_is_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failed_reads, "_MOST_PAGES", 10)
+    monkeypatch.setattr(quarantine, "_MOST_PAGES", 10)
     world.fail(*range(100))
     assert world.reads.describe()["failing_pages"] == 10
 
