@@ -85,7 +85,7 @@ def of_use(directory: Path, content: Any) -> None:
             assert costs.load_price("ssd") is not None
         json.dumps(costs.describe(), allow_nan=False)
         priced = [tier for tier in ("cpu", "ssd") if costs.load_price(tier)]
-        assert 0 <= Prices(costs, priced, 0, 64, 16, lambda tier: 8192, {}).best() <= len(priced)
+        assert 0 <= Prices(costs, priced, lambda tier: 8192, {}, 0, 64, 16).best() <= len(priced)
     CostsFile(directory, costs, ABOUT).save()
     json.dumps(json.loads((directory / COSTS_NAME).read_text()), allow_nan=False)
 
