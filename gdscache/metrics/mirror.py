@@ -11,7 +11,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict
 
-from gdscache.histograms import AGES, ERRORS, Buckets, Histogram
+from gdscache.histograms import Buckets
 from gdscache.metrics.table import FAMILIES, Family, Labels, Stats
 from gdscache.tiers.measures import Measures, TokenCounts
 
@@ -133,24 +133,19 @@ class Mirror:
 def unborn(tiers: Mapping[str, str]) -> Stats:
     """The part of `stats()` that counters and histograms read, for an engine with these tiers (kinds by name) that has
     counted nothing."""
-    ages, errors = Histogram(AGES), Histogram(ERRORS)
-    names = ("evicted_age_seconds", "evicted_idle_seconds", "reuse_gap_seconds")
-    about: dict[str, Any] = {
-        tier: {"kind": kind, "evictions": 0, **{name: ages.describe() for name in names}}
-        for tier, kind in tiers.items()
-    }
     files = [tier for tier, kind in tiers.items() if kind == "files"]
-    for tier in files[:1]:
-        about[tier]["quarantine"] = {"switch_offs": 0, "error_switch_offs": 0, "given_up": 0}
+    about: dict[str, Any] = {tier: {"kind": kind} for tier, kind in tiers.items()}
+    if files:
+        about[files[0]]["quarantine"] = {"switch_offs": 0, "error_switch_offs": 0}
     return {
         "tiers": about,
         "tokens": TokenCounts(tiers).describe(),
         "measured": Measures(tiers).describe(),
         "page_bytes": 0,
         "plain_page_bytes": 0,
-        "gate": {"hits": {}, "tokens": {}, "tiers": {}, "prefill": {"relative_errors": errors.describe()}},
-        "prefetch": {"ended": {}, "pages": {}},
-        "store_policy": {"admission": {"admitted": 0, "endurance": None} if files else None},
+        "gate": {},
+        "prefetch": {},
+        "store_policy": {"admission": {"endurance": None} if files else None},
         "events": None,
         "ranks": None,
         "leases": (),
