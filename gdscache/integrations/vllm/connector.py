@@ -51,7 +51,7 @@ from gdscache.integrations.vllm.events import VllmEvents
 from gdscache.integrations.vllm.groups import GroupTable, KeptStates
 from gdscache.integrations.vllm.metrics import ENGINE, GdsCacheProm, GdsCacheStats
 from gdscache.integrations.vllm.planes import planes_of, write_first_scales
-from gdscache.integrations.vllm.ranks import Lead, Observed, RankBatch, RankWorker, addresses_of
+from gdscache.integrations.vllm.ranks import Lead, Observed, RankWorker, addresses_of
 from gdscache.integrations.vllm.requests import LoadOrder, RequestTable, StoreOrder, prefill_of
 from gdscache.integrations.vllm.session import Sessions, VllmSession
 from gdscache.integrations.vllm.setup import (
@@ -68,7 +68,7 @@ from gdscache.integrations.vllm.setup import (
     variables_of,
     weights_of,
 )
-from gdscache.integrations.vllm.worker import EngineWorker
+from gdscache.integrations.vllm.worker import EngineWorker, LoadBatch
 from gdscache.integrations.watching import CallWatch, ExecutorWatch
 from gdscache.metrics.mirror import Differences, News
 from gdscache.metrics.table import parts_of
@@ -94,7 +94,7 @@ class StepOrders(KVConnectorMetadata):  # type: ignore[misc]
     last: bool
     loads: list[LoadOrder] = dataclasses.field(default_factory=list)
     stores: list[StoreOrder] = dataclasses.field(default_factory=list)
-    told: list[RankBatch] = dataclasses.field(default_factory=list)
+    told: list[LoadBatch] = dataclasses.field(default_factory=list)
     marks: list[bytes] = dataclasses.field(default_factory=list)
 
 

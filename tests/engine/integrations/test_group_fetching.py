@@ -115,14 +115,14 @@ class Hybrid:
         """Load pages of a fetch, pool by pool, into blocks; which were loaded. Those have their bytes."""
         taken, orders = self.orders(fetch, numbers, between=between)
         (batch,) = begin_loads(self.pools, orders, Counter())
-        bad, found = {one.pool: one.bad_blocks() for one in batch.pools}, list[bool]()
+        bad, found = {one.pool: one.bad_blocks() for one in batch}, list[bool]()
         for pool, (some, blocks) in enumerate(zip(numbers, taken, strict=True)):
             for number, block in zip(some, blocks, strict=True):
                 found.append(block not in bad[pool])
                 if found[-1]:
                     got = read_page(self.planes(pool), self.pools[pool].layout, [block])
                     assert np.array_equal(got, self.bytes(pool, fetch.pages[pool][number]))
-        for one in batch.pools:
+        for one in batch:
             if one.load is not None:
                 one.load.release_event.synchronize(WAIT)
         self.give(taken)
@@ -350,7 +350,7 @@ def test_a_request_arrives_when_all_its_pools_have(opened: Callable[..., Hybrid]
     with FaultPlan.rule(PLAN, Fault.HANG, Op.READ, where=lambda path, offset: Path(path) == slow) as rule:
         loads.begin(begin_loads(hybrid.pools, orders, counts))
         until(lambda: PLAN.held > 0, "it reads")
-        until(lambda: sum(one.load.done() for one in loads._between[0].pools) == 2, "the others end")  # type: ignore[union-attr]
+        until(lambda: sum(one.load.done() for one in loads._between[0]) == 2, "the others end")  # type: ignore[union-attr]
         loads.end_step()
         assert (loads.take_arrived(), loads.under_way) == (set(), True)
         rule.release()
