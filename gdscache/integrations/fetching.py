@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from gdscache.engine.hybrid import HybridEngine
 from gdscache.errors import GdsCacheError, LoadOrderError
 from gdscache.integrations.weights import fresh_salt
 from gdscache.moves import PrefetchEnd
@@ -161,9 +162,9 @@ class PinningCache:
     """An engine as the cache of a table of requests. `pin_seconds`: the longest time of a pin. `engines`: of all
     pools; the first is `engine`. `salt`: of the present weights; a new one begins without pages."""
 
-    def __init__(self, engine: CacheEngine, pin_seconds: float, *others: CacheEngine) -> None:
-        """`others`: the engines of a hybrid model's further pools."""
-        self.engine, self.engines = engine, (engine, *others)
+    def __init__(self, engine: CacheEngine | HybridEngine, pin_seconds: float) -> None:
+        self.whole, self.engines = engine, engine.engines if isinstance(engine, HybridEngine) else [engine]
+        self.engine = self.engines[0]
         self.salt = ""
         self.pin_seconds = pin_seconds
         self._ends: list[Flag] = []

@@ -133,8 +133,7 @@ class GroupCache:
     """An engine as the cache of a table of a hybrid model's requests: `PinningCache`, in all groups at once."""
 
     def __init__(self, cache: PinningCache, engine: HybridEngine, digest_tokens: int) -> None:
-        """`cache`: of the engines of all pools. `digest_tokens`: tokens that each digest of a request adds to the one
-        before."""
+        """`cache`: of the same engine. `digest_tokens`: tokens that each digest of a request adds to the one before."""
         self._cache = cache
         self._engine = engine
         self._digest_tokens = digest_tokens

@@ -47,7 +47,7 @@ class Process:
         self.table = table
         self.ranks, self.leading = ranks, leading = (
             PoolRanks(PoolPlanes(self.planes, {}, []), [self.rank]),
-            engine and SinglePool(engine, ranked=True),
+            engine and SinglePool(engine, 60 + STOPPED_S, ranked=True),
         )
         self.offloads = Offloads(leading, self.counts, ranks)
         self.loads = RankLoads(ranks, leading, self.offloads)

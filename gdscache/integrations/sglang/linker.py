@@ -29,8 +29,8 @@ from sglang.srt.utils.weight_checker import WeightChecker
 
 from gdscache.cuda.streams import record_on
 from gdscache.engine.engine import CacheEngine
+from gdscache.engine.hybrid import HybridEngine
 from gdscache.errors import CacheGroupsUnsupportedError, GdsCacheError
-from gdscache.integrations.fetching import PinningCache
 from gdscache.integrations.prefills import LEAST_TOKENS, Prefills
 from gdscache.integrations.settings import one_model
 from gdscache.integrations.sglang.events import SglangEvents
@@ -44,7 +44,6 @@ from gdscache.integrations.sglang.planes import GROUPS, KV, device_planes, group
 from gdscache.integrations.sglang.ranks import place_in, together
 from gdscache.integrations.sglang.refused import refuse_components, refuse_model, refuse_setup
 from gdscache.integrations.sglang.served import (
-    LinkedCache,
     LinkedFetch,
     PoolLoads,
     PoolRanks,
@@ -74,8 +73,6 @@ class _Lead:
     has it."""
 
     pools: SinglePool | SeveralPools
-    cache: PinningCache
-    pages: PinningCache | LinkedCache
     table: LoadTable
     events: SglangEvents | None
     told: ToldMetrics
@@ -153,7 +150,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """Open the engine on the leading rank, and on each rank the movers of its part of the bytes."""
         self._lead = None if self._number else self._leading(undo, facts)
         leading = None if self._lead is None else self._lead.pools
-        self.engine = None if leading is None else leading.engine
+        self.engine = None if leading is None else leading.whole
         planes, rank, params = self._planes, self._rank, self._params
         layers = max(planes.layers) + 1 if planes.groups else len(planes.tensors)
         self._offloads = offloads = Offloads(leading, self.counts, rank)
@@ -172,7 +169,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         changed, also = self._weights_changed, {WeightChecker: [RESETS_WEIGHTS]}
         self._watch = CallWatch(WeightUpdater, WEIGHT_METHODS, changed, changed, also=also)
         if self._lead is not None and self._watch.last():  # written in another linker's time, in this process
-            self._lead.cache.renew_salt()
+            self._lead.pools.renew_salt()
 
     def _leading(self, undo: contextlib.ExitStack, facts: Sequence[RankFacts]) -> _Lead:
         params, options, server, planes = self._params, self._options, self._server, self._planes
@@ -182,34 +179,31 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         about = server, self._model, planes, sglang.__version__, LINKER_OPTIONS
         config = configuration(options.config, *about, cpu=True, events=tells)
         of_pools = [*zip(*(its.addresses for its in facts), strict=True)]  # none of a single rank
+        ranked, pins = bool(of_pools), options.pin_seconds + STOPPED_S
+        own = None if ranked else planes.tensors
         pools: SinglePool | SeveralPools
         if planes.groups:
-            pools = SeveralPools(config, planes, of_pools or None)
-            parts = pools.engine.by_groups
+            pools = SeveralPools(HybridEngine(config, own, ranks=of_pools or None), pins, planes, ranked=ranked)
         else:
-            engine = CacheEngine(config, ranks=of_pools[0]) if of_pools else CacheEngine(config, planes.tensors)
-            pools, parts = SinglePool(engine, ranked=bool(of_pools)), {"": engine}
-        undo.callback(pools.engine.close, drain=False)
-        first, *others = parts.values()
-        events = SglangEvents(first, params.page_size) if tells else None
+            pools = SinglePool(CacheEngine(config, own, ranks=of_pools[0] if ranked else None), pins, ranked=ranked)
+        undo.callback(pools.whole.close, drain=False)
+        events = SglangEvents(pools.engine, params.page_size) if tells else None
         if events is not None:
             undo.callback(events.close)
-        cache = PinningCache(first, options.pin_seconds + STOPPED_S, *others)
-        pages = LinkedCache(cache, pools.engine) if isinstance(pools, SeveralPools) else cache
-        table = (LeadTable if of_pools else LoadTable)(
-            pages,
+        table = (LeadTable if ranked else LoadTable)(
+            pools,
             self._links,
             wait=options.ssd_wait if config.ssd is not None else 0.0,
             alone=self._alone,
-            rest=cache.rest,
+            rest=pools.rest,
             seconds=pools.seconds,
             counts=self.counts,
         )
-        told = ToldMetrics(parts, server)
+        told = ToldMetrics(pools.whole, server)
         undo.callback(told.close)
-        times = _pass_times(Prefills(pools.engine.observe_prefill, self._device))
+        times = _pass_times(Prefills(pools.whole.observe_prefill, self._device))
         undo.callback(times.close)
-        return _Lead(pools, cache, pages, table, events, told, times)
+        return _Lead(pools, table, events, told, times)
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         """The longest prefix that may be loaded, in pages, from the leading rank. SGLang intersects the ranks' answers,
@@ -221,7 +215,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             return [*range(1, len(keys) + 1)]
         try:
             self._name(keys)
-            with lead.cache.telling(rid):
+            with lead.pools.telling(rid):
                 pages = lead.table.lookup(rid, keys)
             if self._junctions is not None:
                 fetch, first = lead.table.fetch(rid, keys) or (None, 0)
@@ -263,7 +257,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if self._lead is None:
             self._offloads.start(keys, blocks, "", ready[-1])
         else:
-            self._offloads.start(self._links.named(keys), blocks, self._lead.cache.salt, ready[-1])
+            self._offloads.start(self._links.named(keys), blocks, self._lead.pools.salt, ready[-1])
         return True
 
     def num_completed_offloads(self) -> int:
@@ -287,7 +281,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             *(part.close for part in parts if part is not None),
             self._end_transfers,
             self._offloads.close,
-            *(() if lead is None else (lead.told.close, lead.pools.engine.close)),
+            *(() if lead is None else (lead.told.close, lead.pools.whole.close)),
             *(() if rank is None else (lambda: rank.left(LEFT_S), rank.close)),  # the leader stores the accepted pages
         )
 
@@ -297,7 +291,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         If SGLang has begun no prompt since the last flush, it has none.
         """
         if self._lead is not None:
-            self._lead.cache.renew_salt()
+            self._lead.pools.renew_salt()
         self._table.reset()
         self._forget()
         self._outdated = self._outdated or self._used
@@ -331,13 +325,13 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         lead = self._lead
         assert lead is not None, "the leader knows"
         assert isinstance(lead.pools, SeveralPools), "junctions are of hybrid models"
-        return lead.pools.has(name, [digest(key) for key in keys], lead.cache.salt)
+        return lead.pools.has(name, [digest(key) for key in keys])
 
     def _name(self, keys: Sequence[str]) -> None:
         """KV events may name these hashes of SGLang's."""
         lead = self._lead
         if lead is not None and lead.events is not None and keys:
-            lead.events.asked(keys, lead.pages.keys(self._links.named(keys)))
+            lead.events.asked(keys, lead.pools.keys(self._links.named(keys)))
 
     def _alone(self) -> bool:
         """Whether no request runs: none has a row."""

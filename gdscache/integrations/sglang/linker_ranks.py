@@ -131,4 +131,4 @@ class RankLoads:
     def _tell(self, number: int, what: bytes) -> None:
         if self._leading is not None:
             with contextlib.suppress(EngineClosedError):  # no rank waits after a close
-                self._leading.first.tell_ranks(number, what)
+                self._leading.engine.tell_ranks(number, what)

@@ -133,7 +133,7 @@ class LoadTable(RankTable):
         counts: Counter[str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`cache`: a `PinningCache` or `LinkedCache`. `wait`: seconds, for all lookups of a batch together. `alone()`:
+        """`cache`: a `SinglePool` or `SeveralPools`. `wait`: seconds, for all lookups of a batch together. `alone()`:
         whether no other request runs. `rest(s)`: wait for news, up to `s` seconds. `seconds(n)`: the expected time to
         bring `n` pages; None before it was measured."""
         super().__init__(Counter() if counts is None else counts)

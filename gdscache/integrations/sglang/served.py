@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from gdscache.config import Config
 from gdscache.cuda.streams import Event, record_on
 from gdscache.engine.engine import CacheEngine
 from gdscache.engine.hybrid import HybridEngine
@@ -34,7 +33,6 @@ from gdscache.load.report import LoadReport
 from gdscache.moves import PageStatus
 from gdscache.pages.hit import CACHED, Hit
 from gdscache.pages.keys import PageHashes
-from gdscache.ranks.address import RankAddress
 from gdscache.ranks.rank import Rank
 from gdscache.runtime.threads import in_turn
 from gdscache.store.handle import StoreHandle
@@ -93,11 +91,11 @@ class PoolReaders:
         return lambda: {name: wait() for name, wait in begun.items()}
 
 
-class SinglePool:
-    """The engine of a model whose layers all keep all tokens, with the calls of `SeveralPools`."""
+class SinglePool(PinningCache):
+    """The cache of a model whose layers all keep all tokens, with the calls of `SeveralPools`."""
 
-    def __init__(self, engine: CacheEngine, *, ranked: bool = False) -> None:
-        self.engine = self.first = engine
+    def __init__(self, engine: CacheEngine, pin_seconds: float, *, ranked: bool = False) -> None:
+        super().__init__(engine, pin_seconds)
         self._ranked = ranked
 
     def load_many(self, requests: Sequence[tuple[Hit, Blocks]], after: Event = None) -> LayerwiseLoad:
@@ -116,86 +114,6 @@ class SinglePool:
     def seconds(self, pages: int) -> float | None:
         """The expected seconds to bring `pages` pages from the SSD."""
         return self.engine.load_seconds("ssd", pages)
-
-
-class SeveralPools:
-    """The engine of a hybrid model's pools."""
-
-    def __init__(
-        self, config: Config, planes: PoolPlanes, ranks: Sequence[Sequence[RankAddress]] | None = None
-    ) -> None:
-        """`ranks`: of each pool, the addresses of all ranks, if there are several. Blocks are positions then: see
-        `Rank.load` and `Rank.place`."""
-        self.engine = HybridEngine(config, planes.tensors if ranks is None else None, ranks=ranks)
-        self.first = self.engine.engines[0]
-        self._pools, self._places = planes.pools(), planes.places()
-        self._ranked = ranks is not None
-
-    def load_many(self, requests: Sequence[tuple[HybridHit, Blocks]], after: Event = None) -> PoolLoads:
-        loads = self.engine.load_many(requests, after).by_pool
-        filled = [sum(len(blocks.get(pool.name, ())) for _, blocks in requests) for pool in self._pools]
-        return PoolLoads(loads, self._places, [hit.tokens // self.engine.alignment for hit, _ in requests], filled)
-
-    def plan(self, hits: Sequence[HybridHit]) -> list[LayerwiseLoad | None]:
-        """Plan loads into positions of each pool's blocks, request after request; a pool without pages has None."""
-        at, requests = Counter[str](), list[tuple[HybridHit, Blocks]]()
-        for hit in hits:
-            requests.append((hit, {name: [*range(at[name], at[name] + len(its))] for name, its in hit.pages.items()}))
-            at.update({name: len(its) for name, its in hit.pages.items()})
-        return self.engine.load_many(requests).by_pool
-
-    def store(self, tokens: Any, slots: Blocks, *, salt: str = "", after: Event = None) -> list[StoreHandle]:
-        """Begin to store pages of a node of SGLang's tree, which ends with them. `slots`: blocks of each group for its
-        last held pages, `NONE` for dropped ones; with several ranks, the leader's.
-
-        Of a window, the pages are stored that a hit needs which ends with the node or a multiple of
-        `store.window_every` tokens before it. SGLang has a state at the node's end, or none.
-        """
-        engine, size = self.engine, self.engine.alignment
-        names, start = _named(engine, tokens, salt)
-        stop, every = names.tokens, engine.window_every // size * size
-        ends = [*range(stop, start, -every)] if every else [stop]
-        last, wanted, places = stop // size, list[Sequence[int]](), dict[tuple[int, int], int]()
-        for g, group in enumerate(engine.groups):
-            given = slots.get(group.name, ())
-            some = [n for n in kept(group, ends, last - len(given), last) if given[n - last] != NONE]
-            wanted.append(some)
-            own = range(len(given)) if self._ranked else given
-            places |= {(g, number): own[number - last] for number in some}
-
-        def begin() -> Iterator[StoreHandle]:
-            for pool, chain in zip(engine.engines, names.chain(wanted), strict=True):
-                if chain:
-                    table = np.array([[places[at]] for at in zip(chain.groups, chain.numbers, strict=True)], np.int64)
-                    yield pool.store_pages(chain.pages, table, salt, after)
-
-        return all_begun(begin())
-
-    def has(self, name: str, digests: Sequence[bytes], salt: str) -> bool:
-        names = self.engine.group_names(salt, self.engine.alignment)
-        names.extend(digests)
-        chains = names.chain([range(len(digests) * (group.name == name)) for group in self.engine.groups])
-        told = [
-            one for engine, chain in zip(self.engine.engines, chains, strict=True) for one in engine.told(chain.pages)
-        ]
-        return all(one.cause == CACHED for one in told)
-
-    def seconds(self, pages: int) -> float | None:
-        wanted, took = needed(self.engine.groups, pages * self.engine.alignment), list[float]()
-        for part, pool in zip(self.engine.engines, self.engine.pools, strict=True):
-            some = part.load_seconds("ssd", sum(len(wanted[g]) for g in pool.groups))
-            if some is None:
-                return None
-            took.append(some)
-        return max(took)  # all pools at once
-
-
-def _named(engine: HybridEngine, hashes: PageHashes, salt: str) -> tuple[GroupNames, int]:
-    """Names of consecutive pages in all groups, and the tokens before the first. Of earlier pages only the last is
-    named, if known: page 0. Their number does not matter, since windows are counted from the end."""
-    names = engine.group_names(salt, engine.alignment)
-    names.extend(hashes.chain())
-    return names, names.tokens - len(hashes) * engine.alignment
 
 
 class LinkedFetch(GroupFetch):
@@ -217,25 +135,90 @@ class LinkedFetch(GroupFetch):
         return self._engine.behind(hit, hit.start + first * self._engine.alignment)
 
 
-class LinkedCache:
-    """A hybrid engine as the cache of a table of requests. A page is one of all groups."""
+class SeveralPools(PinningCache):
+    """The cache of a hybrid model's pools. A page is one of all groups."""
 
-    def __init__(self, cache: PinningCache, engine: HybridEngine) -> None:
-        self._cache, self._engine = cache, engine
+    def __init__(self, engine: HybridEngine, pin_seconds: float, planes: PoolPlanes, *, ranked: bool) -> None:
+        """`ranked`: there are several ranks. Blocks are positions then: see `Rank.load` and `Rank.place`."""
+        super().__init__(engine, pin_seconds)
+        self._hybrid, self._size, self._ranked = engine, engine.alignment, ranked
+        self._pools, self._places = planes.pools(), planes.places()
 
-    def fetch(self, hashes: PageHashes, pages: int) -> LinkedFetch:
-        names, start = _named(self._engine, hashes, self._cache.salt)
-        end = start + pages * self._engine.alignment
-        return LinkedFetch(self._engine, names, end, names.tokens, self._cache.pin_seconds, start)
+    def fetch(self, hashes: PageHashes, pages: int) -> LinkedFetch:  # type: ignore[override]
+        names, start = self._named(hashes, self.salt)
+        return LinkedFetch(self._hybrid, names, start + pages * self._size, names.tokens, self.pin_seconds, start)
 
     def cached(self, hashes: PageHashes) -> int:
-        names, start = _named(self._engine, hashes, self._cache.salt)
-        return (self._engine.reach(names, names.tokens, start)[0] - start) // self._engine.alignment
+        names, start = self._named(hashes, self.salt)
+        return (self._hybrid.reach(names, names.tokens, start)[0] - start) // self._size
 
     def keys(self, hashes: PageHashes) -> Sequence[bytes]:
-        names, start = _named(self._engine, hashes, self._cache.salt)
-        first = start // self._engine.alignment
+        names, start = self._named(hashes, self.salt)
+        first = start // self._size
         return names.keys(0, first, first + len(hashes))
+
+    def load_many(self, requests: Sequence[tuple[HybridHit, Blocks]], after: Event = None) -> PoolLoads:
+        loads = self._hybrid.load_many(requests, after).by_pool
+        filled = [sum(len(blocks.get(pool.name, ())) for _, blocks in requests) for pool in self._pools]
+        return PoolLoads(loads, self._places, [hit.tokens // self._size for hit, _ in requests], filled)
+
+    def plan(self, hits: Sequence[HybridHit]) -> list[LayerwiseLoad | None]:
+        """Plan loads into positions of each pool's blocks, request after request; a pool without pages has None."""
+        at, requests = Counter[str](), list[tuple[HybridHit, Blocks]]()
+        for hit in hits:
+            requests.append((hit, {name: [*range(at[name], at[name] + len(its))] for name, its in hit.pages.items()}))
+            at.update({name: len(its) for name, its in hit.pages.items()})
+        return self._hybrid.load_many(requests).by_pool
+
+    def store(self, tokens: Any, slots: Blocks, *, salt: str = "", after: Event = None) -> list[StoreHandle]:
+        """Begin to store pages of a node of SGLang's tree, which ends with them. `slots`: blocks of each group for its
+        last held pages, `NONE` for dropped ones; with several ranks, the leader's.
+
+        Of a window, the pages are stored that a hit needs which ends with the node or a multiple of
+        `store.window_every` tokens before it. SGLang has a state at the node's end, or none.
+        """
+        engine, size = self._hybrid, self._size
+        names, start = self._named(tokens, salt)
+        stop, every = names.tokens, engine.window_every // size * size
+        ends = [*range(stop, start, -every)] if every else [stop]
+        last, wanted, places = stop // size, list[Sequence[int]](), dict[tuple[int, int], int]()
+        for g, group in enumerate(engine.groups):
+            given = slots.get(group.name, ())
+            some = [n for n in kept(group, ends, last - len(given), last) if given[n - last] != NONE]
+            wanted.append(some)
+            own = range(len(given)) if self._ranked else given
+            places |= {(g, number): own[number - last] for number in some}
+
+        def begin() -> Iterator[StoreHandle]:
+            for pool, chain in zip(self.engines, names.chain(wanted), strict=True):
+                if chain:
+                    table = np.array([[places[at]] for at in zip(chain.groups, chain.numbers, strict=True)], np.int64)
+                    yield pool.store_pages(chain.pages, table, salt, after)
+
+        return all_begun(begin())
+
+    def has(self, name: str, digests: Sequence[bytes]) -> bool:
+        names = self._hybrid.group_names(self.salt, self._size)
+        names.extend(digests)
+        chains = names.chain([range(len(digests) * (group.name == name)) for group in self._hybrid.groups])
+        pages = zip(self.engines, chains, strict=True)
+        return all(one.cause == CACHED for engine, chain in pages for one in engine.told(chain.pages))
+
+    def seconds(self, pages: int) -> float | None:
+        wanted, took = needed(self._hybrid.groups, pages * self._size), list[float]()
+        for part, pool in zip(self.engines, self._hybrid.pools, strict=True):
+            some = part.load_seconds("ssd", sum(len(wanted[g]) for g in pool.groups))
+            if some is None:
+                return None
+            took.append(some)
+        return max(took)  # all pools at once
+
+    def _named(self, hashes: PageHashes, salt: str) -> tuple[GroupNames, int]:
+        """Names of consecutive pages in all groups, and the tokens before the first. Of earlier pages only the last is
+        named, if known: page 0. Their number does not matter, since windows are counted from the end."""
+        names = self._hybrid.group_names(salt, self._size)
+        names.extend(hashes.chain())
+        return names, names.tokens - len(hashes) * self._size
 
 
 class PoolLoads:

@@ -103,8 +103,7 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
         assert config.ssd is not None, "the SSD tier"
         self._place.claim(config.ssd.path)
         if self._place.rank == 0:  # its figures are those of all ranks
-            parts = engine.by_groups if isinstance(engine, HybridEngine) else {"": engine}
-            self._parts.append(ToldMetrics(parts, self._server))
+            self._parts.append(ToldMetrics(engine, self._server))
         self._watch(pages, type(self.mem_pool_host))
         kept = pages.pools[KV]
         return kept.lend() if isinstance(kept, HostPages) and self._place.equal else ""

@@ -159,7 +159,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         refuses = functools.partial(leaves_alone, media=self._options.media)
         wait, hybrid = self._options.wait_seconds, session.hybrid
         if tells_events(self._vllm_config):
-            self._events = VllmEvents(session.hybrid or session.engine, self._kv_cache_config)
+            self._events = VllmEvents(session.whole, self._kv_cache_config)
         named = None if self._events is None else self._events.name
         waited = session.engines[0].observe_wait
         told: dict[str, Any] = {"wait": wait, "refuses": refuses, "waited": waited, "named": named}
@@ -443,7 +443,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return None
         return {
             group: figures.setdefault(group, Differences(FIGURES_S, time.monotonic)).take(stats)
-            for group, stats in parts_of((session.hybrid or session.engine).stats()).items()
+            for group, stats in parts_of(session.whole.stats()).items()
         }
 
     def shutdown(self) -> None:

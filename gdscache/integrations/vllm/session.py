@@ -28,9 +28,8 @@ class VllmSession(PinningCache):
     """An engine over vLLM's tensors, and its users. `hybrid`: the engine of a model with groups of layers."""
 
     def __init__(self, engine: CacheEngine | HybridEngine, pin_seconds: float) -> None:
+        super().__init__(engine, pin_seconds)
         self.hybrid = engine if isinstance(engine, HybridEngine) else None
-        first, *others = [engine] if isinstance(engine, CacheEngine) else engine.engines
-        super().__init__(first, pin_seconds, *others)
         self.observe_prefill, self.close = engine.observe_prefill, engine.close
         self._stores: Stores | None = None
         self.busy: Callable[[], bool] = bool

@@ -41,7 +41,7 @@ class Hybrid:
         self.host = open_hybrid(model, **({"cpu": 24, "ssd": 64, "transport": faulty} | options))
         self.engine = self.host.engine
         self.pools = self.engine.engines
-        self.cache = PinningCache(self.pools[0], 60.0, *self.pools[1:])
+        self.cache = PinningCache(self.engine, 60.0)
         self.group_cache = GroupCache(self.cache, self.engine, SIZE)
         self.stores = Stores(self.pools, Counter())
 

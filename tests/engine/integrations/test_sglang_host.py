@@ -284,7 +284,7 @@ class Linked:
         self.cache, self.links = PinningCache(self.engine, 60.0), PageLinks()
         self.table = LoadTable(self.cache, self.links, wait=WAIT, alone=lambda: True, rest=self.cache.rest)
         self.loads = LayerLoads(self.begin_loads, 3, self.counts)
-        self.offloads = Offloads(SinglePool(self.engine), self.counts)
+        self.offloads = Offloads(SinglePool(self.engine, 60.0), self.counts)
 
     def offload(self, keys: list[str], blocks: list[int], mark: int) -> None:
         for number, block in enumerate(blocks):
