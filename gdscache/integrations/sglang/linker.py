@@ -35,7 +35,7 @@ from gdscache.integrations.prefills import LEAST_TOKENS, Prefills
 from gdscache.integrations.settings import one_model
 from gdscache.integrations.sglang.events import SglangEvents
 from gdscache.integrations.sglang.junctions import Junctions
-from gdscache.integrations.sglang.linker_ranks import LEFT_S, RankFacts, RankLoads, shard_of
+from gdscache.integrations.sglang.linker_ranks import LEFT_S, LinkerRanks, RankFacts, shard_of
 from gdscache.integrations.sglang.loads import STOPPED_S, LeadTable, LoadTable, QueuedLoad, RankTable
 from gdscache.integrations.sglang.metrics import ToldMetrics
 from gdscache.integrations.sglang.moves import LayerLoads, Offloads
@@ -46,7 +46,6 @@ from gdscache.integrations.sglang.refused import refuse_components, refuse_model
 from gdscache.integrations.sglang.served import (
     LinkedFetch,
     PoolLoads,
-    PoolRanks,
     PoolReaders,
     SeveralPools,
     SinglePool,
@@ -61,7 +60,6 @@ from gdscache.integrations.sglang.setup import (
     resolved,
 )
 from gdscache.integrations.watching import CallWatch
-from gdscache.load.handle import LayerwiseLoad
 from gdscache.ranks.agreement import Agreement
 from gdscache.ranks.rank import Rank
 from gdscache.runtime.threads import in_turn, log_failure
@@ -125,7 +123,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._planes, self._readers = planes, PoolReaders(planes)
         self.pools = {PoolName(GROUPS[name]): pool for name in names}
         self._device = planes.tensors[0][0].device
-        self._rank: PoolRanks | None = None
+        self._rank: LinkerRanks | None = None
         self._agreement = Agreement(self._number)
         undo.callback(self._agreement.close)
         if self._ranks > 1:
@@ -142,7 +140,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 own = [planes.tensors[place] for place in one.layers]
                 made.append(Rank(own, self._number, shard=shared if one.name == KV else self._number))
                 undo.callback(made[-1].close)
-            self._rank = PoolRanks(planes, made)
+            self._rank = LinkerRanks(planes, made)
         addresses = [] if self._rank is None else [rank.address for rank in self._rank.ranks]
         return RankFacts(addresses, self._agreement.address, model_of(server, model, planes, sglang.__version__))
 
@@ -154,9 +152,9 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         planes, rank, params = self._planes, self._rank, self._params
         layers = max(planes.layers) + 1 if planes.groups else len(planes.tensors)
         self._offloads = offloads = Offloads(leading, self.counts, rank)
-        self._rank_loads = None if rank is None else RankLoads(rank, leading, offloads)
-        begin = self._begin_loads if self._rank_loads is None else self._rank_loads.begin
-        self.layer_done_counter = LayerLoads(begin, layers, self.counts)
+        if rank is not None:
+            rank.leading = leading
+        self.layer_done_counter = LayerLoads(self._begin_loads if rank is None else rank.begin, layers, self.counts)
         undo.callback(offloads.close)
         if planes.groups:
             agreed = self._agreement.of
@@ -233,8 +231,8 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._used = True
         queued = self._table.take()
         number = self.layer_done_counter.queue(queued)
-        if self._rank_loads is not None:
-            self._rank_loads.order(number, queued)
+        if self._rank is not None:
+            self._rank.order(number, queued)
         return number
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
@@ -269,8 +267,9 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def reset(self) -> None:
         """SGLang's own cache is flushed: no rank uses its pages any more. Stored pages stay."""
         self._end_transfers()
-        if self._rank_loads is not None:
-            self._rank_loads.reset(self.layer_done_counter.take_number())
+        if self._rank is not None:
+            self._rank.reset(self.layer_done_counter.take_number())
+            self._offloads.forget()
         self._used = self._outdated = False
 
     def close(self) -> None:
@@ -314,7 +313,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if self._junctions is not None:
             self._junctions.forget()
 
-    def _begin_loads(self, number: int, queued: Sequence[QueuedLoad]) -> LayerwiseLoad | PoolLoads:
+    def _begin_loads(self, number: int, queued: Sequence[QueuedLoad]) -> PoolLoads:
         """For a single rank: behind all launched work that may write to the loads' slots."""
         assert self._lead is not None, "a single rank leads"
         requests = [(one.hit(), one.blocks()) for one in queued]

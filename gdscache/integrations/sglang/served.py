@@ -7,9 +7,7 @@ tokens as names; a state has that of the page before it.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -26,15 +24,11 @@ from gdscache.groups.base import kept, needed
 from gdscache.groups.names import GroupNames
 from gdscache.integrations.fetching import PinningCache
 from gdscache.integrations.group_fetching import GroupFetch
-from gdscache.integrations.sglang.loads import QueuedLoad
 from gdscache.integrations.sglang.planes import KV, PoolPlanes
 from gdscache.load.handle import LayerwiseLoad
-from gdscache.load.report import LoadReport
 from gdscache.moves import PageStatus
 from gdscache.pages.hit import CACHED, Hit
 from gdscache.pages.keys import PageHashes
-from gdscache.ranks.rank import Rank
-from gdscache.runtime.threads import in_turn
 from gdscache.store.handle import StoreHandle
 
 Blocks = Mapping[str, Sequence[int]]  # of each group, by the name of SGLang's pool
@@ -97,9 +91,11 @@ class SinglePool(PinningCache):
     def __init__(self, engine: CacheEngine, pin_seconds: float, *, ranked: bool = False) -> None:
         super().__init__(engine, pin_seconds)
         self._ranked = ranked
+        self._places = {layer: [(0, layer)] for layer in range(engine.layout.n_layers)}
 
-    def load_many(self, requests: Sequence[tuple[Hit, Blocks]], after: Event = None) -> LayerwiseLoad:
-        return self.engine.load_many([(hit, blocks[KV]) for hit, blocks in requests], after)
+    def load_many(self, requests: Sequence[tuple[Hit, Blocks]], after: Event = None) -> PoolLoads:
+        load = self.engine.load_many([(hit, blocks[KV]) for hit, blocks in requests], after)
+        return PoolLoads([load], self._places, [sum(len(blocks[KV]) for _, blocks in requests)])
 
     def plan(self, hits: Sequence[Hit]) -> list[LayerwiseLoad | None]:
         ends = itertools.accumulate(len(hit.pages) for hit in hits)
@@ -160,7 +156,7 @@ class SeveralPools(PinningCache):
     def load_many(self, requests: Sequence[tuple[HybridHit, Blocks]], after: Event = None) -> PoolLoads:
         loads = self._hybrid.load_many(requests, after).by_pool
         filled = [sum(len(blocks.get(pool.name, ())) for _, blocks in requests) for pool in self._pools]
-        return PoolLoads(loads, self._places, [hit.tokens // self._size for hit, _ in requests], filled)
+        return PoolLoads(loads, self._places, filled)
 
     def plan(self, hits: Sequence[HybridHit]) -> list[LayerwiseLoad | None]:
         """Plan loads into positions of each pool's blocks, request after request; a pool without pages has None."""
@@ -222,81 +218,33 @@ class SeveralPools(PinningCache):
 
 
 class PoolLoads:
-    """A load in several pools. Layers are the model's, as SGLang counts them; one without a cache has nothing to wait
-    for."""
+    """The loads of a batch in all pools. Layers are the model's, as SGLang counts them; one without a cache has nothing
+    to wait for."""
 
     def __init__(
         self,
         loads: Sequence[LayerwiseLoad | None],
         layers: Mapping[int, Sequence[tuple[int, int]]],
-        pages: Sequence[int],
         filled: Sequence[int],
     ) -> None:
-        """`layers`: see `PoolPlanes.places`. `pages`: of each request. `filled`: blocks that each pool's load has to
-        fill."""
-        self._loads, self._layers, self._pages, self._filled = loads, layers, pages, filled
-        self.release_event = AllRead([load for load in loads if load is not None])
+        """`layers`: see `PoolPlanes.places`. `filled`: blocks that each pool's load has to fill."""
+        self.loads, self._layers, self._filled = loads, layers, filled
 
     def wait(self, layer: int) -> None:
         for pool, local in self._layers.get(layer, ()):
-            load = self._loads[pool]
+            load = self.loads[pool]
             if load is not None:
                 load.wait(local)
 
-    def results(self) -> list[LoadReport]:
-        """All pages are loaded, or none counts: SGLang aborts a batch as a whole. An order may have fewer pages than
-        were promised: some were dropped meanwhile, and those behind them lie in other blocks."""
-        reports = [load.results() if load is not None else [] for load in self._loads]
+    def landed(self) -> bool:
+        """Wait for the verdicts: whether all pages are loaded, since SGLang aborts a batch as a whole. An order may
+        have fewer pages than were promised: some were dropped meanwhile, and those behind them lie in other blocks."""
+        reports = [load.results() if load is not None else [] for load in self.loads]
         loaded = [[status is PageStatus.LOADED for one in some for status in one.pages] for some in reports]
-        whole = all(all(good) and len(good) == n for good, n in zip(loaded, self._filled, strict=True))
-        status = PageStatus.LOADED if whole else PageStatus.ABORTED
-        seconds = max((one.seconds for some in reports for one in some), default=0.0)
-        return [LoadReport(0, (status,) * pages, {}, seconds) for pages in self._pages]
+        return all(all(good) and len(good) == n for good, n in zip(loaded, self._filled, strict=True))
 
-
-class AllRead:
-    """The `release_event` of loads in several pools."""
-
-    def __init__(self, loads: Sequence[LayerwiseLoad]) -> None:
-        self._loads = loads
-
-    def synchronize(self) -> None:
-        for load in self._loads:
-            load.release_event.synchronize()
-
-
-class PoolRanks:
-    """This process's ranks, one a pool. A failure of one is that of all."""
-
-    def __init__(self, planes: PoolPlanes, ranks: Sequence[Rank]) -> None:
-        self.pools, self.layers, self.ranks = planes.pools(), planes.places(), ranks
-
-    def load(self, orders: Sequence[bytes], queued: Sequence[QueuedLoad]) -> PoolLoads:
-        given = [one.blocks() for one in queued]
-        loads: list[LayerwiseLoad | None] = []
-        filled: list[int] = []
-        with contextlib.ExitStack() as undo:
-            undo.callback(lambda: AllRead([load for load in loads if load is not None]).synchronize())
-            for pool, rank, order in zip(self.pools, self.ranks, orders, strict=True):
-                blocks = [block for one in given for block in one.get(pool.name, ())]
-                filled.append(len(blocks))
-                loads.append(rank.load(order, blocks) if order else None)
-            undo.pop_all()
-        return PoolLoads(loads, self.layers, [one.pages for one in queued], filled)
-
-    def place(self, number: int, blocks: Callable[[], Blocks], after: Event) -> None:
-        """See `Rank.place`."""
-        for pool, rank in zip(self.pools, self.ranks, strict=True):
-            rank.place(number, lambda name=pool.name: blocks().get(name, ()), after)  # type: ignore[misc]
-
-    def passed(self, number: int) -> None:
-        for rank in self.ranks:
-            rank.passed(number)
-
-    def left(self, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        for rank in self.ranks:
-            rank.left(max(0.0, until - time.monotonic()))
-
-    def close(self) -> None:
-        in_turn(*(rank.close for rank in self.ranks))
+    def wait_until_written(self) -> None:
+        """Wait until nothing writes to the blocks."""
+        for load in self.loads:
+            if load is not None:
+                load.release_event.synchronize()
