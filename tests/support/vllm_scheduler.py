@@ -22,7 +22,7 @@ from gdscache import PageHashes
 from gdscache.engine.hybrid import HybridHit
 from gdscache.groups.base import Group, alignment, complete, lengths, needed
 from gdscache.groups.names import GroupNames
-from gdscache.integrations.group_fetching import GroupFetch
+from gdscache.integrations.fetching import GroupFetch
 from gdscache.integrations.vllm.groups import NULL, GroupTable, KeptStates
 from gdscache.integrations.vllm.requests import LoadOrder, RequestTable
 from gdscache.pages.hit import Hit

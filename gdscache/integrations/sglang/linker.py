@@ -42,7 +42,6 @@ from gdscache.integrations.sglang.moves import LayerLoads, Offloads
 from gdscache.integrations.sglang.pages import PageLinks, digest
 from gdscache.integrations.sglang.planes import GROUPS, KV, device_planes, grouped_planes
 from gdscache.integrations.sglang.ranks import place_in, together
-from gdscache.integrations.sglang.refused import refuse_components, refuse_model, refuse_setup
 from gdscache.integrations.sglang.served import (
     LinkedFetch,
     PoolLoads,
@@ -57,6 +56,9 @@ from gdscache.integrations.sglang.setup import (
     LinkerOptions,
     configuration,
     model_of,
+    refuse_components,
+    refuse_model,
+    refuse_setup,
     resolved,
 )
 from gdscache.integrations.watching import CallWatch

@@ -15,8 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from gdscache.errors import LoadOrderError
-from gdscache.integrations.fetching import ENDING_S
-from gdscache.integrations.group_fetching import Fetch
+from gdscache.integrations.fetching import ENDING_S, Fetch
 from gdscache.integrations.sglang.pages import PageLinks
 from gdscache.pages.keys import PageHashes
 from gdscache.ranks.executor import UNORDERED_S

@@ -22,8 +22,7 @@ from gdscache.engine.hybrid_handles import HybridHit, all_begun
 from gdscache.errors import LoadOrderError
 from gdscache.groups.base import kept, needed
 from gdscache.groups.names import GroupNames
-from gdscache.integrations.fetching import PinningCache
-from gdscache.integrations.group_fetching import GroupFetch
+from gdscache.integrations.fetching import GroupFetch, PinningCache
 from gdscache.integrations.sglang.planes import KV, PoolPlanes
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.moves import PageStatus

@@ -39,13 +39,14 @@ from gdscache.integrations.sglang.host import BorrowedPages, HostPages, PoolPage
 from gdscache.integrations.sglang.metrics import ToldMetrics
 from gdscache.integrations.sglang.planes import KV, PoolPlanes, pools_planes, refuse_pool
 from gdscache.integrations.sglang.ranks import RankPlace, storage_group, together
-from gdscache.integrations.sglang.refused import refuse_model, refuse_setup
 from gdscache.integrations.sglang.setup import (
     ENDS_UPDATE,
     RESETS_WEIGHTS,
     STORAGE_OPTIONS,
     WEIGHT_METHODS,
     configuration,
+    refuse_model,
+    refuse_setup,
     resolved,
     storage_config_of,
 )

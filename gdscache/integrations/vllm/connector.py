@@ -44,7 +44,7 @@ from gdscache.config import Config
 from gdscache.engine.engine import CacheEngine
 from gdscache.engine.hybrid import HybridEngine
 from gdscache.groups.pools import pools_of
-from gdscache.integrations.group_fetching import GroupCache
+from gdscache.integrations.fetching import GroupCache
 from gdscache.integrations.settings import engine_configuration, follow, one_model
 from gdscache.integrations.vllm.cache_groups import block_tokens, groups_of, key_elements, state_layers
 from gdscache.integrations.vllm.events import VllmEvents

@@ -20,7 +20,7 @@ from gdscache.errors import InterfaceUnsupportedError
 from gdscache.groups.base import Group, alignment, kept, marks
 from gdscache.groups.names import GroupNames, GroupPage
 from gdscache.groups.partings import Partings
-from gdscache.integrations.group_fetching import GroupCache, GroupFetch, GroupPart
+from gdscache.integrations.fetching import GroupCache, GroupFetch, GroupPart
 from gdscache.integrations.vllm.requests import HASH_BYTES, Known, LoadOrder, RequestTable, StoreOrder, trace_of
 
 Tables = Sequence[Sequence[int]]  # the block table of each group

@@ -16,8 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
-from gdscache.integrations.fetching import ENDING_S, PinnedFetch
-from gdscache.integrations.group_fetching import Fetch, GroupPart
+from gdscache.integrations.fetching import ENDING_S, Fetch, GroupPart, PinnedFetch
 from gdscache.integrations.prefills import LEAST_TOKENS
 from gdscache.pages.keys import Page, PageHashes
 

@@ -18,8 +18,7 @@ import pytest
 from gdscache.errors import LoadOrderError
 from gdscache.groups.base import needed
 from gdscache.groups.names import GroupNames, GroupPage
-from gdscache.integrations.fetching import PinningCache
-from gdscache.integrations.group_fetching import GroupCache, GroupFetch, GroupPart
+from gdscache.integrations.fetching import GroupCache, GroupFetch, GroupPart, PinningCache
 from gdscache.integrations.vllm.requests import LoadOrder, StoreOrder
 from gdscache.integrations.vllm.worker import Loads, Stores, begin_loads
 from gdscache.storage.base import Op

@@ -14,8 +14,7 @@ from gdscache import errors
 from gdscache.errors import IntegrationError, WeightsNotFoundError
 from gdscache.integrations import weights
 from gdscache.integrations.sglang import setup
-from gdscache.integrations.sglang.refused import refuse_model, refuse_setup
-from gdscache.integrations.sglang.setup import weights_of
+from gdscache.integrations.sglang.setup import refuse_model, refuse_setup, weights_of
 from tests.support import sglang_fields as stand_in
 
 

@@ -19,7 +19,7 @@ from gdscache.config import Config
 from gdscache.config.pools import pool_parts
 from gdscache.engine.hybrid import HybridEngine
 from gdscache.groups.pools import pools_of
-from gdscache.integrations.group_fetching import GroupCache
+from gdscache.integrations.fetching import GroupCache
 from gdscache.integrations.vllm.cache_groups import block_tokens, state_layers
 from gdscache.integrations.vllm.groups import GroupTable, KeptStates
 from gdscache.integrations.vllm.planes import VllmPlanes, planes_of
