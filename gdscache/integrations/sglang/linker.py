@@ -138,9 +138,10 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 )
             shared = shard_of(kept, heads, self._number, self._ranks)
             made = list[Rank]()
-            for one in planes.pools():  # a window's or a state's number of heads is its own: no two ranks share them
-                own = [planes.tensors[place] for place in one.layers]
-                made.append(Rank(own, self._number, shard=shared if one.name == KV else self._number))
+            for name, places in planes.pools().items():
+                own = [planes.tensors[place] for place in places]
+                # a window's or a state's number of heads is its own: no two ranks share them
+                made.append(Rank(own, self._number, shard=shared if name == KV else self._number))
                 undo.callback(made[-1].close)
             self._rank = LinkerRanks(planes, made)
         addresses = [] if self._rank is None else [rank.address for rank in self._rank.ranks]

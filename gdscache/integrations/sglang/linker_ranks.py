@@ -71,14 +71,14 @@ class LinkerRanks:
     def __init__(self, planes: PoolPlanes, ranks: Sequence[Rank]) -> None:
         self.ranks = ranks
         self.leading: SinglePool | SeveralPools | None = None  # on the leader alone
-        self._pools, self._layers = planes.pools(), planes.places()
+        self._pools, self._layers = [*planes.pools()], planes.places()
         self._planned: dict[int, Sequence[LayerwiseLoad | None]] = {}  # loads that this rank has not begun
         self._quiet = True  # the leader has reported the end of each flush so far
 
     def place(self, number: int, blocks: Callable[[], Blocks], after: Event) -> None:
         """See `Rank.place`."""
-        for pool, rank in zip(self._pools, self.ranks, strict=True):
-            rank.place(number, lambda name=pool.name: blocks().get(name, ()), after)  # type: ignore[misc]
+        for name, rank in zip(self._pools, self.ranks, strict=True):
+            rank.place(number, lambda name=name: blocks().get(name, ()), after)  # type: ignore[misc]
 
     def passed(self, number: int) -> None:
         for rank in self.ranks:
@@ -131,7 +131,7 @@ class LinkerRanks:
     def load(self, orders: Sequence[bytes], queued: Sequence[QueuedLoad]) -> PoolLoads:
         """Begin the loads of all pools, by their orders; "": a pool has none."""
         given, loads = [one.blocks() for one in queued], list[LayerwiseLoad | None]()
-        blocks = [[block for one in given for block in one.get(pool.name, ())] for pool in self._pools]
+        blocks = [[block for one in given for block in one.get(name, ())] for name in self._pools]
         begun = PoolLoads(loads, self._layers, [*map(len, blocks)])
         with contextlib.ExitStack() as undo:
             undo.callback(begun.wait_until_written)

@@ -74,10 +74,8 @@ class PoolReaders:
     """Reads the block numbers of all pools of this rank, by the pools' names."""
 
     def __init__(self, planes: PoolPlanes) -> None:
-        self._readers: dict[str, BlockReader] = {}
-        for pool in planes.pools():
-            first = planes.tensors[pool.layers[0]][0]
-            self._readers[pool.name] = BlockReader(first.device, int(first.shape[1]))
+        first = {name: planes.tensors[places[0]][0] for name, places in planes.pools().items()}
+        self._readers = {name: BlockReader(plane.device, int(plane.shape[1])) for name, plane in first.items()}
 
     def begin(self, transfers: Sequence[Any]) -> Callable[[], Blocks]:
         begun = {one.name.value: self._readers[one.name.value].begin(one.device_indices) for one in transfers}
@@ -137,7 +135,7 @@ class SeveralPools(PinningCache):
         """`ranked`: there are several ranks. Blocks are positions then: see `Rank.load` and `Rank.place`."""
         super().__init__(engine, pin_seconds)
         self._hybrid, self._size, self._ranked = engine, engine.alignment, ranked
-        self._pools, self._places = planes.pools(), planes.places()
+        self._pools, self._places = [*planes.pools()], planes.places()
 
     def fetch(self, hashes: PageHashes, pages: int) -> LinkedFetch:  # type: ignore[override]
         names, start = self._named(hashes, self.salt)
@@ -154,7 +152,7 @@ class SeveralPools(PinningCache):
 
     def load_many(self, requests: Sequence[tuple[HybridHit, Blocks]], after: Event = None) -> PoolLoads:
         loads = self._hybrid.load_many(requests, after).by_pool
-        filled = [sum(len(blocks.get(pool.name, ())) for _, blocks in requests) for pool in self._pools]
+        filled = [sum(len(blocks.get(name, ())) for _, blocks in requests) for name in self._pools]
         return PoolLoads(loads, self._places, filled)
 
     def plan(self, hits: Sequence[HybridHit]) -> list[LayerwiseLoad | None]:
