@@ -301,6 +301,10 @@ class PinningCache:
         """Log cached pages from page `first` on that a request computes."""
         self.engine.tell(lambda: f"request {request}, pages that were cached, {why}: {fetch.unused(first)}")
 
+    def waited(self, seconds: float) -> None:
+        """A request has waited for its pages to come to the CPU tier."""
+        self.engine.observe_wait(seconds)
+
     def renew_salt(self) -> None:
         """The weights have changed: find none of their pages. Pages under an earlier salt of our own are dropped."""
         old, self.salt = self.salt, fresh_salt()
@@ -319,27 +323,3 @@ class PinningCache:
         for end in ends:
             end.forget(over)
         self._ends = [engine.calls.bell.next for engine in self.engines]
-
-
-class GroupCache:
-    """An engine as the cache of a table of a hybrid model's requests: `PinningCache`, in all groups at once."""
-
-    def __init__(self, cache: PinningCache, engine: HybridEngine, digest_tokens: int) -> None:
-        """`cache`: of the same engine. `digest_tokens`: tokens that each digest of a request adds to the one before."""
-        self._cache = cache
-        self._engine = engine
-        self._digest_tokens = digest_tokens
-
-    def names(self) -> GroupNames:
-        """Names for a new request, under the inference engine's present weights."""
-        return self._engine.group_names(self._cache.salt, self._digest_tokens)
-
-    def fetch(self, names: GroupNames, most: int, tokens: int) -> GroupFetch:
-        """Begin to bring the pages of a hit of up to `most` tokens, for a request of `tokens`."""
-        return GroupFetch(self._engine, names, most, tokens, self._cache.pin_seconds)
-
-    def stand(self, names: GroupNames, wanted: Sequence[Sequence[int]]) -> None:
-        self._engine.states.stand(names, wanted)
-
-    def reach(self, names: GroupNames, most: int) -> tuple[int, int]:
-        return self._engine.reach(names, most)

@@ -81,9 +81,11 @@ class FakeGroupFetch(FakeFetch, GroupFetch):
 class FakeGroupCache(FakeCache):
     """The pages that are stored of all groups."""
 
-    def __init__(self, groups: Sequence[Group]) -> None:
+    adapts = False
+
+    def __init__(self, groups: Sequence[Group], every: int) -> None:
         super().__init__()
-        self.groups = groups
+        self.groups, self.window_every = groups, every
 
     def names(self) -> GroupNames:
         namespaces = [hash_of((number,)) for number in range(len(self.groups))]
@@ -511,8 +513,8 @@ class GroupScheduler(Scheduler):
         chunk: int = 7,
     ) -> None:
         self.groups, self.largest = groups, 30
-        self.cache: FakeGroupCache = FakeGroupCache(groups)
-        self.table = GroupTable(groups, self.cache, every, KeptStates(), wait=WAIT, clock=self.cache.clock)  # type: ignore[arg-type]
+        self.cache: FakeGroupCache = FakeGroupCache(groups, every)
+        self.table = GroupTable(self.cache, KeptStates(), wait=WAIT, clock=self.cache.clock)  # type: ignore[arg-type]
         self._open_pool(range(1, blocks + 1), chunk, own)
 
     def _handed(self, tables: list[list[int]]) -> Any:

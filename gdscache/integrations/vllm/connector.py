@@ -18,7 +18,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -44,7 +44,6 @@ from gdscache.config import Config
 from gdscache.engine.engine import CacheEngine
 from gdscache.engine.hybrid import HybridEngine
 from gdscache.groups.pools import pools_of
-from gdscache.integrations.fetching import GroupCache
 from gdscache.integrations.settings import engine_configuration, follow, one_model
 from gdscache.integrations.vllm.cache_groups import block_tokens, groups_of, key_elements, state_layers
 from gdscache.integrations.vllm.events import VllmEvents
@@ -53,7 +52,7 @@ from gdscache.integrations.vllm.metrics import ENGINE, GdsCacheProm, GdsCacheSta
 from gdscache.integrations.vllm.planes import planes_of, write_first_scales
 from gdscache.integrations.vllm.ranks import Lead, Observed, RankWorker, addresses_of
 from gdscache.integrations.vllm.requests import LoadOrder, RequestTable, StoreOrder, prefill_of
-from gdscache.integrations.vllm.session import Sessions, VllmSession
+from gdscache.integrations.vllm.session import GroupSession, Sessions, VllmSession
 from gdscache.integrations.vllm.setup import (
     WEIGHT_METHODS,
     Options,
@@ -156,20 +155,18 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _begin(self, session: VllmSession) -> None:
         """Use the session in the scheduler's object."""
         self._session = session
-        refuses = functools.partial(leaves_alone, media=self._options.media)
-        wait, hybrid = self._options.wait_seconds, session.hybrid
         if tells_events(self._vllm_config):
             self._events = VllmEvents(session.whole, self._kv_cache_config)
-        named = None if self._events is None else self._events.name
-        waited = session.engines[0].observe_wait
-        told: dict[str, Any] = {"wait": wait, "refuses": refuses, "waited": waited, "named": named}
-        told |= {"unused": session.unused, "counts": self._counts}
-        if hybrid is not None:
-            cache = GroupCache(session, hybrid, self._kv_cache_config.hash_block_size)
-            every, adapts = hybrid.window_every, hybrid.config.store.window_every is None
-            self._table: RequestTable = GroupTable(hybrid.groups, cache, every, self._states, adapts=adapts, **told)
+        settings: dict[str, Any] = {
+            "wait": self._options.wait_seconds,
+            "refuses": functools.partial(leaves_alone, media=self._options.media),
+            "named": None if self._events is None else self._events.name,
+            "counts": self._counts,
+        }
+        if isinstance(session, GroupSession):
+            self._table: RequestTable = GroupTable(session, self._states, **settings)
         else:
-            self._table = RequestTable(session, session.engine.layout.page_tokens, **told)
+            self._table = RequestTable(session, session.engine.layout.page_tokens, **settings)
         self._closing.callback(self._table.clear)
 
     @property
@@ -208,12 +205,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         addresses = addresses_of(
             {rank: facts.addresses for rank, facts in metadata.items()}, config.parallel_config.tensor_parallel_size
         )
-        model = one_model({rank: facts.model for rank, facts in metadata.items()})
-        settings = self._configuration(model)
-        engine: CacheEngine | HybridEngine = (
-            HybridEngine(settings, ranks=addresses) if self._grouped else CacheEngine(settings, ranks=addresses[0])
-        )
-        session = VllmSession(engine, self._options.pin_seconds)
+        session = self._opened(one_model({rank: facts.model for rank, facts in metadata.items()}), ranks=addresses)
         self._closing.callback(session.close)
         self._lead = lead = Lead(session.engines, self._counts, overlapping=self._overlapping)
         self._closing.callback(lead.close)
@@ -348,12 +340,8 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._facts = RankFacts([one.address for one in self._worker.ranks], model)
             return
 
-        def make() -> VllmSession:
-            opens = HybridEngine if self._grouped else CacheEngine
-            engine = opens(self._configuration(model), [(tensor,) for tensor in planes.tensors])
-            return VllmSession(engine, self._options.pin_seconds)
-
-        self._session = session = _SESSIONS.open(self._engine_id, make)
+        self._session = session = self._opened(model, [(tensor,) for tensor in planes.tensors])
+        _SESSIONS.open(self._engine_id, session)
         self._closing.callback(_SESSIONS.leave, self._engine_id, session)
         self._worker = worker = EngineWorker(session, planes.tensors, self._counts, overlapping=self._overlapping)
         self._closing.callback(worker.close)
@@ -451,11 +439,21 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._session = None
         self._closing.close()
 
-    def _configuration(self, model: Mapping[str, object]) -> Config:
-        config, source = self._vllm_config, "kv_connector_extra_config.config"
-        variables, events = variables_of(config.parallel_config), tells_events(config)
-        weights = functools.partial(weights_of, config)
-        return engine_configuration(self._options.config, model, weights, source, variables, events=events)
+    def _opened(
+        self,
+        model: Mapping[str, object],
+        planes: Sequence[Sequence[torch.Tensor]] | None = None,
+        ranks: Sequence[Sequence[RankAddress]] = (),
+    ) -> VllmSession:
+        """A session with a new engine, over planes of this process or those of ranks."""
+        vllm_config, source = self._vllm_config, "kv_connector_extra_config.config"
+        variables, events = variables_of(vllm_config.parallel_config), tells_events(vllm_config)
+        weights, pins = functools.partial(weights_of, vllm_config), self._options.pin_seconds
+        config = engine_configuration(self._options.config, model, weights, source, variables, events=events)
+        if self._grouped:
+            hybrid = HybridEngine(config, planes, ranks=ranks or None)
+            return GroupSession(hybrid, pins, self._kv_cache_config.hash_block_size)
+        return VllmSession(CacheEngine(config, planes, ranks=ranks[0] if ranks else None), pins)
 
     @property
     def _joined(self) -> VllmSession:

@@ -99,23 +99,18 @@ class RequestTable:
         wait: float,
         refuses: Callable[[Any], str] = lambda request: "",
         clock: Callable[[], float] = time.monotonic,
-        waited: Callable[[float], object] = lambda seconds: None,
         named: Callable[[Any, int, int, Sequence[bytes]], object] | None = None,
-        unused: Callable[[str, Any, int, str], object] = lambda request_id, fetch, first, why: None,
         counts: Counter[str] | None = None,
     ) -> None:
-        """`cache`: a `PinningCache`, or a `GroupCache` of a `GroupTable`. `wait`: seconds of "not yet" for a request,
-        at most. `refuses`: the reason to leave a request alone, or "". `waited`: called with each request's wait.
-        `named(request, group, first, keys)`: called with the keys of pages from `first` on, if KV events are on.
-        `unused`: called with cached pages that a request computes."""
+        """`cache`: a `PinningCache`, or the `GroupSession` of a `GroupTable`. `wait`: seconds of "not yet" for a
+        request, at most. `refuses`: the reason to leave a request alone, or "". `named(request, group, first, keys)`:
+        called with the keys of pages from `first` on, if KV events are on."""
         self._cache = cache
         self.page_tokens = page_tokens
         self._wait = wait
         self._refuses = refuses
         self._clock = clock
-        self._waited = waited
         self._named = named
-        self._unused = unused
         self._known: dict[str, Known] = {}
         self._loads: list[LoadOrder] = []
         self._fresh: set[int] = set()
@@ -170,7 +165,7 @@ class RequestTable:
             known.since = None
         if not known.answered:
             known.answered = True
-            self._waited(now - known.asked)
+            self._cache.waited(now - known.asked)
         crowded = fetch.crowded()
         pages = max(0, min(fetch.wanted if crowded else fetch.verified(), most) - known.local)
         known.between = (crowded or self.between) and pages > 0
@@ -192,7 +187,7 @@ class RequestTable:
         known.sources = fetch.sources(known.local, there - known.local)
         if fetch.cached > there:
             why = "late" if known.late else "no room in the CPU tier" if fetch.crowded() else "not loaded"
-            self._unused(request.request_id, fetch, there, why)
+            self._cache.unused(request.request_id, fetch, there, why)
         self._offer(known, there, fetch)
         orders = self._orders(known, fetch, blocks, there) if tokens else []  # an error leaves the fetch to `finish`
         known.fetch, known.since, known.asked, known.answered = None, None, None, False

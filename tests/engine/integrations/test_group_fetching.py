@@ -18,8 +18,9 @@ import pytest
 from gdscache.errors import LoadOrderError
 from gdscache.groups.base import needed
 from gdscache.groups.names import GroupNames, GroupPage
-from gdscache.integrations.fetching import GroupCache, GroupFetch, GroupPart, PinningCache
+from gdscache.integrations.fetching import GroupFetch, GroupPart
 from gdscache.integrations.vllm.requests import LoadOrder, StoreOrder
+from gdscache.integrations.vllm.session import GroupSession
 from gdscache.integrations.vllm.worker import Loads, Stores, begin_loads
 from gdscache.storage.base import Op
 from tests.support.faults import Fault, FaultPlan
@@ -40,12 +41,11 @@ class Hybrid:
         self.host = open_hybrid(model, **({"cpu": 24, "ssd": 64, "transport": faulty} | options))
         self.engine = self.host.engine
         self.pools = self.engine.engines
-        self.cache = PinningCache(self.engine, 60.0)
-        self.group_cache = GroupCache(self.cache, self.engine, SIZE)
+        self.cache = GroupSession(self.engine, 60.0, SIZE)
         self.stores = Stores(self.pools, Counter())
 
     def names(self, seed: int, tokens: int) -> GroupNames:
-        names = self.group_cache.names()
+        names = self.cache.names()
         names.extend([hashlib.sha256(bytes([seed, page])).digest() for page in range(tokens // SIZE)])
         return names
 
@@ -97,7 +97,7 @@ class Hybrid:
 
     def fetch(self, seed: int, tokens: int) -> GroupFetch:
         """Of a request that has one token more."""
-        return self.group_cache.fetch(self.names(seed, tokens), tokens, tokens + 1)
+        return self.cache.fetch(self.names(seed, tokens), tokens, tokens + 1)
 
     def orders(
         self, fetch: GroupFetch, numbers: Sequence[Sequence[int]], *, between: bool = False
