@@ -19,7 +19,6 @@ from gdscache.errors import (
     CacheGroupsUnsupportedError,
     ConfigError,
     InterfaceUnsupportedError,
-    MediaUnsupportedError,
     RopeByLengthError,
     WeightsNotFoundError,
 )
@@ -219,12 +218,7 @@ def refuse_model(model: Any) -> None:
     A page's name covers the tokens up to its end. An image's tokens are 62 bits of a digest of the model's input, or
     any number that a request gives in its `mm_hashes`.
     """
-    if model.is_multimodal or model.is_encoder_decoder:
-        raise MediaUnsupportedError(
-            "the model takes images, sounds or videos: a request may name them itself (mm_hashes), and a page's name "
-            "has no more of them than that",
-            "set --language-model-only for text alone, or leave the cache out of this server",
-        )
+    table().refuse(ModelConfig=model)
     text = model.hf_text_config
     for kind, rope in ropes(getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)):
         _refuse_rope(kind, rope, model)
