@@ -250,26 +250,6 @@ class GroupFetch(Pinned):
 Fetch = PinnedFetch | GroupFetch
 
 
-class GroupPart:
-    """Some pages of a fetch in one pool, by number, for a load."""
-
-    def __init__(self, fetch: GroupFetch, pool: int, numbers: Sequence[int]) -> None:
-        self._fetch, self._pool, self._numbers = fetch, pool, numbers
-
-    def release(self) -> None:
-        self._fetch.release()
-
-    def checked(self, first: int, pages: int) -> Hit:
-        return self._part(self._fetch.checked(first, pages).parts[self._pool])
-
-    def unchecked(self, first: int, pages: int) -> Hit:
-        return self._part(self._fetch.unchecked(first, pages).parts[self._pool])
-
-    def _part(self, hit: Hit) -> Hit:
-        some = [number for number in self._numbers if number < len(hit.pages)]
-        return hit.part(some)
-
-
 class PinningCache:
     """An engine as the cache of a table of requests. `pin_seconds`: the longest time of a pin. `engines`: of all
     pools; the first is `engine`. `salt`: of the present weights; a new one begins without pages."""

@@ -521,8 +521,7 @@ class GroupScheduler(Scheduler):
         return tuple(map(list, tables))
 
     def _loaded(self, request: Any, order: LoadOrder) -> list[PageOf]:
-        take = order.fetch.unchecked if order.between else order.fetch.checked
-        pages = [self.pages[page.key] for page in take(order.first, len(order.blocks)).pages]
+        pages = [self.pages[page.key] for page in order.hit().pages]
         local, length = request.local, request.num_computed_tokens
         wanted = [
             block
@@ -536,7 +535,7 @@ class GroupScheduler(Scheduler):
     def _arrived(self, request: Any, order: LoadOrder, good: int) -> None:
         request.failed = good < len(order.blocks)
         if request.failed:  # a bad page is dropped
-            self.cache.stored.discard(order.fetch.unchecked(0, 0).pages[good].key)
+            self.cache.stored.discard(order.hit().pages[good].key)
 
     def _known(self, request: Any) -> None:
         names = self.cache.names()

@@ -20,7 +20,7 @@ from gdscache.errors import InterfaceUnsupportedError
 from gdscache.groups.base import alignment, kept, marks
 from gdscache.groups.names import GroupNames, GroupPage
 from gdscache.groups.partings import Partings
-from gdscache.integrations.fetching import GroupFetch, GroupPart
+from gdscache.integrations.fetching import GroupFetch
 from gdscache.integrations.vllm.requests import HASH_BYTES, Known, LoadOrder, RequestTable, StoreOrder, trace_of
 from gdscache.integrations.vllm.session import GroupSession
 
@@ -243,8 +243,7 @@ class GroupTable(RequestTable):
             rows = [row for row, (g, n) in places if n * sizes[g] >= local and tables[g][n] != NULL]
             if rows:
                 blocks = tuple(tables[chain.groups[row]][chain.numbers[row]] for row in rows)
-                part = GroupPart(fetch, pool, rows)
-                orders.append(LoadOrder(request_id, part, 0, blocks, known.between, pool, trace))
+                orders.append(LoadOrder(request_id, fetch, 0, blocks, known.between, pool, trace, rows))
         parts = [table[local // size : length // size] for size, table in zip(sizes, tables, strict=True)]
         wanted = sum(len(part) - part.count(NULL) for part in parts)
         found = sum(len(order.blocks) for order in orders)

@@ -16,8 +16,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
-from gdscache.integrations.fetching import ENDING_S, Fetch, GroupPart, PinnedFetch
+from gdscache.engine.hybrid_handles import HybridHit
+from gdscache.integrations.fetching import ENDING_S, Fetch
 from gdscache.integrations.prefills import LEAST_TOKENS
+from gdscache.pages.hit import Hit
 from gdscache.pages.keys import Page, PageHashes
 
 LOOK_AGAIN_S = 1.0  # a waiting request is looked up again after this time
@@ -30,16 +32,26 @@ class LoadOrder:
     """Pages of a request from `first` on go into `blocks`. Its executor releases `fetch`.
 
     `between`: the request waits for the pages' verdict; otherwise this step computes with them, and `fetch` has checked
-    them. `pool`: their pool, in a hybrid model. `trace`: the headers of the request's trace, if it has one.
+    them. `pool`, `rows`: in a hybrid model their pool, and their places among its pages of the fetch. `trace`: the
+    headers of the request's trace, if it has one.
     """
 
     request_id: str
-    fetch: PinnedFetch | GroupPart
+    fetch: Fetch
     first: int
     blocks: tuple[int, ...]
     between: bool = False
     pool: int = 0
     trace: Mapping[str, str] | None = None
+    rows: Sequence[int] = ()
+
+    def hit(self) -> Hit:
+        """The pages for a load; fewer than `blocks` if some have gone. Raises `LoadOrderError`."""
+        found = (self.fetch.unchecked if self.between else self.fetch.checked)(self.first, len(self.blocks))
+        if not isinstance(found, HybridHit):
+            return found
+        part = found.parts[self.pool]
+        return part.part([row for row in self.rows if row < len(part.pages)])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -106,8 +106,7 @@ def _begun(engine: CacheEngine, orders: Sequence[LoadOrder], counts: Counter[str
     batch = []
     try:
         for order in orders:
-            take = order.fetch.unchecked if order.between else order.fetch.checked
-            hit = take(order.first, len(order.blocks))
+            hit = order.hit()
             batch.append((hit, list(order.blocks[: len(hit.pages)])))
         with engine.timeline.requests(order.trace for order in orders):
             load = engine.load_many(batch)

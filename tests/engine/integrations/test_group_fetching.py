@@ -18,7 +18,7 @@ import pytest
 from gdscache.errors import LoadOrderError
 from gdscache.groups.base import needed
 from gdscache.groups.names import GroupNames, GroupPage
-from gdscache.integrations.fetching import GroupFetch, GroupPart
+from gdscache.integrations.fetching import GroupFetch
 from gdscache.integrations.vllm.requests import LoadOrder, StoreOrder
 from gdscache.integrations.vllm.session import GroupSession
 from gdscache.integrations.vllm.worker import Loads, Stores, begin_loads
@@ -105,7 +105,7 @@ class Hybrid:
         """Blocks for these pages of a fetch, by pool, and the orders of a load into them."""
         taken = self.take([len(some) for some in numbers])
         return taken, [
-            LoadOrder("r", GroupPart(fetch, pool, some), 0, tuple(blocks), between, pool)
+            LoadOrder("r", fetch, 0, tuple(blocks), between, pool, rows=some)
             for pool, (some, blocks) in enumerate(zip(numbers, taken, strict=True))
             if some
         ]
