@@ -173,16 +173,14 @@ class LoadTable(RankTable):
 
     def load(self, rid: str, keys: Sequence[str], blocks: Callable[[], Callable[[], Any]]) -> bool:
         self.cancel(rid)
-        sought = self._sought.pop(rid, None)
-        first = None if sought is None or not keys else sought.place(keys)
-        if sought is None or first is None or not sought.fetch.loadable(first + len(keys)):
-            self.counts["refused"] += 1
-            if sought is not None:
-                sought.fetch.release()
-            return False
+        found, sought = self.fetch(rid, keys), self._sought.pop(rid, None)
         with contextlib.ExitStack() as undo:
-            undo.callback(sought.fetch.release)
-            self._queued[rid] = QueuedLoad(rid, sought.fetch, first, len(keys), blocks())
+            if sought is not None:
+                undo.callback(sought.fetch.release)
+            if found is None or not found[0].loadable(found[1] + len(keys)):
+                self.counts["refused"] += 1
+                return False
+            self._queued[rid] = QueuedLoad(rid, *found, len(keys), blocks())
             undo.pop_all()
         return True
 

@@ -136,9 +136,8 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
 
     def _watch(self, pages: PoolPages, pool: type[Any]) -> None:
         """Watch changes of the weights while `pages` is open, and count those before it in this process."""
-        from_start = (
-            get_context().config_leaf("hicache_storage_backend") is not None
-        )  # None: attached to a running server
+        backend = get_context().config_leaf("hicache_storage_backend")
+        from_start = backend is not None  # else it was attached to a running server
 
         def changed(name: str, *_: Any) -> None:
             pages.weights_changed(ends=name == ENDS_UPDATE)

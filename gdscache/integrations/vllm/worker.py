@@ -82,19 +82,13 @@ def begin_loads(engines: Sequence[CacheEngine], orders: Sequence[LoadOrder], cou
     `engines`: of each pool; with several, all loads go between steps. Fetched pages are kept until each load has leased
     them.
     """
-    batches: dict[str, list[list[LoadOrder]]] = {}  # by request; "": within the step
-    if within := [order for order in orders if not order.between]:
-        batches[""] = [within]
+    within = [order for order in orders if not order.between]
+    batches: dict[str, list[list[LoadOrder]]] = {"": [within]} if within else {}  # by request; "": within the step
     for order in orders:
         if order.between:
             batches.setdefault(order.request_id, []).append([order])
-
-    def begun(of: Sequence[LoadOrder]) -> BegunLoad:
-        pool, places = of[0].pool, [(order.request_id, order.blocks) for order in of]
-        return BegunLoad(pool, _begun(engines[pool], of, counts), places, of[0].between)
-
     try:
-        loads = [[begun(of) for of in batch] for batch in batches.values()]
+        loads = [[_begun(engines[of[0].pool], of, counts) for of in batch] for batch in batches.values()]
     finally:
         for order in orders:
             order.fetch.release()
@@ -102,19 +96,17 @@ def begin_loads(engines: Sequence[CacheEngine], orders: Sequence[LoadOrder], cou
     return [*loads]
 
 
-def _begun(engine: CacheEngine, orders: Sequence[LoadOrder], counts: Counter[str]) -> LayerwiseLoad | None:
-    batch = []
+def _begun(engine: CacheEngine, orders: Sequence[LoadOrder], counts: Counter[str]) -> BegunLoad:
+    load = None
     try:
-        for order in orders:
-            hit = order.hit()
-            batch.append((hit, list(order.blocks[: len(hit.pages)])))
+        hits = [(order.hit(), order.blocks) for order in orders]
         with engine.timeline.requests(order.trace for order in orders):
-            load = engine.load_many(batch)
+            load = engine.load_many([(hit, list(blocks[: len(hit.pages)])) for hit, blocks in hits])
+        counts["begun_pages"] += sum(len(order.blocks) for order in orders)
     except GdsCacheError as error:
         log_failure(error)
-        return None
-    counts["begun_pages"] += sum(len(order.blocks) for order in orders)
-    return load
+    places = [(order.request_id, order.blocks) for order in orders]
+    return BegunLoad(orders[0].pool, load, places, orders[0].between)
 
 
 class Marks:
