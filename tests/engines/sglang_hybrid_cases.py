@@ -198,7 +198,7 @@ def _spoil(found: HybridRankRig, name: str) -> None:
     def spoilt(number: int, queued: Any) -> Any:
         given = [one.blocks()[name] for one in queued]
         load = begin(number, queued)
-        load.results()
+        load.landed()
         for blocks in given:
             for layer in layers:
                 for plane in planes.tensors[layer]:
