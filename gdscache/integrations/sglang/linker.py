@@ -33,6 +33,7 @@ from gdscache.engine.hybrid import HybridEngine
 from gdscache.errors import CacheGroupsUnsupportedError, GdsCacheError
 from gdscache.integrations.prefills import LEAST_TOKENS, Prefills
 from gdscache.integrations.settings import one_model
+from gdscache.integrations.sglang import setup
 from gdscache.integrations.sglang.events import SglangEvents
 from gdscache.integrations.sglang.junctions import Junctions
 from gdscache.integrations.sglang.linker_ranks import LEFT_S, LinkerRanks, RankFacts, shard_of
@@ -42,25 +43,7 @@ from gdscache.integrations.sglang.moves import LayerLoads, Offloads
 from gdscache.integrations.sglang.pages import PageLinks, digest
 from gdscache.integrations.sglang.planes import GROUPS, KV, device_planes, grouped_planes
 from gdscache.integrations.sglang.ranks import place_in, together
-from gdscache.integrations.sglang.served import (
-    LinkedFetch,
-    PoolLoads,
-    PoolReaders,
-    SeveralPools,
-    SinglePool,
-)
-from gdscache.integrations.sglang.setup import (
-    LINKER_OPTIONS,
-    RESETS_WEIGHTS,
-    WEIGHT_METHODS,
-    LinkerOptions,
-    configuration,
-    model_of,
-    refuse_components,
-    refuse_model,
-    refuse_setup,
-    resolved,
-)
+from gdscache.integrations.sglang.served import LinkedFetch, PoolLoads, PoolReaders, SeveralPools, SinglePool
 from gdscache.integrations.watching import CallWatch
 from gdscache.ranks.agreement import Agreement
 from gdscache.ranks.rank import Rank
@@ -110,12 +93,12 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
     ) -> RankFacts:
         """Prepare this rank, before the leader opens an engine."""
         params = self._params
-        self._server, self._model = server, model = resolved(server_args), process_model_config()
-        refuse_setup(server)
-        refuse_model(model)
+        self._server, self._model = server, model = setup.resolved(server_args), process_model_config()
+        setup.refuse_setup(server)
+        setup.refuse_model(model)
         names = [component.name for component in components]
-        refuse_components(names, params)
-        self._options = options = LinkerOptions.of(extra)
+        setup.refuse_components(names, params)
+        self._options = options = setup.LinkerOptions.of(extra)
         pool, size = params.token_to_kv_pool_allocator.get_kvcache(), params.page_size
         if len(names) == 1:
             planes = device_planes(pool, size, untried=options.untried)
@@ -145,7 +128,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 undo.callback(made[-1].close)
             self._rank = LinkerRanks(planes, made)
         addresses = [] if self._rank is None else [rank.address for rank in self._rank.ranks]
-        return RankFacts(addresses, self._agreement.address, model_of(server, model, planes, sglang.__version__))
+        return RankFacts(addresses, self._agreement.address, setup.model_of(server, model, planes, sglang.__version__))
 
     def _open(self, undo: contextlib.ExitStack, facts: Sequence[RankFacts]) -> None:
         """Open the engine on the leading rank, and on each rank the movers of its part of the bytes."""
@@ -167,8 +150,8 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if PoolName.MAMBA in self.pools:  # SGLang registers it only with pools of tokens
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
         self._table = RankTable(self.counts) if self._lead is None else self._lead.table
-        changed, also = self._weights_changed, {WeightChecker: [RESETS_WEIGHTS]}
-        self._watch = CallWatch(WeightUpdater, WEIGHT_METHODS, changed, changed, also=also)
+        changed, also = self._weights_changed, {WeightChecker: [setup.RESETS_WEIGHTS]}
+        self._watch = CallWatch(WeightUpdater, setup.WEIGHT_METHODS, changed, changed, also=also)
         if self._lead is not None and self._watch.last():  # written in another linker's time, in this process
             self._lead.pools.renew_salt()
 
@@ -177,8 +160,8 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         one_model({rank: its.model for rank, its in enumerate(facts)})
         self._agreement.connect([its.numbers for its in facts[1:]])
         tells = bool(params.enable_kv_cache_events)
-        about = server, self._model, planes, sglang.__version__, LINKER_OPTIONS
-        config = configuration(options.config, *about, cpu=True, events=tells)
+        about = server, self._model, planes, sglang.__version__, setup.LINKER_OPTIONS
+        config = setup.configuration(options.config, *about, cpu=True, events=tells)
         of_pools = [*zip(*(its.addresses for its in facts), strict=True)]  # none of a single rank
         ranked, pins = bool(of_pools), options.pin_seconds + STOPPED_S
         own = None if ranked else planes.tensors

@@ -45,6 +45,7 @@ from gdscache.engine.engine import CacheEngine
 from gdscache.engine.hybrid import HybridEngine
 from gdscache.groups.pools import pools_of
 from gdscache.integrations.settings import engine_configuration, follow, one_model
+from gdscache.integrations.vllm import setup
 from gdscache.integrations.vllm.cache_groups import block_tokens, groups_of, key_elements, state_layers
 from gdscache.integrations.vllm.events import VllmEvents
 from gdscache.integrations.vllm.groups import GroupTable, KeptStates
@@ -53,20 +54,6 @@ from gdscache.integrations.vllm.planes import planes_of, write_first_scales
 from gdscache.integrations.vllm.ranks import Lead, Observed, RankWorker, addresses_of
 from gdscache.integrations.vllm.requests import LoadOrder, RequestTable, StoreOrder, prefill_of
 from gdscache.integrations.vllm.session import GroupSession, Sessions, VllmSession
-from gdscache.integrations.vllm.setup import (
-    WEIGHT_METHODS,
-    Options,
-    leaves_alone,
-    model_of,
-    refuse_config,
-    refuse_media,
-    refuse_setup,
-    separate,
-    shard_of,
-    tells_events,
-    variables_of,
-    weights_of,
-)
 from gdscache.integrations.vllm.worker import EngineWorker, LoadBatch
 from gdscache.integrations.watching import CallWatch, ExecutorWatch
 from gdscache.metrics.mirror import Differences, News
@@ -125,13 +112,13 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         follow(logging.getLogger("vllm"))
-        refuse_setup(vllm_config, kv_cache_config)
+        setup.refuse_setup(vllm_config, kv_cache_config)
         self._options = _options(vllm_config)
         self._engine_id: str = vllm_config.kv_transfer_config.engine_id
         self._grouped = bool(groups_of(kv_cache_config))
         self._counts: Counter[str] = Counter()
         self._figures = {"": Differences(FIGURES_S, time.monotonic)}  # by group of layers
-        self._separate = separate(vllm_config.parallel_config)
+        self._separate = setup.separate(vllm_config.parallel_config)
         self._session: VllmSession | None = None
         self._lead: Lead | None = None
         self._events: VllmEvents | None = None
@@ -141,25 +128,25 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return
         if self._separate:
             executor, changed = Executor.get_class(vllm_config), self._weights_written
-            watch = ExecutorWatch(executor, WEIGHT_METHODS, self._is_mine, changed, self._workers_end)
+            watch = ExecutorWatch(executor, setup.WEIGHT_METHODS, self._is_mine, changed, self._workers_end)
             self._closing.callback(watch.close)
             return
         with self._closing as undo:
             session = _SESSIONS.join(self._engine_id)
             undo.callback(_SESSIONS.leave, self._engine_id, session)
             worker = resolve_obj_by_qualname(vllm_config.parallel_config.worker_cls)
-            undo.callback(CallWatch(worker, WEIGHT_METHODS, self._weights_written, self._weights_written).close)
+            undo.callback(CallWatch(worker, setup.WEIGHT_METHODS, self._weights_written, self._weights_written).close)
             self._begin(session)
             self._closing = undo.pop_all()
 
     def _begin(self, session: VllmSession) -> None:
         """Use the session in the scheduler's object."""
         self._session = session
-        if tells_events(self._vllm_config):
+        if setup.tells_events(self._vllm_config):
             self._events = VllmEvents(session.whole, self._kv_cache_config)
         settings: dict[str, Any] = {
             "wait": self._options.wait_seconds,
-            "refuses": functools.partial(leaves_alone, media=self._options.media),
+            "refuses": functools.partial(setup.leaves_alone, media=self._options.media),
             "named": None if self._events is None else self._events.name,
             "counts": self._counts,
         }
@@ -327,10 +314,10 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         layout, states = str(cache.kv_cache_layout), state_layers(cache)
         planes = planes_of(kv_caches, cache.num_blocks, block_tokens(cache), layout, states, key_elements(cache))
         self._layers = planes.layers
-        model = model_of(config, cache, planes, vllm.__version__, os.environ)
+        model = setup.model_of(config, cache, planes, vllm.__version__, os.environ)
         if self._separate:
             self._rank = rank = get_tensor_model_parallel_rank()
-            shard = shard_of(config, cache, rank)
+            shard = setup.shard_of(config, cache, rank)
             groups = Config.from_dict({"model": model}).model.layer_groups()
             pools = [pool.layers for pool in pools_of(groups)]
             self._worker: EngineWorker | RankWorker = RankWorker(
@@ -447,8 +434,8 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> VllmSession:
         """A session with a new engine, over planes of this process or those of ranks."""
         vllm_config, source = self._vllm_config, "kv_connector_extra_config.config"
-        variables, events = variables_of(vllm_config.parallel_config), tells_events(vllm_config)
-        weights, pins = functools.partial(weights_of, vllm_config), self._options.pin_seconds
+        variables, events = setup.variables_of(vllm_config.parallel_config), setup.tells_events(vllm_config)
+        weights, pins = functools.partial(setup.weights_of, vllm_config), self._options.pin_seconds
         config = engine_configuration(self._options.config, model, weights, source, variables, events=events)
         if self._grouped:
             hybrid = HybridEngine(config, planes, ranks=ranks or None)
@@ -475,11 +462,11 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._counts[name] += time.perf_counter() - start  # type: ignore[assignment]
 
 
-def _options(vllm_config: Any) -> Options:
+def _options(vllm_config: Any) -> setup.Options:
     """Raises `ConfigError`, and `MediaUnsupportedError`."""
-    options = Options.of(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
+    options = setup.Options.of(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
     if options.media:
-        refuse_media(vllm_config)
+        setup.refuse_media(vllm_config)
     return options
 
 
@@ -492,7 +479,7 @@ def _refuse(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None
     (vllm_config,) = (*args, *kwargs.values())
     transfer = vllm_config.kv_transfer_config
     if transfer is not None and transfer.kv_connector == GdsCacheConnector.__name__:
-        refuse_config(vllm_config)
+        setup.refuse_config(vllm_config)
         _options(vllm_config)
 
 
