@@ -17,13 +17,13 @@ from typing import Any
 
 from gdscache.cuda.streams import Event
 from gdscache.errors import GdsCacheError
-from gdscache.integrations.handing import HandedStore, StoreThread
+from gdscache.integrations.handing import HandedStore
 from gdscache.integrations.sglang.linker_ranks import LinkerRanks
 from gdscache.integrations.sglang.loads import QueuedLoad
 from gdscache.integrations.sglang.served import PoolLoads, SeveralPools, SinglePool
 from gdscache.pages.keys import PageHashes
 from gdscache.ranks.address import StoreMark
-from gdscache.runtime.threads import log_failure
+from gdscache.runtime.threads import Workers, log_failure
 
 
 @dataclasses.dataclass(slots=True)
@@ -149,7 +149,7 @@ class Offloads:
         self._offloads: deque[HandedStore] = deque()
         self._numbers = itertools.count(1)  # equal on all ranks
         self._places: deque[int] = deque()  # of offloads that are not forgotten
-        self._thread = StoreThread("gdscache-offloads")
+        self._thread = Workers(1, "gdscache-offloads")
 
     def __len__(self) -> int:
         return len(self._offloads)
@@ -163,11 +163,10 @@ class Offloads:
             ranks.place(number, blocks, after)
             self._places.append(number)
             after = StoreMark(number, b"")
-        if leading is not None:
-            handed = self._thread.start(lambda: leading.store(hashes, blocks(), salt=salt, after=after))
-        else:  # the leader begins and ends it
-            handed = HandedStore()
-            handed.hand_over(list)
+        if leading is None:  # the leader begins and ends it
+            handed = HandedStore(None, list)
+        else:
+            handed = HandedStore(self._thread, lambda: leading.store(hashes, blocks(), salt=salt, after=after))
         self._offloads.append(handed)
         self._counts.update(offloads=1, offloaded_pages=len(hashes))
 
@@ -194,7 +193,7 @@ class Offloads:
     def close(self) -> None:
         """`reset`, and end the thread. Repeated calls are fine."""
         self.reset()
-        self._thread.close()
+        self._thread.shutdown()
 
     def _forget_place(self) -> None:
         if self._ranks is not None:

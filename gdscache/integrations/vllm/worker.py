@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING
 
 from gdscache.cuda.streams import Event
 from gdscache.errors import GdsCacheError, LayerHooksError, VerifiedLoadError
-from gdscache.integrations.handing import HandedStore, StoreThread
+from gdscache.integrations.handing import HandedStore
 from gdscache.integrations.prefills import Prefills
 from gdscache.integrations.vllm.requests import LoadOrder, StoreOrder
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.moves import PageStatus
 from gdscache.pages.keys import Page
-from gdscache.runtime.threads import log_failure
+from gdscache.runtime.threads import Workers, log_failure
 
 if TYPE_CHECKING:
     import torch
@@ -157,7 +157,7 @@ class Stores:
         self._steps = 0  # since the first waiting page
         self._held: deque[tuple[list[StoreOrder], bool]] = deque()  # the latest, unproven steps, with their `last`
         self._reading: list[tuple[HandedStore, frozenset[int]]] = []  # with their blocks
-        self._thread = StoreThread("gdscache-stores")
+        self._thread = Workers(1, "gdscache-stores")
 
     def begin(self, orders: Sequence[StoreOrder], *, last: bool = False, unproven: int = 0) -> None:
         """Store a step's pages, of all requests together. Never waits for a disk.
@@ -217,7 +217,7 @@ class Stores:
         try:
             self.flush()
         finally:
-            self._thread.close()
+            self._thread.shutdown()
 
     def _start(self, pool: int, orders: Sequence[StoreOrder]) -> None:
         engine, marks, salt = self._engines[pool], self._marks[pool], self._salt
@@ -233,7 +233,7 @@ class Stores:
             finally:
                 marks.passed(after)
 
-        self._reading.append((self._thread.start(store), frozenset(blocks)))
+        self._reading.append((HandedStore(self._thread, store), frozenset(blocks)))
         self._counts["offered_pages"] += len(pages)
 
     def _let_go(self, unproven: int) -> bool:
