@@ -314,12 +314,7 @@ FAMILIES = (
     # Prefetches
     _counter("prefetches", "Prefetches.", "prefetch.requests"),
     _counter("prefetches_ended", "Prefetches ended, by why.", "prefetch.ended.<cause>", _ENDS),
-    _counter(
-        "prefetch_pages",
-        "Pages prefetches read, by verdict.",
-        "prefetch.pages.<cause>",
-        _READ,
-    ),
+    _counter("prefetch_pages", "Pages prefetches read, by verdict.", "prefetch.pages.<cause>", _READ),
     _counter("prefetch_bytes", "Bytes prefetched, of good pages.", "prefetch.bytes"),
     _counter("prefetch_used_pages", "Prefetched pages that a load then used.", "prefetch.used_pages"),
     _counter("prefetch_lost_pages", "Prefetched pages that left the CPU tier unused.", "prefetch.lost_pages"),

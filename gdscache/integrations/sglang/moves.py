@@ -53,10 +53,7 @@ class LayerLoads:
     """
 
     def __init__(
-        self,
-        load: Callable[[int, Sequence[QueuedLoad]], PoolLoads],
-        layers: int,
-        counts: Counter[str],
+        self, load: Callable[[int, Sequence[QueuedLoad]], PoolLoads], layers: int, counts: Counter[str]
     ) -> None:
         """`load(number, queued)`: begin the loads of a batch, behind all writes to their slots."""
         self.num_layers = layers
