@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gdscache.config import MetricsConfig
     from gdscache.engine.engine import CacheEngine
     from gdscache.engine.hybrid import HybridEngine
-    from gdscache.metrics.server import MetricsServer
+    from gdscache.metrics.collector import MetricsServer
 
 EXIT_S = 30.0  # seconds that a process which ends, or drops an engine, waits for accepted stores
 _LEAVE_S = 0.5  # seconds for threads to leave their waits in a process that ends
@@ -99,7 +99,7 @@ def serving(engine: CacheEngine | HybridEngine, at: MetricsConfig | None) -> Met
     """The server of an engine's metrics, if the configuration has one. If it cannot be had, the engine is closed."""
     if at is None:
         return None
-    from gdscache.metrics.server import MetricsServer
+    from gdscache.metrics.collector import MetricsServer
 
     with contextlib.ExitStack() as undo:
         undo.callback(engine.close, drain=False)

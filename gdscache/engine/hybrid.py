@@ -74,7 +74,7 @@ from gdscache.tiers.pins import Pin
 from gdscache.tracing import Timeline
 
 if TYPE_CHECKING:
-    from gdscache.metrics.server import MetricsServer
+    from gdscache.metrics.collector import MetricsServer
 
 Slots = Mapping[str, Any]
 _SALTS_KEPT = 4096

@@ -1,4 +1,5 @@
-"""Fetches of waiting requests: their pages come to the CPU tier, are checked there, and are pinned."""
+"""Fetches of waiting requests: their pages come to the CPU tier, are checked there, and are pinned. In a hybrid model
+these are all pages that a hit needs in all groups, or none."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from gdscache.engine.hybrid import HybridEngine
 from gdscache.errors import GdsCacheError, LoadOrderError
+from gdscache.groups.names import Chain, GroupNames
 from gdscache.integrations.weights import fresh_salt
 from gdscache.moves import PrefetchEnd
 from gdscache.pages.hit import Hit, joined, words
@@ -19,7 +22,7 @@ from gdscache.runtime.threads import Flag, log_failure
 
 if TYPE_CHECKING:
     from gdscache.engine.engine import CacheEngine
-    from gdscache.engine.hybrid_handles import HybridPrefetch
+    from gdscache.engine.hybrid_handles import HybridHit, HybridPrefetch
     from gdscache.prefetch.handle import Prefetch
 
 
@@ -30,11 +33,23 @@ class Pinned:
     """Pages of one request on their way to the CPU tier, and those pinned there for `seconds` at most, by a prefetch or
     by none. `_since`: its begin; `_until`: the end of its pins."""
 
+    asking = False  # whether a tier beyond this machine is still asked for more pages
+    wanted = 0
     _prefetch: Prefetch | HybridPrefetch | None
 
     def __init__(self, seconds: float) -> None:
         self._since = time.monotonic()
         self._until = self._since + seconds
+
+    def verified(self) -> int:
+        """The number of the first pages that are checked and pinned."""
+        raise NotImplementedError
+
+    def done(self) -> bool:
+        """Whether no more pages come, or all wanted ones have come."""
+        if self._prefetch is None or self._prefetch.done():
+            return True
+        return not self.asking and self.verified() == self.wanted
 
     def lapsed(self, within: float = 0.0) -> bool:
         """Whether the pins have ended, or end within `within` seconds."""
@@ -73,8 +88,7 @@ class PinnedFetch(Pinned):
         self._slow: list[int] = []  # running bytes of the first pages that only files had, once they are known
 
     @property
-    def asking(self) -> bool:
-        """Whether a tier beyond this machine is still asked for more pages."""
+    def asking(self) -> bool:  # type: ignore[override]
         return self._beyond and self._prefetch is not None and self._prefetch.asking
 
     @property
@@ -83,7 +97,7 @@ class PinnedFetch(Pinned):
         return max(self._cached, self._told)
 
     @property
-    def wanted(self) -> int:
+    def wanted(self) -> int:  # type: ignore[override]
         """The number of these that are worth loading. Without room in the CPU tier: those that a load sees itself."""
         return self._here if self._told <= self._here or self.crowded() else min(self._pages, self._told)
 
@@ -92,14 +106,7 @@ class PinnedFetch(Pinned):
         """The number of pages that the prefetch has found, if it asked."""
         return len(self._prefetch.tiers) if self._beyond and self._prefetch is not None else 0
 
-    def done(self) -> bool:
-        """Whether no more pages come, or all wanted ones have come."""
-        if self._prefetch is None or self._prefetch.done():
-            return True
-        return not self.asking and self.verified() == self.wanted
-
     def verified(self) -> int:
-        """The number of the first pages that are checked and pinned."""
         return 0 if self._prefetch is None else min(self._pages, self._prefetch.verified // self._page_tokens)
 
     def loadable(self, pages: int) -> bool:
@@ -157,13 +164,99 @@ def _part(hit: Hit, first: int, at: int, pages: int, page_tokens: int) -> Hit:
     return dataclasses.replace(hit, start=first * page_tokens, tokens=tokens, pages=names, tiers=tiers, pays=tokens)
 
 
+class GroupFetch(Pinned):
+    """See `PinnedFetch`. A page is `alignment` tokens of all groups; the cached pages are wanted and verified as a
+    whole."""
+
+    _prefetch: HybridPrefetch | None
+
+    def __init__(
+        self, engine: HybridEngine, names: GroupNames, most: int, tokens: int, seconds: float, start: int = 0
+    ) -> None:
+        """`most`: the greatest useful end of a hit, in tokens. `tokens`: of the request. `start`: tokens before page 0
+        of the fetch."""
+        super().__init__(seconds)
+        self.found: HybridHit = engine.lookup_named(names, most, tokens, start)
+        self.parted = self.found.parted  # grows with other requests' stores while this one waits
+        self.cached = (self.found.tokens + self.found.declined) // engine.alignment
+        self.wanted = self.found.tokens // engine.alignment
+        begun = any(self.pages) and engine.config.cpu is not None
+        self._prefetch = engine.prefetch(self.found, pin=seconds) if begun else None
+        self._engine, self._gate, self._engines = engine, engine.gate, engine.engines
+
+    @property
+    def pages(self) -> Sequence[Chain]:
+        """The hit's pages in each pool, in the order of a load."""
+        return self.found.order
+
+    def verified(self) -> int:
+        """`wanted` if all pages are checked and pinned, else 0."""
+        there = not any(self.pages) if self._prefetch is None else self._prefetch.verified
+        return self.wanted if there else 0
+
+    def loadable(self, pages: int) -> bool:
+        """Whether these pages are the whole hit, checked and pinned: a part of it would lack its window."""
+        return pages == self.verified()
+
+    def outpaced(self) -> bool:
+        if self._prefetch is None:
+            return False
+        slow = begun = 0  # bytes
+        for engine, part, turns in zip(self._engines, self.found.parts, self._prefetch.begun, strict=True):
+            sizes = {name: engine.layout.bytes_in(name) * (kind == "files") for name, kind in engine.tiers.items()}
+            slow += sum(sizes[name] for name in part.tiers)
+            begun += sum(sizes[name] for name in part.tiers[:turns])
+        return self._gate.outpaced(time.monotonic() - self._since, begun, slow - begun, self.found.tokens, 0)
+
+    def crowded(self) -> bool:
+        if self._prefetch is None:
+            return any(self.pages)
+        if not self._prefetch.done() or self.verified() == self.wanted:
+            return False
+        return any(report.end is PrefetchEnd.NO_ROOM for report in self._prefetch.result(0))
+
+    def unused(self, first: int) -> str:
+        states = Counter(
+            told.cause
+            for engine, pages in zip(self._engines, self.pages, strict=True)
+            for told in engine.told([one.page for one in pages])
+        )
+        return ", ".join(f"{count} pages {cause}" for cause, count in states.items())
+
+    def sources(self, first: int, pages: int) -> Mapping[str, int]:
+        """For `pages` times `alignment` tokens: the number that each tier had at the begin, in proportion to its
+        pages."""
+        found: Counter[str] = Counter(tier for part in self.found.parts for tier in part.tiers)
+        whole, told = sum(found.values()), Counter[str]()
+        for name, some in found.most_common():
+            told[name] = round(pages * some / whole)
+        if told:
+            told[found.most_common(1)[0][0]] += pages - sum(told.values())
+        return told
+
+    def checked(self, first: int, pages: int) -> HybridHit:
+        """All pages, for a load that cannot fail. Raises `LoadOrderError` unless all are verified."""
+        if self._prefetch is None or self.verified() < self.wanted:
+            raise LoadOrderError(
+                f"{sum(map(len, self.pages))} pages of a hit are to be loaded without a check, and some had none",
+                "load the pages that the connector's own scheduler orders",
+            )
+        return self._prefetch.hit()
+
+    def unchecked(self, first: int, pages: int) -> HybridHit:
+        return self.found
+
+
+Fetch = PinnedFetch | GroupFetch
+
+
 class PinningCache:
     """An engine as the cache of a table of requests. `pin_seconds`: the longest time of a pin. `engines`: of all
     pools; the first is `engine`. `salt`: of the present weights; a new one begins without pages."""
 
-    def __init__(self, engine: CacheEngine, pin_seconds: float, *others: CacheEngine) -> None:
-        """`others`: the engines of a hybrid model's further pools."""
-        self.engine, self.engines = engine, (engine, *others)
+    def __init__(self, engine: CacheEngine | HybridEngine, pin_seconds: float) -> None:
+        self.whole, self.engines = engine, engine.engines if isinstance(engine, HybridEngine) else [engine]
+        self.engine = self.engines[0]
         self.salt = ""
         self.pin_seconds = pin_seconds
         self._ends: list[Flag] = []
@@ -187,6 +280,10 @@ class PinningCache:
     def unused(self, request: str, fetch: Any, first: int, why: str) -> None:
         """Log cached pages from page `first` on that a request computes."""
         self.engine.tell(lambda: f"request {request}, pages that were cached, {why}: {fetch.unused(first)}")
+
+    def waited(self, seconds: float) -> None:
+        """A request has waited for its pages to come to the CPU tier."""
+        self.engine.observe_wait(seconds)
 
     def renew_salt(self) -> None:
         """The weights have changed: find none of their pages. Pages under an earlier salt of our own are dropped."""

@@ -59,9 +59,9 @@ class FieldTable:
         """Raise the error of the first rule whose fields are not empty, and have none of the values `fine`. `objects`:
         by the table's names of their classes."""
         for rule in self.rules:
-            names = [(objects[owner], name) for owner, some in rule["fields"].items() for name in some]
+            owners = [(objects[owner], some) for owner, some in rule["fields"].items() if owner in objects]
             fine = rule.get("fine", ())
-            given = {name: getattr(one, name, None) for one, name in names}
+            given = {name: getattr(one, name, None) for one, some in owners for name in some}
             wrong = [f"{name} is {value!r}" for name, value in given.items() if value and value not in fine]
             if wrong:
                 raise getattr(errors, rule["error"])(f"{', '.join(wrong)}: {rule['why']}", rule["hint"])

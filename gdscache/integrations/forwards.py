@@ -22,17 +22,9 @@ if TYPE_CHECKING:
 
 CACHE_NAMES = ("cache", "past_key_values")  # of a call's cache: since transformers 5.24, and before
 _HARMLESS = {
-    *CACHE_NAMES,
-    "labels",
-    "logits_to_keep",
-    "num_items_in_batch",
-    "num_logits_to_keep",
-    "output_attentions",
-    "output_hidden_states",
-    "output_router_logits",
-    "return_dict",
-    "use_cache",
-}
+    *CACHE_NAMES, "labels", "logits_to_keep", "num_items_in_batch", "num_logits_to_keep", "output_attentions",
+    "output_hidden_states", "output_router_logits", "return_dict", "use_cache",
+}  # fmt: skip
 _CHECKED = {"input_ids", "attention_mask", "position_ids", "cache_position"}
 _WHOLE = ("output_attentions", "output_hidden_states", "output_router_logits")  # a call for these is not cut
 

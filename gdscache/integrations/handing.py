@@ -3,6 +3,7 @@ store and 1 us a page, for which an inference engine's loop does not wait."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 from gdscache.runtime.threads import Flag, Workers
@@ -14,9 +15,15 @@ Store = Callable[[], Sequence[StoreHandle]]  # begins a store, and returns its h
 class HandedStore:
     """A store that is passed on, or will be."""
 
-    def __init__(self) -> None:
+    def __init__(self, worker: Workers | None, store: Store) -> None:
+        """A thread of `worker` calls `store()` soon, and an error goes to the log; None: it is called at once. Its
+        reads must follow an event that is recorded already."""
         self._handed = Flag()
         self._handles: Sequence[StoreHandle] | None = None
+        if worker is None:
+            self._hand_over(store)
+        else:
+            worker.submit(functools.partial(self._hand_over, store))
 
     @property
     def taken(self) -> bool:
@@ -32,26 +39,9 @@ class HandedStore:
         for one in self._handles or ():
             one.release_event.synchronize()
 
-    def hand_over(self, store: Store) -> None:
+    def _hand_over(self, store: Store) -> None:
         """Keep the handles of `store()`. If it raises, nothing reads the blocks."""
         try:
             self._handles = store()
         finally:
             self._handed.set()
-
-
-class StoreThread:
-    """Passes stores on in order. Errors go to the log."""
-
-    def __init__(self, name: str) -> None:
-        self._worker = Workers(1, name)
-
-    def start(self, store: Store) -> HandedStore:
-        """Call `store()` soon. Its reads must follow an event that is recorded already."""
-        handed = HandedStore()
-        self._worker.submit(lambda: handed.hand_over(store))
-        return handed
-
-    def close(self) -> None:
-        """Pass on waiting stores, and end the thread. Repeated calls are fine."""
-        self._worker.shutdown()

@@ -34,8 +34,18 @@ from gdscache.errors import GeometryError, RopeByLengthError, SequenceStateError
 from gdscache.integrations.forwards import Forwards
 from gdscache.integrations.live_model import LiveModel, nameless
 from gdscache.integrations.ropes import rope_limit
-from gdscache.integrations.transformers_layers import SECTION, FullStateLayer, StateLayer, WindowLayer
-from gdscache.integrations.transformers_parts import KEPT, LayerPart, groups_of, parts_of, planes_of, text_config
+from gdscache.integrations.transformers_layers import (
+    KEPT,
+    SECTION,
+    FullStateLayer,
+    LayerPart,
+    StateLayer,
+    WindowLayer,
+    groups_of,
+    parts_of,
+    planes_of,
+    text_config,
+)
 from gdscache.integrations.transformers_rows import HybridRows, PoolRows
 from gdscache.limits import MAX_COUNT
 from gdscache.pages.keys import as_tokens

@@ -22,8 +22,15 @@ from gdscache.engine.hybrid import HybridEngine
 from gdscache.engine.hybrid_handles import HybridHit, HybridLoad, HybridStore
 from gdscache.errors import DeadlineError, SequenceStateError
 from gdscache.groups.base import kept, marks
-from gdscache.integrations.transformers_layers import FullStateLayer, Layer, StateLayer, States, WindowLayer
-from gdscache.integrations.transformers_parts import LayerPart, layers_of
+from gdscache.integrations.transformers_layers import (
+    FullStateLayer,
+    Layer,
+    LayerPart,
+    StateLayer,
+    States,
+    WindowLayer,
+    layers_of,
+)
 from gdscache.pages.keys import as_tokens
 from gdscache.store.handle import StoreHandle
 

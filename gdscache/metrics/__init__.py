@@ -3,7 +3,7 @@
     registry = prometheus_client.CollectorRegistry()
     registry.register(EngineCollector(engine))
 
-`table.py` lists the metrics, `collector.py` shows them in a registry, `server.py` serves them, and `mirror.py` brings
+`table.py` lists the metrics, `collector.py` shows them in a registry and serves them, and `mirror.py` brings
 them to registries of other processes.
 """
 

@@ -1,15 +1,18 @@
-"""A collector for a registry of Prometheus' client. It reads `engine.stats()` at each scrape and keeps nothing."""
+"""A collector for a registry of Prometheus' client, which reads `engine.stats()` at each scrape and keeps nothing; and
+its server at an address of its own (`metrics.port`), for processes that serve no metrics."""
 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
+import prometheus_client
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from gdscache.errors import EngineClosedError
+from gdscache.errors import EngineClosedError, MetricsAddressError
 from gdscache.histograms import Buckets
 from gdscache.metrics.table import FAMILIES, Family, Labels, parts_of
 
@@ -84,3 +87,43 @@ def _add(metric: Any, labels: list[str], value: float | Buckets, family: Family)
         so_far += count
         buckets.append((_text(bound), so_far))
     metric.add_metric(labels, buckets, sum(value["sums"]))
+
+
+class MetricsServer:
+    """Serves an engine's metrics from a thread. It holds the engine weakly: an engine without other owners is
+    closed."""
+
+    def __init__(self, engine: Source, host: str, port: int) -> None:
+        """Raises `MetricsAddressError` if the address cannot be served. Port 0: any free one."""
+        registry = prometheus_client.CollectorRegistry()
+        registry.register(EngineCollector(_Weakly(engine)))
+        try:
+            self._server, self._thread = prometheus_client.start_http_server(port, addr=host, registry=registry)
+        except (OSError, OverflowError, UnicodeError) as error:  # UnicodeError: a host that can be no name
+            raise MetricsAddressError(
+                f"metrics cannot be served at {host}:{port}: {error}", "set metrics.port and metrics.host to others"
+            ) from error
+        self._thread.name = "gdscache-metrics"
+
+    @property
+    def port(self) -> int:
+        return int(self._server.server_port)
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Weakly:
+    """A weak reference to an engine."""
+
+    def __init__(self, engine: Source) -> None:
+        self._engine = weakref.ref(engine)
+        self.pools = getattr(engine, "pools", ())
+
+    def stats(self) -> dict[str, Any]:
+        engine = self._engine()
+        if engine is None:
+            raise EngineClosedError("the engine is closed", "open a new one with from_config")
+        return engine.stats()

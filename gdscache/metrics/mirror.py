@@ -9,23 +9,17 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any
 
-from gdscache.histograms import AGES, ERRORS, Buckets, Histogram
-from gdscache.metrics.table import FAMILIES, Family, Labels, Stats
+from gdscache.metrics.table import FAMILIES, Labels, Stats
 from gdscache.tiers.measures import Measures, TokenCounts
 
 _BY_NAME = {family.name: family for family in FAMILIES}
 _BETWEEN = "\t"  # in the name of a series: the metric's name, and the values of its labels
 
 
-class News(TypedDict):
-    """Changes by series: growth of counters, values of gauges, and for histograms the number of new values in each
-    bucket, with their sum."""
-
-    counters: dict[str, float]
-    gauges: dict[str, float]
-    histograms: dict[str, Buckets]
+# Changes by series: growth of a counter, value of a gauge, and of a histogram the `Buckets` of its new values.
+News = Mapping[str, Any]
 
 
 class Differences:
@@ -44,7 +38,7 @@ class Differences:
     def take(self, stats: Stats) -> News:
         """The changes up to these figures. Series without counts yet are reported once."""
         self._due = self._clock() + self._every
-        news: News = {"counters": {}, "gauges": {}, "histograms": {}}
+        news: dict[str, Any] = {}
         for family in FAMILIES:
             before, now = self._last.get(family.name, {}), family.read(stats)
             if now == before:  # most of them
@@ -52,26 +46,21 @@ class Differences:
             self._last[family.name] = now
             for labels, value in now.items():
                 last = before.get(labels)
-                if value == last:
-                    continue
-                name = _BETWEEN.join((family.name, *labels))
-                if family.kind == "histogram":
-                    news["histograms"][name] = value if last is None else _combined(operator.sub, value, last)
-                elif family.kind == "counter":
-                    news["counters"][name] = value - (last or 0)
-                else:
-                    news["gauges"][name] = value
+                if value != last:
+                    grown = family.kind != "gauge" and last is not None
+                    name = _BETWEEN.join((family.name, *labels))
+                    news[name] = _combined(operator.sub, value, last) if grown else value
         return news
 
 
 def merged(news: News, later: News) -> News:
     """The changes over both times."""
-    counters, histograms = dict(news["counters"]), dict(news["histograms"])
-    for name, grown in later["counters"].items():
-        counters[name] = counters.get(name, 0) + grown
-    for name, came in later["histograms"].items():
-        histograms[name] = _combined(operator.add, histograms[name], came) if name in histograms else came
-    return {"counters": counters, "gauges": {**news["gauges"], **later["gauges"]}, "histograms": histograms}
+    both = {
+        name: _combined(operator.add, value, later[name])
+        for name, value in news.items()
+        if name in later and _BY_NAME[name.partition(_BETWEEN)[0]].kind != "gauge"
+    }
+    return {**news, **later, **both}
 
 
 class Mirror:
@@ -100,19 +89,21 @@ class Mirror:
         stats = unborn(tiers)
         for family in FAMILIES:
             for labels in family.read(stats) if family.kind != "gauge" else ():
-                self._series(family, values, labels)
+                self._series(family.name, values, labels)
 
     def add(self, values: Sequence[Any], news: News) -> None:
         """Apply changes. `values`: of the labels."""
-        for name, grown in news["counters"].items():
-            self._named(name, values).inc(grown)
-        for name, value in news["gauges"].items():
-            self._named(name, values).set(value)
-        for name, came in news["histograms"].items():
-            series = self._named(name, values)
-            for count, total in zip(came["counts"], came["sums"], strict=True):
-                for _ in range(count):  # within a bucket the mean is as good as each value
-                    series.observe(total / count)
+        for name, value in news.items():
+            family, *labels = name.split(_BETWEEN)
+            series, kind = self._series(family, values, labels), _BY_NAME[family].kind
+            if kind == "counter":
+                series.inc(value)
+            elif kind == "gauge":
+                series.set(value)
+            else:
+                for count, total in zip(value["counts"], value["sums"], strict=True):
+                    for _ in range(count):  # within a bucket the mean is as good as each value
+                        series.observe(total / count)
 
     def close(self) -> None:
         """Remove the metrics from the given registry."""
@@ -120,42 +111,35 @@ class Mirror:
             for metric in self._metrics.values():
                 self._registry.unregister(metric)
 
-    def _named(self, name: str, values: Sequence[Any]) -> Any:
-        family, *labels = name.split(_BETWEEN)
-        return self._series(_BY_NAME[family], values, tuple(labels))
-
-    def _series(self, family: Family, values: Sequence[Any], labels: Labels) -> Any:
-        metric = self._metrics[family.name]
-        every = [*values, *labels]
+    def _series(self, family: str, values: Sequence[Any], labels: Sequence[str]) -> Any:
+        metric, every = self._metrics[family], [*values, *labels]
         return metric.labels(*every) if every else metric
 
 
 def unborn(tiers: Mapping[str, str]) -> Stats:
     """The part of `stats()` that counters and histograms read, for an engine with these tiers (kinds by name) that has
     counted nothing."""
-    ages, errors = Histogram(AGES), Histogram(ERRORS)
-    names = ("evicted_age_seconds", "evicted_idle_seconds", "reuse_gap_seconds")
-    about: dict[str, Any] = {
-        tier: {"kind": kind, "evictions": 0, **{name: ages.describe() for name in names}}
-        for tier, kind in tiers.items()
-    }
     files = [tier for tier, kind in tiers.items() if kind == "files"]
-    for tier in files[:1]:
-        about[tier]["quarantine"] = {"switch_offs": 0, "error_switch_offs": 0, "given_up": 0}
+    about: dict[str, Any] = {tier: {"kind": kind} for tier, kind in tiers.items()}
+    if files:
+        about[files[0]]["quarantine"] = {"switch_offs": 0, "error_switch_offs": 0}
     return {
         "tiers": about,
         "tokens": TokenCounts(tiers).describe(),
         "measured": Measures(tiers).describe(),
         "page_bytes": 0,
         "plain_page_bytes": 0,
-        "gate": {"hits": {}, "tokens": {}, "tiers": {}, "prefill": {"relative_errors": errors.describe()}},
-        "prefetch": {"ended": {}, "pages": {}},
-        "store_policy": {"admission": {"admitted": 0, "endurance": None} if files else None},
+        "gate": {},
+        "prefetch": {},
+        "store_policy": {"admission": {"endurance": None} if files else None},
         "events": None,
         "ranks": None,
         "leases": (),
     }
 
 
-def _combined(by: Callable[[Any, Any], Any], one: Buckets, other: Buckets) -> Buckets:
-    return {"counts": [*map(by, one["counts"], other["counts"])], "sums": [*map(by, one["sums"], other["sums"])]}
+def _combined(by: Callable[[Any, Any], Any], one: Any, other: Any) -> Any:
+    """Of two numbers, or two `Buckets`."""
+    if not isinstance(one, Mapping):
+        return by(one, other)
+    return {name: [*map(by, some, other[name])] for name, some in one.items()}

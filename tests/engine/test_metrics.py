@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import time
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from gdscache import CacheEngine
 from gdscache.errors import MetricsAddressError
 from gdscache.metrics import FAMILIES, EngineCollector
-from gdscache.metrics.mirror import unborn
+from gdscache.metrics.mirror import Differences, merged, unborn
 from gdscache.storage.base import Op
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import (
@@ -305,6 +307,46 @@ def test_an_engine_that_has_counted_nothing_has_the_series_of_one_that_has_not_b
             if family.kind != "gauge":
                 assert family.read(unborn(kinds)).keys() == family.read(stats).keys(), family.name
         engine.close()
+
+
+def test_the_news_of_two_times_are_the_news_of_both(open_host: OpenHost) -> None:
+    """vLLM merges those of several steps, in another process."""
+    host = open_host(cpu=6, ssd=12)
+    twice, once = Differences(0.0, time.monotonic), Differences(0.0, time.monotonic)
+
+    def counted(news: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value["counts"] if isinstance(value, dict) else value for name, value in news.items()}
+
+    host.keep_on_ssd(prompt(1, 3))
+    first = twice.take(host.engine.stats())
+    host.load(prompt(1, 3))
+    host.engine.lookup(prompt(2, 3))
+    stats = host.engine.stats()
+    both = counted(merged(first, twice.take(stats)))
+    assert both == counted(once.take(stats))
+    assert (both["gdscache_loaded_pages\tssd"], both["gdscache_lookups"]) == (3, 2)
+    assert twice.take(stats) == {}
+
+
+class Strict(dict[str, Any]):
+    """Figures that a metric must not ask for by another name."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        assert key in self or default in ((), None), f"{key!r} is not among {', '.join(self)}"
+        found = super().get(key, default)
+        return Strict(found) if isinstance(found, dict) else found
+
+    def items(self) -> Any:
+        return {key: self.get(key) for key in self}.items()
+
+
+def test_no_metric_asks_for_a_figure_that_stats_do_not_have(open_host: OpenHost) -> None:
+    host = open_host(cpu=6, ssd=12)
+    host.keep(prompt(1, 3))
+    stats = Strict(host.engine.stats())
+    for family in FAMILIES:
+        if family.kind != "counter":  # a counter may be missing until it counts
+            family.read(stats)
 
 
 def test_a_thousand_tenants_are_no_more_series(open_host: OpenHost) -> None:

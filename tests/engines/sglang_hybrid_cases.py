@@ -130,8 +130,9 @@ def a_group_whose_bytes_flip(ranks: Ranks) -> None:
         found.settle()
         found.close()
         for number in range(len(rig.COMPONENTS[kind])):
-            again = ranks.hybrid(kind, ssd=FAULTY["ssd"])
+            # before it opens: the leader may have the last rank read as soon as all are open
             with _flips(number) if ranks.rank == ranks.ranks - 1 else contextlib.nullcontext():
+                again = ranks.hybrid(kind, ssd=FAULTY["ssd"])
                 assert again.serve(long) == (0, 0), (kind, number)
                 again.settle()
             again.flush()
@@ -197,7 +198,7 @@ def _spoil(found: HybridRankRig, name: str) -> None:
     def spoilt(number: int, queued: Any) -> Any:
         given = [one.blocks()[name] for one in queued]
         load = begin(number, queued)
-        load.results()
+        load.landed()
         for blocks in given:
             for layer in layers:
                 for plane in planes.tensors[layer]:

@@ -304,7 +304,7 @@ def refused_on_all_ranks(ranks: Ranks) -> None:
 
 @contextlib.contextmanager
 def _broken(name: str) -> object:
-    owner = linkers if hasattr(linkers, name) else linkers.GdsCacheLinker
+    owner = linkers.setup if hasattr(linkers.setup, name) else linkers.GdsCacheLinker
     whole = getattr(owner, name)
 
     def breaks(*args: object, **more: object) -> None:

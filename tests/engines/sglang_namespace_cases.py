@@ -18,8 +18,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from gdscache.errors import IntegrationError, MediaUnsupportedError, RopeByLengthError
 from gdscache.integrations.sglang.planes import host_planes
-from gdscache.integrations.sglang.refused import refuse_model
-from gdscache.integrations.sglang.setup import facts_of, resolved, table
+from gdscache.integrations.sglang.setup import facts_of, refuse_model, resolved, table
 from tests.engines import sglang_host_rig as host
 from tests.engines import sglang_rig as rig
 from tests.engines.sglang_case import case, run_case

@@ -313,7 +313,7 @@ class Run:
     @property
     def cache(self) -> Any:
         """Our engine, where it is in this process."""
-        return self._session.hybrid or self._session.engine
+        return self._session.whole
 
     @property
     def _session(self) -> Any:

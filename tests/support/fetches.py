@@ -71,6 +71,12 @@ class FakeCache:
         names = names_of(hashes)
         return next((i for i, name in enumerate(names) if name not in self.stored), len(names))
 
+    def waited(self, seconds: float) -> None:
+        """A request's wait."""
+
+    def unused(self, request: str, fetch: FakeFetch, first: int, why: str) -> None:
+        """A request's pages that it computes."""
+
     def keys(self, hashes: PageHashes) -> list[bytes]:
         return names_of(hashes)
 

@@ -12,7 +12,7 @@ import torch
 
 from gdscache.integrations.fields import ENVIRONMENT
 from gdscache.integrations.sglang import setup
-from gdscache.integrations.sglang.planes import PoolPlanes, named
+from gdscache.integrations.sglang.planes import PoolPlanes
 from tests.support import adapter_fields
 
 VERSION = "0.5.23"
@@ -89,5 +89,5 @@ def tensors() -> list[tuple[torch.Tensor, ...]]:
 
 
 def planes() -> PoolPlanes:
-    tensors = (torch.zeros((24, 4, 512), dtype=torch.uint8), torch.zeros((24, 4, 512), dtype=torch.uint8))
-    return PoolPlanes([tensors], {"pool": "p", "layout": "l", "dtype": "d", "page": [1]}, [named(tensors)])
+    layer = {name: torch.zeros((24, 4, 512), dtype=torch.uint8) for name in "kv"}
+    return PoolPlanes.of([layer], {"pool": "p", "layout": "l", "dtype": "d", "page": [1]})

@@ -17,12 +17,12 @@ from gdscache import CacheEngine, Rank
 from gdscache.config import Config
 from gdscache.integrations.fetching import PinningCache
 from gdscache.integrations.settings import Rows, planes_section
-from gdscache.integrations.sglang.linker_ranks import RankLoads
+from gdscache.integrations.sglang.linker_ranks import LinkerRanks
 from gdscache.integrations.sglang.loads import STOPPED_S, LeadTable, RankTable
 from gdscache.integrations.sglang.moves import LayerLoads, Offloads
 from gdscache.integrations.sglang.pages import PageLinks
 from gdscache.integrations.sglang.planes import PoolPlanes
-from gdscache.integrations.sglang.served import PoolRanks, SinglePool
+from gdscache.integrations.sglang.served import SinglePool
 from tests.support.helpers import until
 
 LAYERS, BLOCKS, TOKENS, WIDTH = 2, 48, 4, 16
@@ -45,12 +45,9 @@ class Process:
 
     def open(self, engine: CacheEngine | None, table: RankTable) -> None:
         self.table = table
-        self.ranks, self.leading = ranks, leading = (
-            PoolRanks(PoolPlanes(self.planes, {}, []), [self.rank]),
-            engine and SinglePool(engine, ranked=True),
-        )
-        self.offloads = Offloads(leading, self.counts, ranks)
-        self.loads = RankLoads(ranks, leading, self.offloads)
+        self.loads = LinkerRanks(PoolPlanes(self.planes, {}, []), [self.rank])
+        self.leading = self.loads.leading = engine and SinglePool(engine, 60 + STOPPED_S, ranked=True)
+        self.offloads = Offloads(self.leading, self.counts, self.loads)
         self.layers = LayerLoads(self.loads.begin, LAYERS, self.counts)
 
     def bytes_of(self, keys: Sequence[str], layer: int) -> np.ndarray[Any, Any]:
@@ -165,6 +162,7 @@ class Ranks:
             one.layers.reset()
             one.offloads.reset()
             one.loads.reset(one.layers.take_number())
+            one.offloads.forget()
         for blocks in self.reading:
             self.give(blocks)
         self.reading.clear()

@@ -22,7 +22,7 @@ from gdscache import PageHashes
 from gdscache.engine.hybrid import HybridHit
 from gdscache.groups.base import Group, alignment, complete, lengths, needed
 from gdscache.groups.names import GroupNames
-from gdscache.integrations.group_fetching import GroupFetch
+from gdscache.integrations.fetching import GroupFetch
 from gdscache.integrations.vllm.groups import NULL, GroupTable, KeptStates
 from gdscache.integrations.vllm.requests import LoadOrder, RequestTable
 from gdscache.pages.hit import Hit
@@ -81,9 +81,11 @@ class FakeGroupFetch(FakeFetch, GroupFetch):
 class FakeGroupCache(FakeCache):
     """The pages that are stored of all groups."""
 
-    def __init__(self, groups: Sequence[Group]) -> None:
+    adapts = False
+
+    def __init__(self, groups: Sequence[Group], every: int) -> None:
         super().__init__()
-        self.groups = groups
+        self.groups, self.window_every = groups, every
 
     def names(self) -> GroupNames:
         namespaces = [hash_of((number,)) for number in range(len(self.groups))]
@@ -511,16 +513,15 @@ class GroupScheduler(Scheduler):
         chunk: int = 7,
     ) -> None:
         self.groups, self.largest = groups, 30
-        self.cache: FakeGroupCache = FakeGroupCache(groups)
-        self.table = GroupTable(groups, self.cache, every, KeptStates(), wait=WAIT, clock=self.cache.clock)  # type: ignore[arg-type]
+        self.cache: FakeGroupCache = FakeGroupCache(groups, every)
+        self.table = GroupTable(self.cache, KeptStates(), wait=WAIT, clock=self.cache.clock)  # type: ignore[arg-type]
         self._open_pool(range(1, blocks + 1), chunk, own)
 
     def _handed(self, tables: list[list[int]]) -> Any:
         return tuple(map(list, tables))
 
     def _loaded(self, request: Any, order: LoadOrder) -> list[PageOf]:
-        take = order.fetch.unchecked if order.between else order.fetch.checked
-        pages = [self.pages[page.key] for page in take(order.first, len(order.blocks)).pages]
+        pages = [self.pages[page.key] for page in order.hit().pages]
         local, length = request.local, request.num_computed_tokens
         wanted = [
             block
@@ -534,7 +535,7 @@ class GroupScheduler(Scheduler):
     def _arrived(self, request: Any, order: LoadOrder, good: int) -> None:
         request.failed = good < len(order.blocks)
         if request.failed:  # a bad page is dropped
-            self.cache.stored.discard(order.fetch.unchecked(0, 0).pages[good].key)
+            self.cache.stored.discard(order.hit().pages[good].key)
 
     def _known(self, request: Any) -> None:
         names = self.cache.names()

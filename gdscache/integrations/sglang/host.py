@@ -30,6 +30,15 @@ from gdscache.ranks.lender import Lender
 from gdscache.runtime.threads import in_turn, log_failure
 
 
+@contextlib.contextmanager
+def _misses() -> Iterator[None]:
+    """An error is a miss, and a line of the log."""
+    try:
+        yield
+    except GdsCacheError as error:
+        log_failure(error)
+
+
 class HostPages:
     """The SSD tier under one host pool. Thread-safe."""
 
@@ -51,14 +60,14 @@ class HostPages:
         """The number of the first pages that are stored. `before`: the keys of the pages before them, if known."""
         self._used = True
         found = 0
-        with self._told():
+        with _misses():
             found = self._look(keys, before).tokens // self._page_tokens
         return found
 
     def present(self, keys: Sequence[str], before: Sequence[str] = ()) -> bytes:
         """1 for each stored page, 0 for the others. Does not count as a use."""
         self._used, found = True, bytes(len(keys))
-        with self._told():
+        with _misses():
             found = self.engine.present(self._pages(keys, before, self._salt))
         return found
 
@@ -67,7 +76,7 @@ class HostPages:
         is good. After the return nothing writes to the pool."""
         self._used = True
         good = [False] * len(keys)
-        with self._told():
+        with _misses():
             hit = self._look(keys, before)
             blocks = self._blocks(slots)[: len(hit.pages)]
             if len(blocks):
@@ -96,11 +105,8 @@ class HostPages:
         pool has old pages only if it was used since."""
         self._held = self._held or self._used or not ends
         self._epoch += 1
-        before, self._salt = (
-            self._salt,
-            fresh_salt(),
-        )  # after the flag: a store that reads the new salt then sees the flag
-        with self._told():
+        before, self._salt = self._salt, fresh_salt()  # after the flag: a store that reads the new salt sees it
+        with _misses():
             if before:  # no lookup uses this salt again
                 self.engine.invalidate(*self.engine.namespaces(before))
 
@@ -140,7 +146,7 @@ class HostPages:
 
     def _set(self, keys: Sequence[str], slots: Sequence[int], before: Sequence[str], salt: str) -> list[bool]:
         kept = [False] * len(keys)
-        with self._told():
+        with _misses():
             handle = self.engine.store_pages(self._pages(keys, before, salt), self._blocks(slots), salt)
             try:
                 report = handle.result(self._patience)
@@ -166,13 +172,6 @@ class HostPages:
     def _blocks(self, slots: Sequence[int]) -> npt.NDArray[np.int64]:
         return np.asarray(slots, np.int64) // self._page_tokens
 
-    @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
-        try:
-            yield
-        except GdsCacheError as error:
-            log_failure(error)
-
 
 class BorrowedPages:
     """`HostPages` for a rank that reads the pages which the first rank has stored. Thread-safe.
@@ -185,19 +184,16 @@ class BorrowedPages:
         self._epoch = 0
 
     def exists(self, keys: Sequence[str], before: Sequence[str] = ()) -> int:
-        try:
-            return self._borrower.find([digest(key) for key in keys], parent_of(before), self._epoch)
-        except GdsCacheError as error:
-            log_failure(error)
-            return 0
+        found = 0
+        with _misses():
+            found = self._borrower.find([digest(key) for key in keys], parent_of(before), self._epoch)
+        return found
 
     def get(self, keys: Sequence[str], slots: Sequence[int], before: Sequence[str] = ()) -> list[bool]:
         blocks = (np.asarray(slots, np.int64) // self._page_tokens).reshape(-1, 1)
         came: list[PageStatus] = []
-        try:
+        with _misses():
             came = self._borrower.load([digest(key) for key in keys], parent_of(before), self._epoch, blocks)
-        except GdsCacheError as error:
-            log_failure(error)
         good = [status is PageStatus.LOADED for status in came]
         return good + [False] * (len(keys) - len(good))
 

@@ -29,40 +29,22 @@ from sglang.srt.utils.weight_checker import WeightChecker
 
 from gdscache.cuda.streams import record_on
 from gdscache.engine.engine import CacheEngine
+from gdscache.engine.hybrid import HybridEngine
 from gdscache.errors import CacheGroupsUnsupportedError, GdsCacheError
-from gdscache.integrations.fetching import PinningCache
 from gdscache.integrations.prefills import LEAST_TOKENS, Prefills
 from gdscache.integrations.settings import one_model
+from gdscache.integrations.sglang import setup
 from gdscache.integrations.sglang.events import SglangEvents
 from gdscache.integrations.sglang.junctions import Junctions
-from gdscache.integrations.sglang.linker_ranks import LEFT_S, RankFacts, RankLoads, shard_of
+from gdscache.integrations.sglang.linker_ranks import LEFT_S, LinkerRanks, RankFacts, shard_of
 from gdscache.integrations.sglang.loads import STOPPED_S, LeadTable, LoadTable, QueuedLoad, RankTable
 from gdscache.integrations.sglang.metrics import ToldMetrics
 from gdscache.integrations.sglang.moves import LayerLoads, Offloads
 from gdscache.integrations.sglang.pages import PageLinks, digest
 from gdscache.integrations.sglang.planes import GROUPS, KV, device_planes, grouped_planes
 from gdscache.integrations.sglang.ranks import place_in, together
-from gdscache.integrations.sglang.refused import refuse_components, refuse_model, refuse_setup
-from gdscache.integrations.sglang.served import (
-    LinkedCache,
-    LinkedFetch,
-    PoolLoads,
-    PoolRanks,
-    PoolReaders,
-    SeveralPools,
-    SinglePool,
-)
-from gdscache.integrations.sglang.setup import (
-    LINKER_OPTIONS,
-    RESETS_WEIGHTS,
-    WEIGHT_METHODS,
-    LinkerOptions,
-    configuration,
-    model_of,
-    resolved,
-)
+from gdscache.integrations.sglang.served import LinkedFetch, PoolLoads, PoolReaders, SeveralPools, SinglePool
 from gdscache.integrations.watching import CallWatch
-from gdscache.load.handle import LayerwiseLoad
 from gdscache.ranks.agreement import Agreement
 from gdscache.ranks.rank import Rank
 from gdscache.runtime.threads import in_turn, log_failure
@@ -74,8 +56,6 @@ class _Lead:
     has it."""
 
     pools: SinglePool | SeveralPools
-    cache: PinningCache
-    pages: PinningCache | LinkedCache
     table: LoadTable
     events: SglangEvents | None
     told: ToldMetrics
@@ -113,12 +93,12 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
     ) -> RankFacts:
         """Prepare this rank, before the leader opens an engine."""
         params = self._params
-        self._server, self._model = server, model = resolved(server_args), process_model_config()
-        refuse_setup(server)
-        refuse_model(model)
+        self._server, self._model = server, model = setup.resolved(server_args), process_model_config()
+        setup.refuse_setup(server)
+        setup.refuse_model(model)
         names = [component.name for component in components]
-        refuse_components(names, params)
-        self._options = options = LinkerOptions.of(extra)
+        setup.refuse_components(names, params)
+        self._options = options = setup.LinkerOptions.of(extra)
         pool, size = params.token_to_kv_pool_allocator.get_kvcache(), params.page_size
         if len(names) == 1:
             planes = device_planes(pool, size, untried=options.untried)
@@ -128,7 +108,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._planes, self._readers = planes, PoolReaders(planes)
         self.pools = {PoolName(GROUPS[name]): pool for name in names}
         self._device = planes.tensors[0][0].device
-        self._rank: PoolRanks | None = None
+        self._rank: LinkerRanks | None = None
         self._agreement = Agreement(self._number)
         undo.callback(self._agreement.close)
         if self._ranks > 1:
@@ -141,25 +121,26 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 )
             shared = shard_of(kept, heads, self._number, self._ranks)
             made = list[Rank]()
-            for one in planes.pools():  # a window's or a state's number of heads is its own: no two ranks share them
-                own = [planes.tensors[place] for place in one.layers]
-                made.append(Rank(own, self._number, shard=shared if one.name == KV else self._number))
+            for name, places in planes.pools().items():
+                own = [planes.tensors[place] for place in places]
+                # a window's or a state's number of heads is its own: no two ranks share them
+                made.append(Rank(own, self._number, shard=shared if name == KV else self._number))
                 undo.callback(made[-1].close)
-            self._rank = PoolRanks(planes, made)
+            self._rank = LinkerRanks(planes, made)
         addresses = [] if self._rank is None else [rank.address for rank in self._rank.ranks]
-        return RankFacts(addresses, self._agreement.address, model_of(server, model, planes, sglang.__version__))
+        return RankFacts(addresses, self._agreement.address, setup.model_of(server, model, planes, sglang.__version__))
 
     def _open(self, undo: contextlib.ExitStack, facts: Sequence[RankFacts]) -> None:
         """Open the engine on the leading rank, and on each rank the movers of its part of the bytes."""
         self._lead = None if self._number else self._leading(undo, facts)
         leading = None if self._lead is None else self._lead.pools
-        self.engine = None if leading is None else leading.engine
+        self.engine = None if leading is None else leading.whole
         planes, rank, params = self._planes, self._rank, self._params
         layers = max(planes.layers) + 1 if planes.groups else len(planes.tensors)
         self._offloads = offloads = Offloads(leading, self.counts, rank)
-        self._rank_loads = None if rank is None else RankLoads(rank, leading, offloads)
-        begin = self._begin_loads if self._rank_loads is None else self._rank_loads.begin
-        self.layer_done_counter = LayerLoads(begin, layers, self.counts)
+        if rank is not None:
+            rank.leading = leading
+        self.layer_done_counter = LayerLoads(self._begin_loads if rank is None else rank.begin, layers, self.counts)
         undo.callback(offloads.close)
         if planes.groups:
             agreed = self._agreement.of
@@ -169,47 +150,44 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if PoolName.MAMBA in self.pools:  # SGLang registers it only with pools of tokens
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
         self._table = RankTable(self.counts) if self._lead is None else self._lead.table
-        changed, also = self._weights_changed, {WeightChecker: [RESETS_WEIGHTS]}
-        self._watch = CallWatch(WeightUpdater, WEIGHT_METHODS, changed, changed, also=also)
+        changed, also = self._weights_changed, {WeightChecker: [setup.RESETS_WEIGHTS]}
+        self._watch = CallWatch(WeightUpdater, setup.WEIGHT_METHODS, changed, changed, also=also)
         if self._lead is not None and self._watch.last():  # written in another linker's time, in this process
-            self._lead.cache.renew_salt()
+            self._lead.pools.renew_salt()
 
     def _leading(self, undo: contextlib.ExitStack, facts: Sequence[RankFacts]) -> _Lead:
         params, options, server, planes = self._params, self._options, self._server, self._planes
         one_model({rank: its.model for rank, its in enumerate(facts)})
         self._agreement.connect([its.numbers for its in facts[1:]])
         tells = bool(params.enable_kv_cache_events)
-        about = server, self._model, planes, sglang.__version__, LINKER_OPTIONS
-        config = configuration(options.config, *about, cpu=True, events=tells)
+        about = server, self._model, planes, sglang.__version__, setup.LINKER_OPTIONS
+        config = setup.configuration(options.config, *about, cpu=True, events=tells)
         of_pools = [*zip(*(its.addresses for its in facts), strict=True)]  # none of a single rank
+        ranked, pins = bool(of_pools), options.pin_seconds + STOPPED_S
+        own = None if ranked else planes.tensors
         pools: SinglePool | SeveralPools
         if planes.groups:
-            pools = SeveralPools(config, planes, of_pools or None)
-            parts = pools.engine.by_groups
+            pools = SeveralPools(HybridEngine(config, own, ranks=of_pools or None), pins, planes, ranked=ranked)
         else:
-            engine = CacheEngine(config, ranks=of_pools[0]) if of_pools else CacheEngine(config, planes.tensors)
-            pools, parts = SinglePool(engine, ranked=bool(of_pools)), {"": engine}
-        undo.callback(pools.engine.close, drain=False)
-        first, *others = parts.values()
-        events = SglangEvents(first, params.page_size) if tells else None
+            pools = SinglePool(CacheEngine(config, own, ranks=of_pools[0] if ranked else None), pins, ranked=ranked)
+        undo.callback(pools.whole.close, drain=False)
+        events = SglangEvents(pools.engine, params.page_size) if tells else None
         if events is not None:
             undo.callback(events.close)
-        cache = PinningCache(first, options.pin_seconds + STOPPED_S, *others)
-        pages = LinkedCache(cache, pools.engine) if isinstance(pools, SeveralPools) else cache
-        table = (LeadTable if of_pools else LoadTable)(
-            pages,
+        table = (LeadTable if ranked else LoadTable)(
+            pools,
             self._links,
             wait=options.ssd_wait if config.ssd is not None else 0.0,
             alone=self._alone,
-            rest=cache.rest,
+            rest=pools.rest,
             seconds=pools.seconds,
             counts=self.counts,
         )
-        told = ToldMetrics(parts, server)
+        told = ToldMetrics(pools.whole, server)
         undo.callback(told.close)
-        times = _pass_times(Prefills(pools.engine.observe_prefill, self._device))
+        times = _pass_times(Prefills(pools.whole.observe_prefill, self._device))
         undo.callback(times.close)
-        return _Lead(pools, cache, pages, table, events, told, times)
+        return _Lead(pools, table, events, told, times)
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         """The longest prefix that may be loaded, in pages, from the leading rank. SGLang intersects the ranks' answers,
@@ -221,7 +199,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             return [*range(1, len(keys) + 1)]
         try:
             self._name(keys)
-            with lead.cache.telling(rid):
+            with lead.pools.telling(rid):
                 pages = lead.table.lookup(rid, keys)
             if self._junctions is not None:
                 fetch, first = lead.table.fetch(rid, keys) or (None, 0)
@@ -239,8 +217,8 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._used = True
         queued = self._table.take()
         number = self.layer_done_counter.queue(queued)
-        if self._rank_loads is not None:
-            self._rank_loads.order(number, queued)
+        if self._rank is not None:
+            self._rank.order(number, queued)
         return number
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
@@ -263,7 +241,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if self._lead is None:
             self._offloads.start(keys, blocks, "", ready[-1])
         else:
-            self._offloads.start(self._links.named(keys), blocks, self._lead.cache.salt, ready[-1])
+            self._offloads.start(self._links.named(keys), blocks, self._lead.pools.salt, ready[-1])
         return True
 
     def num_completed_offloads(self) -> int:
@@ -275,8 +253,9 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def reset(self) -> None:
         """SGLang's own cache is flushed: no rank uses its pages any more. Stored pages stay."""
         self._end_transfers()
-        if self._rank_loads is not None:
-            self._rank_loads.reset(self.layer_done_counter.take_number())
+        if self._rank is not None:
+            self._rank.reset(self.layer_done_counter.take_number())
+            self._offloads.forget()
         self._used = self._outdated = False
 
     def close(self) -> None:
@@ -287,7 +266,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             *(part.close for part in parts if part is not None),
             self._end_transfers,
             self._offloads.close,
-            *(() if lead is None else (lead.told.close, lead.pools.engine.close)),
+            *(() if lead is None else (lead.told.close, lead.pools.whole.close)),
             *(() if rank is None else (lambda: rank.left(LEFT_S), rank.close)),  # the leader stores the accepted pages
         )
 
@@ -297,7 +276,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         If SGLang has begun no prompt since the last flush, it has none.
         """
         if self._lead is not None:
-            self._lead.cache.renew_salt()
+            self._lead.pools.renew_salt()
         self._table.reset()
         self._forget()
         self._outdated = self._outdated or self._used
@@ -320,7 +299,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if self._junctions is not None:
             self._junctions.forget()
 
-    def _begin_loads(self, number: int, queued: Sequence[QueuedLoad]) -> LayerwiseLoad | PoolLoads:
+    def _begin_loads(self, number: int, queued: Sequence[QueuedLoad]) -> PoolLoads:
         """For a single rank: behind all launched work that may write to the loads' slots."""
         assert self._lead is not None, "a single rank leads"
         requests = [(one.hit(), one.blocks()) for one in queued]
@@ -331,13 +310,13 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         lead = self._lead
         assert lead is not None, "the leader knows"
         assert isinstance(lead.pools, SeveralPools), "junctions are of hybrid models"
-        return lead.pools.has(name, [digest(key) for key in keys], lead.cache.salt)
+        return lead.pools.has(name, [digest(key) for key in keys])
 
     def _name(self, keys: Sequence[str]) -> None:
         """KV events may name these hashes of SGLang's."""
         lead = self._lead
         if lead is not None and lead.events is not None and keys:
-            lead.events.asked(keys, lead.pages.keys(self._links.named(keys)))
+            lead.events.asked(keys, lead.pools.keys(self._links.named(keys)))
 
     def _alone(self) -> bool:
         """Whether no request runs: none has a row."""

@@ -20,17 +20,19 @@ import dataclasses
 import logging
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from gdscache.cuda.streams import Event
 from gdscache.errors import EngineClosedError, GdsCacheError, RankLostError
 from gdscache.integrations.sglang.loads import QueuedLoad
-from gdscache.integrations.sglang.moves import Offloads
-from gdscache.integrations.sglang.served import PoolLoads, PoolRanks, SeveralPools, SinglePool
+from gdscache.integrations.sglang.planes import PoolPlanes
+from gdscache.integrations.sglang.served import Blocks, PoolLoads, SeveralPools, SinglePool
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.ranks.address import RankAddress
 from gdscache.ranks.executor import UNORDERED_S
-from gdscache.runtime.threads import log_failure
+from gdscache.ranks.rank import Rank
+from gdscache.runtime.threads import in_turn, log_failure
 
 ORDER_S = UNORDERED_S  # a rank's wait for the leader's orders: its own pass waits for the leader's too
 LEFT_S = 60.0  # the other ranks' stay at the end, while the leader stores its accepted pages
@@ -62,23 +64,41 @@ def shard_of(pool: Any, heads: int, rank: int, ranks: int) -> int:
     return rank
 
 
-class RankLoads:
-    """Loads of this rank, and on the leader their plans."""
+class LinkerRanks:
+    """This process's ranks, one a pool, and their loads; on the leader the plans of these, too. A failure of one rank
+    is that of all."""
 
-    def __init__(self, ranks: PoolRanks, leading: SinglePool | SeveralPools | None, offloads: Offloads) -> None:
-        """`leading`: on the leader alone. `offloads`: of this rank."""
-        self._ranks, self._leading = ranks, leading
-        self._offloads = offloads
+    def __init__(self, planes: PoolPlanes, ranks: Sequence[Rank]) -> None:
+        self.ranks = ranks
+        self.leading: SinglePool | SeveralPools | None = None  # on the leader alone
+        self._pools, self._layers = [*planes.pools()], planes.places()
         self._planned: dict[int, Sequence[LayerwiseLoad | None]] = {}  # loads that this rank has not begun
         self._quiet = True  # the leader has reported the end of each flush so far
 
+    def place(self, number: int, blocks: Callable[[], Blocks], after: Event) -> None:
+        """See `Rank.place`."""
+        for name, rank in zip(self._pools, self.ranks, strict=True):
+            rank.place(number, lambda name=name: blocks().get(name, ()), after)  # type: ignore[misc]
+
+    def passed(self, number: int) -> None:
+        for rank in self.ranks:
+            rank.passed(number)
+
+    def left(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        for rank in self.ranks:
+            rank.left(max(0.0, until - time.monotonic()))
+
+    def close(self) -> None:
+        in_turn(*(rank.close for rank in self.ranks))
+
     def order(self, number: int, queued: Sequence[QueuedLoad]) -> None:
         """On the leader: plan the loads of batch `number`, lease their pages, and send the order to all ranks."""
-        if self._leading is None or number < 0:
+        if self.leading is None or number < 0:
             return
         order = b""
         try:
-            loads = self._leading.plan([one.hit() for one in queued])
+            loads = self.leading.plan([one.hit() for one in queued])
             self._planned[number] = loads
             order = b"".join(_LENGTH.pack(len(one)) + one for one in [b"" if ld is None else ld.order for ld in loads])
         except GdsCacheError as error:
@@ -106,11 +126,23 @@ class RankLoads:
             (length,) = _LENGTH.unpack_from(order, at)
             at += _LENGTH.size + length
             orders.append(order[at - length : at])
-        return self._ranks.load(orders, queued)
+        return self.load(orders, queued)
+
+    def load(self, orders: Sequence[bytes], queued: Sequence[QueuedLoad]) -> PoolLoads:
+        """Begin the loads of all pools, by their orders; "": a pool has none."""
+        given, loads = [one.blocks() for one in queued], list[LayerwiseLoad | None]()
+        blocks = [[block for one in given for block in one.get(name, ())] for name in self._pools]
+        begun = PoolLoads(loads, self._layers, [*map(len, blocks)])
+        with contextlib.ExitStack() as undo:
+            undo.callback(begun.wait_until_written)
+            for rank, order, own in zip(self.ranks, orders, blocks, strict=True):
+                loads.append(rank.load(order, own) if order else None)
+            undo.pop_all()
+        return begun
 
     def reset(self, number: int) -> None:
         """End all loads of this rank, and wait until the leader has ended its work too: it waits for reads of pages on
-        all ranks. `number`: as of a batch."""
+        all ranks. `number`: as of a batch. Behind it, no rank reads a page for an offload."""
         for planned in [*self._planned]:
             self._cancel(planned)
         self._tell(number, _QUIET)
@@ -118,7 +150,6 @@ class RankLoads:
         if self._quiet and not quiet:
             _log.error("rank 0 has not said of a flush that its transfers are over: see the log of its process")
         self._quiet = quiet
-        self._offloads.forget()
 
     def _cancel(self, number: int) -> None:
         for load in self._planned.pop(number, ()):
@@ -126,9 +157,9 @@ class RankLoads:
                 load.cancel()
 
     def _told(self, number: int) -> bytes:
-        return self._ranks.ranks[0].told(number, ORDER_S)
+        return self.ranks[0].told(number, ORDER_S)
 
     def _tell(self, number: int, what: bytes) -> None:
-        if self._leading is not None:
+        if self.leading is not None:
             with contextlib.suppress(EngineClosedError):  # no rank waits after a close
-                self._leading.first.tell_ranks(number, what)
+                self.leading.engine.tell_ranks(number, what)

@@ -15,8 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from gdscache.errors import LoadOrderError
-from gdscache.integrations.fetching import ENDING_S
-from gdscache.integrations.group_fetching import Fetch
+from gdscache.integrations.fetching import ENDING_S, Fetch
 from gdscache.integrations.sglang.pages import PageLinks
 from gdscache.pages.keys import PageHashes
 from gdscache.ranks.executor import UNORDERED_S
@@ -133,7 +132,7 @@ class LoadTable(RankTable):
         counts: Counter[str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`cache`: a `PinningCache` or `LinkedCache`. `wait`: seconds, for all lookups of a batch together. `alone()`:
+        """`cache`: a `SinglePool` or `SeveralPools`. `wait`: seconds, for all lookups of a batch together. `alone()`:
         whether no other request runs. `rest(s)`: wait for news, up to `s` seconds. `seconds(n)`: the expected time to
         bring `n` pages; None before it was measured."""
         super().__init__(Counter() if counts is None else counts)
@@ -174,16 +173,14 @@ class LoadTable(RankTable):
 
     def load(self, rid: str, keys: Sequence[str], blocks: Callable[[], Callable[[], Any]]) -> bool:
         self.cancel(rid)
-        sought = self._sought.pop(rid, None)
-        first = None if sought is None or not keys else sought.place(keys)
-        if sought is None or first is None or not sought.fetch.loadable(first + len(keys)):
-            self.counts["refused"] += 1
-            if sought is not None:
-                sought.fetch.release()
-            return False
+        found, sought = self.fetch(rid, keys), self._sought.pop(rid, None)
         with contextlib.ExitStack() as undo:
-            undo.callback(sought.fetch.release)
-            self._queued[rid] = QueuedLoad(rid, sought.fetch, first, len(keys), blocks())
+            if sought is not None:
+                undo.callback(sought.fetch.release)
+            if found is None or not found[0].loadable(found[1] + len(keys)):
+                self.counts["refused"] += 1
+                return False
+            self._queued[rid] = QueuedLoad(rid, *found, len(keys), blocks())
             undo.pop_all()
         return True
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from gdscache.engine.hybrid import HybridEngine
 from gdscache.errors import EngineClosedError
 from gdscache.runtime.threads import failure_of, log_failure, start
 
@@ -25,9 +25,9 @@ EVERY_S = 1.0
 class ToldMetrics:
     """Reports engines to SGLang's registry, if SGLang has one, until `close`."""
 
-    def __init__(self, engines: Mapping[str, CacheEngine], server: Any, every: float = EVERY_S) -> None:
-        """`engines`: by the names of their groups of layers; "" for a model without groups. `server`: SGLang's settings
-        (`setup.resolved`). `every`: seconds between two reports."""
+    def __init__(self, engine: CacheEngine | HybridEngine, server: Any, every: float = EVERY_S) -> None:
+        """`server`: SGLang's settings (`setup.resolved`). `every`: seconds between two reports."""
+        engines = engine.by_groups if isinstance(engine, HybridEngine) else {"": engine}
         self._engines, self._every = engines, every
         self._over = threading.Event()
         self._mirror: Mirror | None = None

@@ -17,14 +17,13 @@ from typing import Any
 
 from gdscache.cuda.streams import Event
 from gdscache.errors import GdsCacheError
-from gdscache.integrations.handing import HandedStore, StoreThread
+from gdscache.integrations.handing import HandedStore
+from gdscache.integrations.sglang.linker_ranks import LinkerRanks
 from gdscache.integrations.sglang.loads import QueuedLoad
-from gdscache.integrations.sglang.served import PoolLoads, PoolRanks, SeveralPools, SinglePool
-from gdscache.load.handle import LayerwiseLoad
-from gdscache.moves import PageStatus
+from gdscache.integrations.sglang.served import PoolLoads, SeveralPools, SinglePool
 from gdscache.pages.keys import PageHashes
 from gdscache.ranks.address import StoreMark
-from gdscache.runtime.threads import log_failure
+from gdscache.runtime.threads import Workers, log_failure
 
 
 @dataclasses.dataclass(slots=True)
@@ -32,7 +31,7 @@ class _Batch:
     """Loads that begin together. `load` is None before they begin, and if they could not."""
 
     queued: Sequence[QueuedLoad]
-    load: LayerwiseLoad | PoolLoads | None = None
+    load: PoolLoads | None = None
     waited: set[int] = dataclasses.field(default_factory=set)
     failed: bool = False
 
@@ -54,10 +53,7 @@ class LayerLoads:
     """
 
     def __init__(
-        self,
-        load: Callable[[int, Sequence[QueuedLoad]], LayerwiseLoad | PoolLoads],
-        layers: int,
-        counts: Counter[str],
+        self, load: Callable[[int, Sequence[QueuedLoad]], PoolLoads], layers: int, counts: Counter[str]
     ) -> None:
         """`load(number, queued)`: begin the loads of a batch, behind all writes to their slots."""
         self.num_layers = layers
@@ -107,17 +103,16 @@ class LayerLoads:
         batch = self._batches.pop(index, None)
         if batch is None:
             return True
-        load, good = batch.load, 0
-        if load is None:
+        landed = False
+        if batch.load is None:
             batch.release()
         else:
             try:
-                good = sum(status is PageStatus.LOADED for report in load.results() for status in report.pages)
+                landed = batch.load.landed() and bool(batch.waited) and not batch.failed
             except GdsCacheError as error:
                 log_failure(error)
             finally:
-                load.release_event.synchronize()
-        landed = bool(batch.waited) and not batch.failed and good == sum(one.pages for one in batch.queued)
+                batch.load.wait_until_written()
         self._counts["failed_loads"] += not landed
         return landed
 
@@ -143,7 +138,7 @@ class Offloads:
     """
 
     def __init__(
-        self, leading: SinglePool | SeveralPools | None, counts: Counter[str], ranks: PoolRanks | None = None
+        self, leading: SinglePool | SeveralPools | None, counts: Counter[str], ranks: LinkerRanks | None = None
     ) -> None:
         """`leading`: the engine of all pools, None on a rank that does not lead. `ranks`: of this process, if there are
         several."""
@@ -151,7 +146,7 @@ class Offloads:
         self._offloads: deque[HandedStore] = deque()
         self._numbers = itertools.count(1)  # equal on all ranks
         self._places: deque[int] = deque()  # of offloads that are not forgotten
-        self._thread = StoreThread("gdscache-offloads")
+        self._thread = Workers(1, "gdscache-offloads")
 
     def __len__(self) -> int:
         return len(self._offloads)
@@ -165,11 +160,10 @@ class Offloads:
             ranks.place(number, blocks, after)
             self._places.append(number)
             after = StoreMark(number, b"")
-        if leading is not None:
-            handed = self._thread.start(lambda: leading.store(hashes, blocks(), salt=salt, after=after))
-        else:  # the leader begins and ends it
-            handed = HandedStore()
-            handed.hand_over(list)
+        if leading is None:  # the leader begins and ends it
+            handed = HandedStore(None, list)
+        else:
+            handed = HandedStore(self._thread, lambda: leading.store(hashes, blocks(), salt=salt, after=after))
         self._offloads.append(handed)
         self._counts.update(offloads=1, offloaded_pages=len(hashes))
 
@@ -184,7 +178,7 @@ class Offloads:
         return self._offloads.popleft().taken
 
     def forget(self) -> None:
-        """Forget all places: after the leader's message behind `reset`, no rank reads a page for them."""
+        """Forget all places: behind `LinkerRanks.reset`, no rank reads a page for them."""
         while self._places:
             self._forget_place()
 
@@ -196,7 +190,7 @@ class Offloads:
     def close(self) -> None:
         """`reset`, and end the thread. Repeated calls are fine."""
         self.reset()
-        self._thread.close()
+        self._thread.shutdown()
 
     def _forget_place(self) -> None:
         if self._ranks is not None:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 
@@ -20,18 +20,17 @@ from gdscache.errors import CacheGroupsUnsupportedError, CacheLayoutUnsupportedE
 from gdscache.integrations.settings import Rows, planes_section
 
 KV, WINDOWS, STATES = "kv", "swa", "mamba"  # SGLang's names of its pools
-_DEVICE_POOLS = ("MHATokenToKVPool", "MLATokenToKVPool")
-_UNTRIED_POOLS = ("DSATokenToKVPool",)  # pools that follow the contract and that no GPU has run
-_HOST_POOLS, _HOST_STATES = ("MHATokenToKVPoolHost", "MLATokenToKVPoolHost"), "MambaPoolHost"
+# Each kind of device pool: the planes of a layer by name, and the attributes with their buffers, one a layer.
+_DEVICE_POOLS = {
+    "MHATokenToKVPool": {"k": "k_buffer", "v": "v_buffer"},
+    "MLATokenToKVPool": {"latent": "kv_buffer"},
+}
+# Latents, and the keys of a sparse attention's indexer, a row of which is a page: it follows the contract, and no GPU
+# has run it.
+_INDEXED = "DSATokenToKVPool", {"latent": "kv_buffer", "index": "index_k_with_scale_buffer"}
+_HOST_POOLS, _HOST_STATES = {"MHATokenToKVPoolHost": ("k", "v"), "MLATokenToKVPoolHost": ("latent",)}, "MambaPoolHost"
 HOST_LAYOUTS = {"page_first": 1, "page_first_direct": 1, "page_head": 3}  # the axis of the layers, K and V apart
 _SCALES = ("k_scale_buffer", "v_scale_buffer", "native_k_scale_buffer", "kv_scale_buffer")
-
-
-class OnePool(NamedTuple):
-    """`layers`: places in `PoolPlanes.tensors`."""
-
-    name: str
-    layers: Sequence[int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,15 +48,29 @@ class PoolPlanes:
     groups: Sequence[Mapping[str, object]] = ()
     layers: Mapping[int, Sequence[int]] = dataclasses.field(default_factory=dict)
 
-    def pools(self) -> list[OnePool]:
-        """The pools in the order of an engine's: each kind of layer has its own."""
+    @classmethod
+    def of(
+        cls,
+        layers: Sequence[Mapping[str, torch.Tensor]],
+        described: Mapping[str, object],
+        dtype: torch.dtype | None = None,
+        parts: Sequence[tuple[int, ...]] = (),
+    ) -> PoolPlanes:
+        """`layers`: each layer's planes by name. `dtype`: of all values, None for states and planes of several types.
+        `parts`: bytes of those that take turns in each plane."""
+        each = [zip(some.items(), parts or [()] * len(some), strict=True) for some in layers]
+        rows = [{name: Rows.of(int(own.shape[2]), dtype, its) for (name, own), its in some} for some in each]
+        return cls([tuple(some.values()) for some in layers], dict(described), rows)
+
+    def pools(self) -> dict[str, Sequence[int]]:
+        """Places in `tensors` by pool, in the order of an engine's: each kind of layer has a pool."""
         if not self.groups:
-            return [OnePool(KV, range(len(self.tensors)))]
-        return [OnePool(str(group["name"]), cast("Sequence[int]", group["layers"])) for group in self.groups]
+            return {KV: range(len(self.tensors))}
+        return {str(group["name"]): cast("Sequence[int]", group["layers"]) for group in self.groups}
 
     def places(self) -> dict[int, list[tuple[int, int]]]:
         """Each model layer's places: a pool, and a layer of it."""
-        at = {place: (p, n) for p, pool in enumerate(self.pools()) for n, place in enumerate(pool.layers)}
+        at = {place: (p, n) for p, some in enumerate(self.pools().values()) for n, place in enumerate(some)}
         layers = self.layers or {layer: [layer] for layer in range(len(self.tensors))}
         return {layer: [at[place] for place in some] for layer, some in layers.items()}
 
@@ -73,73 +86,47 @@ def group_of(name: str, layers: Sequence[int], page_tokens: int, window: int) ->
     return {"name": name, "layers": layers, "page_tokens": page_tokens, **keeps}
 
 
-def named(
-    planes: Sequence[torch.Tensor],
-    dtype: torch.dtype | None = None,
-    names: Sequence[str] = (),
-    parts: Sequence[tuple[int, ...]] = (),
-) -> dict[str, Rows]:
-    """A layer's `PoolPlanes.rows`. `names`: none for K and V, or a latent. `dtype`: of all values, None for states and
-    planes of several types. `parts`: bytes of those that take turns in each plane."""
-    names = names or (("k", "v") if len(planes) == 2 else ("latent",))
-    every = zip(names, planes, parts or [()] * len(planes), strict=True)
-    return {name: Rows.of(int(plane.shape[2]), dtype, some) for name, plane, some in every}
-
-
 def device_planes(pool: Any, page_tokens: int, *, untried: bool = False) -> PoolPlanes:
     """A device pool of token rows. `untried`: see `LinkerOptions`. Raises `CacheLayoutUnsupportedError`."""
-    kind = type(pool).__name__
-    if kind in _UNTRIED_POOLS:
-        return _indexed_planes(pool, page_tokens, untried=untried)
-    _refuse_kind(kind, _DEVICE_POOLS)
-    if kind == "MHATokenToKVPool":
-        layout = getattr(pool, "kv_cache_layout", "nhd")
-        if layout != "nhd":
-            raise CacheLayoutUnsupportedError(
-                f"the KV cache's layout is {layout!r}: rows are no tokens", "unset SGLANG_USE_HND_KVCACHE"
-            )
-        layers: list[tuple[Any, ...]] = list(zip(pool.k_buffer, pool.v_buffer, strict=True))
-    else:
-        layers = [(buffer,) for buffer in pool.kv_buffer]
-    _refuse_parts(pool)
-    tensors = [tuple(rows_of(buffer, page_tokens) for buffer in layer) for layer in layers]
-    shapes = [[list(buffer.shape[1:]) for buffer in layer] for layer in layers]
-    rows = [named(planes, pool.dtype) for planes in tensors]
-    return PoolPlanes(tensors, {"pool": kind, "dtype": str(pool.dtype), "rows": shapes}, rows)
-
-
-def _refuse_parts(pool: Any) -> None:
-    scaled = [name for name in _SCALES if getattr(pool, name, None) is not None]
-    if scaled or getattr(pool, "post_capture_active", False):
-        what = f"has scales beside it ({scaled[0]})" if scaled else "has its memory only after graphs were captured"
-        raise CacheLayoutUnsupportedError(f"the KV cache {what}", "set --kv-cache-dtype auto, and no flag that does so")
-
-
-def _indexed_planes(pool: Any, page_tokens: int, *, untried: bool) -> PoolPlanes:
-    """Latents, and the keys of a sparse attention's indexer; a row of the latter is a page."""
-    if not untried:
+    kind, (indexed, attributes) = type(pool).__name__, _INDEXED
+    if kind != indexed:
+        _refuse_kind(kind, _DEVICE_POOLS)
+        attributes = _DEVICE_POOLS[kind]
+    elif not untried:
         raise CacheLayoutUnsupportedError(
             "the model keeps an indexer's keys beside its latents (sparse attention), which no GPU has run with this "
             "linker",
             'use another model; to try it, add "untried": true to linker_extra_config, and compare answers',
         )
-    _refuse_parts(pool)
-    index = [part for part in pool.index_k_with_scale_buffer if part is not None and part.numel()]
-    tokens = getattr(pool, "index_kpool", 1)
-    if tokens != 1 or len(index) != len(pool.kv_buffer):
+    layout = getattr(pool, "kv_cache_layout", "nhd")
+    if "k" in attributes and layout != "nhd":
         raise CacheLayoutUnsupportedError(
-            f"{len(index)} of {len(pool.kv_buffer)} layers have an indexer's keys, one of {tokens} tokens",
-            "use a model in which each layer has an indexer's key of each token",
+            f"the KV cache's layout is {layout!r}: rows are no tokens", "unset SGLANG_USE_HND_KVCACHE"
         )
-    tensors = list[tuple[torch.Tensor, ...]]()
-    for latent, keys in zip(pool.kv_buffer, index, strict=True):
-        rows = rows_of(latent, page_tokens)
-        tensors.append((rows, rows_of(keys[: rows.shape[0]], page_tokens, rows_are_pages=True)))
-    shapes = [
-        [list(latent.shape[1:]), list(keys.shape[1:])] for latent, keys in zip(pool.kv_buffer, index, strict=True)
-    ]
-    described: dict[str, object] = {"pool": type(pool).__name__, "dtype": str(pool.dtype), "rows": shapes}
-    return PoolPlanes(tensors, described, [named(planes, names=("latent", "index")) for planes in tensors])
+    scaled = [name for name in _SCALES if getattr(pool, name, None) is not None]
+    if scaled or getattr(pool, "post_capture_active", False):
+        what = f"has scales beside it ({scaled[0]})" if scaled else "has its memory only after graphs were captured"
+        raise CacheLayoutUnsupportedError(f"the KV cache {what}", "set --kv-cache-dtype auto, and no flag that does so")
+    buffers: dict[str, list[Any]] = {name: [*getattr(pool, attribute)] for name, attribute in attributes.items()}
+    if kind == indexed:
+        index = buffers["index"] = [part for part in buffers["index"] if part is not None and part.numel()]
+        latents, tokens = len(buffers["latent"]), getattr(pool, "index_kpool", 1)
+        if tokens != 1 or len(index) != latents:
+            raise CacheLayoutUnsupportedError(
+                f"{len(index)} of {latents} layers have an indexer's keys, one of {tokens} tokens",
+                "use a model in which each layer has an indexer's key of each token",
+            )
+    layers = [dict(zip(buffers, layer, strict=True)) for layer in zip(*buffers.values(), strict=True)]
+    shapes = [[list(buffer.shape[1:]) for buffer in layer.values()] for layer in layers]
+
+    def rows(name: str, buffer: Any, layer: Mapping[str, Any]) -> torch.Tensor:
+        if name != "index":
+            return rows_of(buffer, page_tokens)
+        return rows_of(buffer[: int(layer["latent"].shape[0]) // page_tokens], page_tokens, rows_are_pages=True)
+
+    planes = [{name: rows(name, buffer, layer) for name, buffer in layer.items()} for layer in layers]
+    described = {"pool": kind, "dtype": str(pool.dtype), "rows": shapes}
+    return PoolPlanes.of(planes, described, None if kind == indexed else pool.dtype)
 
 
 def host_planes(pool: Any) -> PoolPlanes:
@@ -150,13 +137,13 @@ def host_planes(pool: Any) -> PoolPlanes:
     if getattr(pool, "dcp_size", 1) != 1:
         raise CacheLayoutUnsupportedError(f"pages are spread over {pool.dcp_size} ranks", "set --dcp-size 1")
     buffer, page = pool.kv_buffer, int(pool.page_size)
-    parts = list(buffer) if kind == "MHATokenToKVPoolHost" else [buffer]
-    tensors = tuple(rows_of(part.reshape(-1, _page_elements(pool, part)), page, rows_are_pages=True) for part in parts)
+    names, parts = _HOST_POOLS[kind], list(buffer) if kind == "MHATokenToKVPoolHost" else [buffer]
+    whole = [rows_of(part.reshape(-1, _page_elements(pool, part)), page, rows_are_pages=True) for part in parts]
     described: dict[str, object] = {"pool": kind, "layout": pool.layout, "dtype": str(pool.dtype)}
     described |= {"page": [list(part.shape[1:]) for part in parts]}
     axis = HOST_LAYOUTS[pool.layout]
     layers = [(math.prod(part.shape[axis + 1 :]) * part.element_size(),) * int(part.shape[axis]) for part in parts]
-    return PoolPlanes([tensors], described, [named(tensors, pool.dtype, parts=layers)])
+    return PoolPlanes.of([dict(zip(names, whole, strict=True))], described, pool.dtype, layers)
 
 
 def refuse_layout(layout: str) -> None:
@@ -168,7 +155,7 @@ def refuse_layout(layout: str) -> None:
         )
 
 
-def _refuse_kind(kind: str, known: tuple[str, ...]) -> None:
+def _refuse_kind(kind: str, known: Collection[str]) -> None:
     if kind not in known:
         raise CacheLayoutUnsupportedError(
             f"the KV cache is a {kind}; {' and '.join(known)} are supported",
@@ -226,13 +213,7 @@ def grouped_planes(
         own[KV] = device_planes(pool.full_kv_pool, page_tokens, untried=untried), where
     if states is not None:
         own[STATES] = _state_planes(states), dict(states.mamba_map)
-    return _joined(own, window, page_tokens)
-
-
-def _joined(
-    own: Mapping[str, tuple[PoolPlanes, Mapping[int, int]]], window: int | None, page_tokens: int
-) -> PoolPlanes:
-    """The layers of all pools in the model's order. A layer of the model may have planes in two pools."""
+    # the layers of all pools in the model's order; one of the model may have planes in two pools
     order = sorted((layer, name) for name, (_, where) in own.items() for layer in where)
     tensors, rows, layers = list[tuple[torch.Tensor, ...]](), list[Mapping[str, Rows]](), dict[int, list[int]]()
     in_group: dict[str, list[int]] = {name: [] for name in own}
@@ -255,9 +236,8 @@ def _state_planes(states: Any) -> PoolPlanes:
     cache = states.mamba_pool.mamba_cache
     parts = [(f"conv{n}" if n else "conv", part) for n, part in enumerate(cache.conv)] + [("state", cache.temporal)]
     parts = [(name, part) for name, part in parts if part.numel()]
-    tensors = [tuple(rows_of(part[layer], 1) for _, part in parts) for layer in range(len(states.mamba_map))]
-    described: dict[str, object] = {name: [str(part.dtype), list(part.shape[2:])] for name, part in parts}
-    return PoolPlanes(tensors, described, [named(planes, names=[name for name, _ in parts]) for planes in tensors])
+    layers = [{name: rows_of(part[layer], 1) for name, part in parts} for layer in range(len(states.mamba_map))]
+    return PoolPlanes.of(layers, {name: [str(part.dtype), list(part.shape[2:])] for name, part in parts})
 
 
 def refuse_pool(name: str) -> None:
@@ -302,6 +282,6 @@ def _host_states(pool: Any) -> PoolPlanes:
     parts = {"state": pool.temporal_buffer} | {f"conv{n}": part for n, part in enumerate(pool.conv_buffer)}
     parts |= {f"beside{n}": part for n, part in enumerate(pool.slot_state_buffers)}
     parts = {name: part for name, part in parts.items() if part.numel()}
-    described: dict[str, object] = {name: [str(part.dtype), list(part.shape[1:])] for name, part in parts.items()}
-    tensors = tuple(rows_of(part, 1) for part in parts.values())
-    return PoolPlanes([tensors], {"pool": kind, "layout": pool.layout, **described}, [named(tensors, names=[*parts])])
+    shapes: dict[str, object] = {name: [str(part.dtype), list(part.shape[1:])] for name, part in parts.items()}
+    described = {"pool": kind, "layout": pool.layout, **shapes}
+    return PoolPlanes.of([{name: rows_of(part, 1) for name, part in parts.items()}], described)

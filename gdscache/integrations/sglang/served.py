@@ -7,9 +7,7 @@ tokens as names; a state has that of the page before it.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from gdscache.config import Config
 from gdscache.cuda.streams import Event, record_on
 from gdscache.engine.engine import CacheEngine
 from gdscache.engine.hybrid import HybridEngine
@@ -25,18 +22,12 @@ from gdscache.engine.hybrid_handles import HybridHit, all_begun
 from gdscache.errors import LoadOrderError
 from gdscache.groups.base import kept, needed
 from gdscache.groups.names import GroupNames
-from gdscache.integrations.fetching import PinningCache
-from gdscache.integrations.group_fetching import GroupFetch
-from gdscache.integrations.sglang.loads import QueuedLoad
+from gdscache.integrations.fetching import GroupFetch, PinningCache
 from gdscache.integrations.sglang.planes import KV, PoolPlanes
 from gdscache.load.handle import LayerwiseLoad
-from gdscache.load.report import LoadReport
 from gdscache.moves import PageStatus
 from gdscache.pages.hit import CACHED, Hit
 from gdscache.pages.keys import PageHashes
-from gdscache.ranks.address import RankAddress
-from gdscache.ranks.rank import Rank
-from gdscache.runtime.threads import in_turn
 from gdscache.store.handle import StoreHandle
 
 Blocks = Mapping[str, Sequence[int]]  # of each group, by the name of SGLang's pool
@@ -83,25 +74,25 @@ class PoolReaders:
     """Reads the block numbers of all pools of this rank, by the pools' names."""
 
     def __init__(self, planes: PoolPlanes) -> None:
-        self._readers: dict[str, BlockReader] = {}
-        for pool in planes.pools():
-            first = planes.tensors[pool.layers[0]][0]
-            self._readers[pool.name] = BlockReader(first.device, int(first.shape[1]))
+        first = {name: planes.tensors[places[0]][0] for name, places in planes.pools().items()}
+        self._readers = {name: BlockReader(plane.device, int(plane.shape[1])) for name, plane in first.items()}
 
     def begin(self, transfers: Sequence[Any]) -> Callable[[], Blocks]:
         begun = {one.name.value: self._readers[one.name.value].begin(one.device_indices) for one in transfers}
         return lambda: {name: wait() for name, wait in begun.items()}
 
 
-class SinglePool:
-    """The engine of a model whose layers all keep all tokens, with the calls of `SeveralPools`."""
+class SinglePool(PinningCache):
+    """The cache of a model whose layers all keep all tokens, with the calls of `SeveralPools`."""
 
-    def __init__(self, engine: CacheEngine, *, ranked: bool = False) -> None:
-        self.engine = self.first = engine
+    def __init__(self, engine: CacheEngine, pin_seconds: float, *, ranked: bool = False) -> None:
+        super().__init__(engine, pin_seconds)
         self._ranked = ranked
+        self._places = {layer: [(0, layer)] for layer in range(engine.layout.n_layers)}
 
-    def load_many(self, requests: Sequence[tuple[Hit, Blocks]], after: Event = None) -> LayerwiseLoad:
-        return self.engine.load_many([(hit, blocks[KV]) for hit, blocks in requests], after)
+    def load_many(self, requests: Sequence[tuple[Hit, Blocks]], after: Event = None) -> PoolLoads:
+        load = self.engine.load_many([(hit, blocks[KV]) for hit, blocks in requests], after)
+        return PoolLoads([load], self._places, [sum(len(blocks[KV]) for _, blocks in requests)])
 
     def plan(self, hits: Sequence[Hit]) -> list[LayerwiseLoad | None]:
         ends = itertools.accumulate(len(hit.pages) for hit in hits)
@@ -116,86 +107,6 @@ class SinglePool:
     def seconds(self, pages: int) -> float | None:
         """The expected seconds to bring `pages` pages from the SSD."""
         return self.engine.load_seconds("ssd", pages)
-
-
-class SeveralPools:
-    """The engine of a hybrid model's pools."""
-
-    def __init__(
-        self, config: Config, planes: PoolPlanes, ranks: Sequence[Sequence[RankAddress]] | None = None
-    ) -> None:
-        """`ranks`: of each pool, the addresses of all ranks, if there are several. Blocks are positions then: see
-        `Rank.load` and `Rank.place`."""
-        self.engine = HybridEngine(config, planes.tensors if ranks is None else None, ranks=ranks)
-        self.first = self.engine.engines[0]
-        self._pools, self._places = planes.pools(), planes.places()
-        self._ranked = ranks is not None
-
-    def load_many(self, requests: Sequence[tuple[HybridHit, Blocks]], after: Event = None) -> PoolLoads:
-        loads = self.engine.load_many(requests, after).by_pool
-        filled = [sum(len(blocks.get(pool.name, ())) for _, blocks in requests) for pool in self._pools]
-        return PoolLoads(loads, self._places, [hit.tokens // self.engine.alignment for hit, _ in requests], filled)
-
-    def plan(self, hits: Sequence[HybridHit]) -> list[LayerwiseLoad | None]:
-        """Plan loads into positions of each pool's blocks, request after request; a pool without pages has None."""
-        at, requests = Counter[str](), list[tuple[HybridHit, Blocks]]()
-        for hit in hits:
-            requests.append((hit, {name: [*range(at[name], at[name] + len(its))] for name, its in hit.pages.items()}))
-            at.update({name: len(its) for name, its in hit.pages.items()})
-        return self.engine.load_many(requests).by_pool
-
-    def store(self, tokens: Any, slots: Blocks, *, salt: str = "", after: Event = None) -> list[StoreHandle]:
-        """Begin to store pages of a node of SGLang's tree, which ends with them. `slots`: blocks of each group for its
-        last held pages, `NONE` for dropped ones; with several ranks, the leader's.
-
-        Of a window, the pages are stored that a hit needs which ends with the node or a multiple of
-        `store.window_every` tokens before it. SGLang has a state at the node's end, or none.
-        """
-        engine, size = self.engine, self.engine.alignment
-        names, start = _named(engine, tokens, salt)
-        stop, every = names.tokens, engine.window_every // size * size
-        ends = [*range(stop, start, -every)] if every else [stop]
-        last, wanted, places = stop // size, list[Sequence[int]](), dict[tuple[int, int], int]()
-        for g, group in enumerate(engine.groups):
-            given = slots.get(group.name, ())
-            some = [n for n in kept(group, ends, last - len(given), last) if given[n - last] != NONE]
-            wanted.append(some)
-            own = range(len(given)) if self._ranked else given
-            places |= {(g, number): own[number - last] for number in some}
-
-        def begin() -> Iterator[StoreHandle]:
-            for pool, chain in zip(engine.engines, names.chain(wanted), strict=True):
-                if chain:
-                    table = np.array([[places[at]] for at in zip(chain.groups, chain.numbers, strict=True)], np.int64)
-                    yield pool.store_pages(chain.pages, table, salt, after)
-
-        return all_begun(begin())
-
-    def has(self, name: str, digests: Sequence[bytes], salt: str) -> bool:
-        names = self.engine.group_names(salt, self.engine.alignment)
-        names.extend(digests)
-        chains = names.chain([range(len(digests) * (group.name == name)) for group in self.engine.groups])
-        told = [
-            one for engine, chain in zip(self.engine.engines, chains, strict=True) for one in engine.told(chain.pages)
-        ]
-        return all(one.cause == CACHED for one in told)
-
-    def seconds(self, pages: int) -> float | None:
-        wanted, took = needed(self.engine.groups, pages * self.engine.alignment), list[float]()
-        for part, pool in zip(self.engine.engines, self.engine.pools, strict=True):
-            some = part.load_seconds("ssd", sum(len(wanted[g]) for g in pool.groups))
-            if some is None:
-                return None
-            took.append(some)
-        return max(took)  # all pools at once
-
-
-def _named(engine: HybridEngine, hashes: PageHashes, salt: str) -> tuple[GroupNames, int]:
-    """Names of consecutive pages in all groups, and the tokens before the first. Of earlier pages only the last is
-    named, if known: page 0. Their number does not matter, since windows are counted from the end."""
-    names = engine.group_names(salt, engine.alignment)
-    names.extend(hashes.chain())
-    return names, names.tokens - len(hashes) * engine.alignment
 
 
 class LinkedFetch(GroupFetch):
@@ -217,103 +128,120 @@ class LinkedFetch(GroupFetch):
         return self._engine.behind(hit, hit.start + first * self._engine.alignment)
 
 
-class LinkedCache:
-    """A hybrid engine as the cache of a table of requests. A page is one of all groups."""
+class SeveralPools(PinningCache):
+    """The cache of a hybrid model's pools. A page is one of all groups."""
 
-    def __init__(self, cache: PinningCache, engine: HybridEngine) -> None:
-        self._cache, self._engine = cache, engine
+    def __init__(self, engine: HybridEngine, pin_seconds: float, planes: PoolPlanes, *, ranked: bool) -> None:
+        """`ranked`: there are several ranks. Blocks are positions then: see `Rank.load` and `Rank.place`."""
+        super().__init__(engine, pin_seconds)
+        self._hybrid, self._size, self._ranked = engine, engine.alignment, ranked
+        self._pools, self._places = [*planes.pools()], planes.places()
 
-    def fetch(self, hashes: PageHashes, pages: int) -> LinkedFetch:
-        names, start = _named(self._engine, hashes, self._cache.salt)
-        end = start + pages * self._engine.alignment
-        return LinkedFetch(self._engine, names, end, names.tokens, self._cache.pin_seconds, start)
+    def fetch(self, hashes: PageHashes, pages: int) -> LinkedFetch:  # type: ignore[override]
+        names, start = self._named(hashes, self.salt)
+        return LinkedFetch(self._hybrid, names, start + pages * self._size, names.tokens, self.pin_seconds, start)
 
     def cached(self, hashes: PageHashes) -> int:
-        names, start = _named(self._engine, hashes, self._cache.salt)
-        return (self._engine.reach(names, names.tokens, start)[0] - start) // self._engine.alignment
+        names, start = self._named(hashes, self.salt)
+        return (self._hybrid.reach(names, names.tokens, start)[0] - start) // self._size
 
     def keys(self, hashes: PageHashes) -> Sequence[bytes]:
-        names, start = _named(self._engine, hashes, self._cache.salt)
-        first = start // self._engine.alignment
+        names, start = self._named(hashes, self.salt)
+        first = start // self._size
         return names.keys(0, first, first + len(hashes))
+
+    def load_many(self, requests: Sequence[tuple[HybridHit, Blocks]], after: Event = None) -> PoolLoads:
+        loads = self._hybrid.load_many(requests, after).by_pool
+        filled = [sum(len(blocks.get(name, ())) for _, blocks in requests) for name in self._pools]
+        return PoolLoads(loads, self._places, filled)
+
+    def plan(self, hits: Sequence[HybridHit]) -> list[LayerwiseLoad | None]:
+        """Plan loads into positions of each pool's blocks, request after request; a pool without pages has None."""
+        at, requests = Counter[str](), list[tuple[HybridHit, Blocks]]()
+        for hit in hits:
+            requests.append((hit, {name: [*range(at[name], at[name] + len(its))] for name, its in hit.pages.items()}))
+            at.update({name: len(its) for name, its in hit.pages.items()})
+        return self._hybrid.load_many(requests).by_pool
+
+    def store(self, tokens: Any, slots: Blocks, *, salt: str = "", after: Event = None) -> list[StoreHandle]:
+        """Begin to store pages of a node of SGLang's tree, which ends with them. `slots`: blocks of each group for its
+        last held pages, `NONE` for dropped ones; with several ranks, the leader's.
+
+        Of a window, the pages are stored that a hit needs which ends with the node or a multiple of
+        `store.window_every` tokens before it. SGLang has a state at the node's end, or none.
+        """
+        engine, size = self._hybrid, self._size
+        names, start = self._named(tokens, salt)
+        stop, every = names.tokens, engine.window_every // size * size
+        ends = [*range(stop, start, -every)] if every else [stop]
+        last, wanted, places = stop // size, list[Sequence[int]](), dict[tuple[int, int], int]()
+        for g, group in enumerate(engine.groups):
+            given = slots.get(group.name, ())
+            some = [n for n in kept(group, ends, last - len(given), last) if given[n - last] != NONE]
+            wanted.append(some)
+            own = range(len(given)) if self._ranked else given
+            places |= {(g, number): own[number - last] for number in some}
+
+        def begin() -> Iterator[StoreHandle]:
+            for pool, chain in zip(self.engines, names.chain(wanted), strict=True):
+                if chain:
+                    table = np.array([[places[at]] for at in zip(chain.groups, chain.numbers, strict=True)], np.int64)
+                    yield pool.store_pages(chain.pages, table, salt, after)
+
+        return all_begun(begin())
+
+    def has(self, name: str, digests: Sequence[bytes]) -> bool:
+        names = self._hybrid.group_names(self.salt, self._size)
+        names.extend(digests)
+        chains = names.chain([range(len(digests) * (group.name == name)) for group in self._hybrid.groups])
+        pages = zip(self.engines, chains, strict=True)
+        return all(one.cause == CACHED for engine, chain in pages for one in engine.told(chain.pages))
+
+    def seconds(self, pages: int) -> float | None:
+        wanted, took = needed(self._hybrid.groups, pages * self._size), list[float]()
+        for part, pool in zip(self.engines, self._hybrid.pools, strict=True):
+            some = part.load_seconds("ssd", sum(len(wanted[g]) for g in pool.groups))
+            if some is None:
+                return None
+            took.append(some)
+        return max(took)  # all pools at once
+
+    def _named(self, hashes: PageHashes, salt: str) -> tuple[GroupNames, int]:
+        """Names of consecutive pages in all groups, and the tokens before the first. Of earlier pages only the last is
+        named, if known: page 0. Their number does not matter, since windows are counted from the end."""
+        names = self._hybrid.group_names(salt, self._size)
+        names.extend(hashes.chain())
+        return names, names.tokens - len(hashes) * self._size
 
 
 class PoolLoads:
-    """A load in several pools. Layers are the model's, as SGLang counts them; one without a cache has nothing to wait
-    for."""
+    """The loads of a batch in all pools. Layers are the model's, as SGLang counts them; one without a cache has nothing
+    to wait for."""
 
     def __init__(
         self,
         loads: Sequence[LayerwiseLoad | None],
         layers: Mapping[int, Sequence[tuple[int, int]]],
-        pages: Sequence[int],
         filled: Sequence[int],
     ) -> None:
-        """`layers`: see `PoolPlanes.places`. `pages`: of each request. `filled`: blocks that each pool's load has to
-        fill."""
-        self._loads, self._layers, self._pages, self._filled = loads, layers, pages, filled
-        self.release_event = AllRead([load for load in loads if load is not None])
+        """`layers`: see `PoolPlanes.places`. `filled`: blocks that each pool's load has to fill."""
+        self.loads, self._layers, self._filled = loads, layers, filled
 
     def wait(self, layer: int) -> None:
         for pool, local in self._layers.get(layer, ()):
-            load = self._loads[pool]
+            load = self.loads[pool]
             if load is not None:
                 load.wait(local)
 
-    def results(self) -> list[LoadReport]:
-        """All pages are loaded, or none counts: SGLang aborts a batch as a whole. An order may have fewer pages than
-        were promised: some were dropped meanwhile, and those behind them lie in other blocks."""
-        reports = [load.results() if load is not None else [] for load in self._loads]
+    def landed(self) -> bool:
+        """Wait for the verdicts: whether all pages are loaded, since SGLang aborts a batch as a whole. An order may
+        have fewer pages than were promised: some were dropped meanwhile, and those behind them lie in other blocks."""
+        reports = [load.results() if load is not None else [] for load in self.loads]
         loaded = [[status is PageStatus.LOADED for one in some for status in one.pages] for some in reports]
-        whole = all(all(good) and len(good) == n for good, n in zip(loaded, self._filled, strict=True))
-        status = PageStatus.LOADED if whole else PageStatus.ABORTED
-        seconds = max((one.seconds for some in reports for one in some), default=0.0)
-        return [LoadReport(0, (status,) * pages, {}, seconds) for pages in self._pages]
+        return all(all(good) and len(good) == n for good, n in zip(loaded, self._filled, strict=True))
 
-
-class AllRead:
-    """The `release_event` of loads in several pools."""
-
-    def __init__(self, loads: Sequence[LayerwiseLoad]) -> None:
-        self._loads = loads
-
-    def synchronize(self) -> None:
-        for load in self._loads:
-            load.release_event.synchronize()
-
-
-class PoolRanks:
-    """This process's ranks, one a pool. A failure of one is that of all."""
-
-    def __init__(self, planes: PoolPlanes, ranks: Sequence[Rank]) -> None:
-        self.pools, self.layers, self.ranks = planes.pools(), planes.places(), ranks
-
-    def load(self, orders: Sequence[bytes], queued: Sequence[QueuedLoad]) -> PoolLoads:
-        given = [one.blocks() for one in queued]
-        loads: list[LayerwiseLoad | None] = []
-        filled: list[int] = []
-        with contextlib.ExitStack() as undo:
-            undo.callback(lambda: AllRead([load for load in loads if load is not None]).synchronize())
-            for pool, rank, order in zip(self.pools, self.ranks, orders, strict=True):
-                blocks = [block for one in given for block in one.get(pool.name, ())]
-                filled.append(len(blocks))
-                loads.append(rank.load(order, blocks) if order else None)
-            undo.pop_all()
-        return PoolLoads(loads, self.layers, [one.pages for one in queued], filled)
-
-    def place(self, number: int, blocks: Callable[[], Blocks], after: Event) -> None:
-        """See `Rank.place`."""
-        for pool, rank in zip(self.pools, self.ranks, strict=True):
-            rank.place(number, lambda name=pool.name: blocks().get(name, ()), after)  # type: ignore[misc]
-
-    def passed(self, number: int) -> None:
-        for rank in self.ranks:
-            rank.passed(number)
-
-    def left(self, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        for rank in self.ranks:
-            rank.left(max(0.0, until - time.monotonic()))
-
-    def close(self) -> None:
-        in_turn(*(rank.close for rank in self.ranks))
+    def wait_until_written(self) -> None:
+        """Wait until nothing writes to the blocks."""
+        for load in self.loads:
+            if load is not None:
+                load.release_event.synchronize()

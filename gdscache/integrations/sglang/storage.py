@@ -35,20 +35,11 @@ from gdscache.engine.engine import CacheEngine
 from gdscache.engine.hybrid import HybridEngine
 from gdscache.engine.packing import as_directory
 from gdscache.errors import CacheGroupsUnsupportedError, InterfaceUnsupportedError, ParallelismUnsupportedError
+from gdscache.integrations.sglang import setup
 from gdscache.integrations.sglang.host import BorrowedPages, HostPages, PoolPages
 from gdscache.integrations.sglang.metrics import ToldMetrics
 from gdscache.integrations.sglang.planes import KV, PoolPlanes, pools_planes, refuse_pool
 from gdscache.integrations.sglang.ranks import RankPlace, storage_group, together
-from gdscache.integrations.sglang.refused import refuse_model, refuse_setup
-from gdscache.integrations.sglang.setup import (
-    ENDS_UPDATE,
-    RESETS_WEIGHTS,
-    STORAGE_OPTIONS,
-    WEIGHT_METHODS,
-    configuration,
-    resolved,
-    storage_config_of,
-)
 from gdscache.integrations.watching import CallWatch
 from gdscache.pages.keys import namespace_digest
 from gdscache.ranks.borrower import Borrower
@@ -65,17 +56,17 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
-        self._server, self._model = resolved(get_server_args()), process_model_config()
-        refuse_setup(self._server)
-        refuse_model(self._model)
+        self._server, self._model = setup.resolved(get_server_args()), process_model_config()
+        setup.refuse_setup(self._server)
+        setup.refuse_model(self._model)
         ranks = storage_config.tp_size
         if storage_config.should_split_heads:
             raise ParallelismUnsupportedError(
                 f"tp_lcm_size is {storage_config.tp_lcm_size}, and tp_size is {ranks}: a directory serves one number "
                 "of ranks",
-                f"leave tp_lcm_size out of {STORAGE_OPTIONS}",
+                f"leave tp_lcm_size out of {setup.STORAGE_OPTIONS}",
             )
-        self._config = storage_config_of(storage_config.extra_config or {})
+        self._config = setup.storage_config_of(storage_config.extra_config or {})
         self._place = RankPlace(storage_config.tp_rank, ranks, equal=ranks > 1 and storage_config.is_mla_model)
         self._pages: PoolPages | None = None
         self._parts: list[Any] = []  # to be closed, the last one first
@@ -103,8 +94,7 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
         assert config.ssd is not None, "the SSD tier"
         self._place.claim(config.ssd.path)
         if self._place.rank == 0:  # its figures are those of all ranks
-            parts = engine.by_groups if isinstance(engine, HybridEngine) else {"": engine}
-            self._parts.append(ToldMetrics(parts, self._server))
+            self._parts.append(ToldMetrics(engine, self._server))
         self._watch(pages, type(self.mem_pool_host))
         kept = pages.pools[KV]
         return kept.lend() if isinstance(kept, HostPages) and self._place.equal else ""
@@ -131,29 +121,30 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
             self._watch(self._pages, type(self.mem_pool_host))
 
     def _configuration(self, planes: PoolPlanes) -> Config:
-        about = self._server, self._model, planes, sglang.__version__, STORAGE_OPTIONS
-        return configuration(self._config, *about, cpu=False, place=self._place)
+        about = self._server, self._model, planes, sglang.__version__, setup.STORAGE_OPTIONS
+        return setup.configuration(self._config, *about, cpu=False, place=self._place)
 
     def _watch(self, pages: PoolPages, pool: type[Any]) -> None:
         """Watch changes of the weights while `pages` is open, and count those before it in this process."""
-        from_start = (
-            get_context().config_leaf("hicache_storage_backend") is not None
-        )  # None: attached to a running server
+        backend = get_context().config_leaf("hicache_storage_backend")
+        from_start = backend is not None  # else it was attached to a running server
 
         def changed(name: str, *_: Any) -> None:
-            pages.weights_changed(ends=name == ENDS_UPDATE)
+            pages.weights_changed(ends=name == setup.ENDS_UPDATE)
 
         def flushed(*_: Any) -> None:
             pages.flushed()
 
-        also = {WeightChecker: [RESETS_WEIGHTS]}
-        updates = CallWatch(WeightUpdater, WEIGHT_METHODS, changed, changed, also=also, from_start=from_start)
+        also = {WeightChecker: [setup.RESETS_WEIGHTS]}
+        updates = CallWatch(WeightUpdater, setup.WEIGHT_METHODS, changed, changed, also=also, from_start=from_start)
         flushes = CallWatch(pool, [_FLUSH], flushed, flushed, from_start=from_start)
         self._parts += [updates, flushes]
         if updates.complete and not updates.last():
             return
         pages.weights_changed()
-        written = updates.last(RESETS_WEIGHTS, *(name for name in WEIGHT_METHODS if name != ENDS_UPDATE))
+        written = updates.last(
+            setup.RESETS_WEIGHTS, *(name for name in setup.WEIGHT_METHODS if name != setup.ENDS_UPDATE)
+        )
         if written < flushes.last():
             pages.flushed()
         elif not updates.complete:
@@ -227,7 +218,7 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
     def get(self, *args: Any, **kwargs: Any) -> Any:
         """For all calls that would copy each page once more."""
         raise InterfaceUnsupportedError(
-            "get() and set() hand over copies of pages", f'add "interface_v1": 1 to {STORAGE_OPTIONS}'
+            "get() and set() hand over copies of pages", f'add "interface_v1": 1 to {setup.STORAGE_OPTIONS}'
         )
 
     batch_get = set = batch_set = get

@@ -18,7 +18,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -44,31 +44,17 @@ from gdscache.config import Config
 from gdscache.engine.engine import CacheEngine
 from gdscache.engine.hybrid import HybridEngine
 from gdscache.groups.pools import pools_of
-from gdscache.integrations.group_fetching import GroupCache
 from gdscache.integrations.settings import engine_configuration, follow, one_model
+from gdscache.integrations.vllm import setup
 from gdscache.integrations.vllm.cache_groups import block_tokens, groups_of, key_elements, state_layers
 from gdscache.integrations.vllm.events import VllmEvents
 from gdscache.integrations.vllm.groups import GroupTable, KeptStates
 from gdscache.integrations.vllm.metrics import ENGINE, GdsCacheProm, GdsCacheStats
 from gdscache.integrations.vllm.planes import planes_of, write_first_scales
-from gdscache.integrations.vllm.ranks import Lead, Observed, RankBatch, RankWorker, addresses_of
+from gdscache.integrations.vllm.ranks import Lead, Observed, RankWorker, addresses_of
 from gdscache.integrations.vllm.requests import LoadOrder, RequestTable, StoreOrder, prefill_of
-from gdscache.integrations.vllm.session import Sessions, VllmSession
-from gdscache.integrations.vllm.setup import (
-    WEIGHT_METHODS,
-    Options,
-    leaves_alone,
-    model_of,
-    refuse_config,
-    refuse_media,
-    refuse_setup,
-    separate,
-    shard_of,
-    tells_events,
-    variables_of,
-    weights_of,
-)
-from gdscache.integrations.vllm.worker import EngineWorker
+from gdscache.integrations.vllm.session import GroupSession, Sessions, VllmSession
+from gdscache.integrations.vllm.worker import EngineWorker, LoadBatch
 from gdscache.integrations.watching import CallWatch, ExecutorWatch
 from gdscache.metrics.mirror import Differences, News
 from gdscache.metrics.table import parts_of
@@ -94,7 +80,7 @@ class StepOrders(KVConnectorMetadata):  # type: ignore[misc]
     last: bool
     loads: list[LoadOrder] = dataclasses.field(default_factory=list)
     stores: list[StoreOrder] = dataclasses.field(default_factory=list)
-    told: list[RankBatch] = dataclasses.field(default_factory=list)
+    told: list[LoadBatch] = dataclasses.field(default_factory=list)
     marks: list[bytes] = dataclasses.field(default_factory=list)
 
 
@@ -126,13 +112,13 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         follow(logging.getLogger("vllm"))
-        refuse_setup(vllm_config, kv_cache_config)
+        setup.refuse_setup(vllm_config, kv_cache_config)
         self._options = _options(vllm_config)
         self._engine_id: str = vllm_config.kv_transfer_config.engine_id
         self._grouped = bool(groups_of(kv_cache_config))
         self._counts: Counter[str] = Counter()
         self._figures = {"": Differences(FIGURES_S, time.monotonic)}  # by group of layers
-        self._separate = separate(vllm_config.parallel_config)
+        self._separate = setup.separate(vllm_config.parallel_config)
         self._session: VllmSession | None = None
         self._lead: Lead | None = None
         self._events: VllmEvents | None = None
@@ -142,34 +128,32 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return
         if self._separate:
             executor, changed = Executor.get_class(vllm_config), self._weights_written
-            watch = ExecutorWatch(executor, WEIGHT_METHODS, self._is_mine, changed, self._workers_end)
+            watch = ExecutorWatch(executor, setup.WEIGHT_METHODS, self._is_mine, changed, self._workers_end)
             self._closing.callback(watch.close)
             return
         with self._closing as undo:
             session = _SESSIONS.join(self._engine_id)
             undo.callback(_SESSIONS.leave, self._engine_id, session)
             worker = resolve_obj_by_qualname(vllm_config.parallel_config.worker_cls)
-            undo.callback(CallWatch(worker, WEIGHT_METHODS, self._weights_written, self._weights_written).close)
+            undo.callback(CallWatch(worker, setup.WEIGHT_METHODS, self._weights_written, self._weights_written).close)
             self._begin(session)
             self._closing = undo.pop_all()
 
     def _begin(self, session: VllmSession) -> None:
         """Use the session in the scheduler's object."""
         self._session = session
-        refuses = functools.partial(leaves_alone, media=self._options.media)
-        wait, hybrid = self._options.wait_seconds, session.hybrid
-        if tells_events(self._vllm_config):
-            self._events = VllmEvents(session.hybrid or session.engine, self._kv_cache_config)
-        named = None if self._events is None else self._events.name
-        waited = session.engines[0].observe_wait
-        told: dict[str, Any] = {"wait": wait, "refuses": refuses, "waited": waited, "named": named}
-        told |= {"unused": session.unused, "counts": self._counts}
-        if hybrid is not None:
-            cache = GroupCache(session, hybrid, self._kv_cache_config.hash_block_size)
-            every, adapts = hybrid.window_every, hybrid.config.store.window_every is None
-            self._table: RequestTable = GroupTable(hybrid.groups, cache, every, self._states, adapts=adapts, **told)
+        if setup.tells_events(self._vllm_config):
+            self._events = VllmEvents(session.whole, self._kv_cache_config)
+        settings: dict[str, Any] = {
+            "wait": self._options.wait_seconds,
+            "refuses": functools.partial(setup.leaves_alone, media=self._options.media),
+            "named": None if self._events is None else self._events.name,
+            "counts": self._counts,
+        }
+        if isinstance(session, GroupSession):
+            self._table: RequestTable = GroupTable(session, self._states, **settings)
         else:
-            self._table = RequestTable(session, session.engine.layout.page_tokens, **told)
+            self._table = RequestTable(session, session.engine.layout.page_tokens, **settings)
         self._closing.callback(self._table.clear)
 
     @property
@@ -208,12 +192,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         addresses = addresses_of(
             {rank: facts.addresses for rank, facts in metadata.items()}, config.parallel_config.tensor_parallel_size
         )
-        model = one_model({rank: facts.model for rank, facts in metadata.items()})
-        settings = self._configuration(model)
-        engine: CacheEngine | HybridEngine = (
-            HybridEngine(settings, ranks=addresses) if self._grouped else CacheEngine(settings, ranks=addresses[0])
-        )
-        session = VllmSession(engine, self._options.pin_seconds)
+        session = self._opened(one_model({rank: facts.model for rank, facts in metadata.items()}), ranks=addresses)
         self._closing.callback(session.close)
         self._lead = lead = Lead(session.engines, self._counts, overlapping=self._overlapping)
         self._closing.callback(lead.close)
@@ -335,10 +314,10 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         layout, states = str(cache.kv_cache_layout), state_layers(cache)
         planes = planes_of(kv_caches, cache.num_blocks, block_tokens(cache), layout, states, key_elements(cache))
         self._layers = planes.layers
-        model = model_of(config, cache, planes, vllm.__version__, os.environ)
+        model = setup.model_of(config, cache, planes, vllm.__version__, os.environ)
         if self._separate:
             self._rank = rank = get_tensor_model_parallel_rank()
-            shard = shard_of(config, cache, rank)
+            shard = setup.shard_of(config, cache, rank)
             groups = Config.from_dict({"model": model}).model.layer_groups()
             pools = [pool.layers for pool in pools_of(groups)]
             self._worker: EngineWorker | RankWorker = RankWorker(
@@ -348,12 +327,8 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._facts = RankFacts([one.address for one in self._worker.ranks], model)
             return
 
-        def make() -> VllmSession:
-            opens = HybridEngine if self._grouped else CacheEngine
-            engine = opens(self._configuration(model), [(tensor,) for tensor in planes.tensors])
-            return VllmSession(engine, self._options.pin_seconds)
-
-        self._session = session = _SESSIONS.open(self._engine_id, make)
+        self._session = session = self._opened(model, [(tensor,) for tensor in planes.tensors])
+        _SESSIONS.open(self._engine_id, session)
         self._closing.callback(_SESSIONS.leave, self._engine_id, session)
         self._worker = worker = EngineWorker(session, planes.tensors, self._counts, overlapping=self._overlapping)
         self._closing.callback(worker.close)
@@ -443,7 +418,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return None
         return {
             group: figures.setdefault(group, Differences(FIGURES_S, time.monotonic)).take(stats)
-            for group, stats in parts_of((session.hybrid or session.engine).stats()).items()
+            for group, stats in parts_of(session.whole.stats()).items()
         }
 
     def shutdown(self) -> None:
@@ -451,11 +426,21 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._session = None
         self._closing.close()
 
-    def _configuration(self, model: Mapping[str, object]) -> Config:
-        config, source = self._vllm_config, "kv_connector_extra_config.config"
-        variables, events = variables_of(config.parallel_config), tells_events(config)
-        weights = functools.partial(weights_of, config)
-        return engine_configuration(self._options.config, model, weights, source, variables, events=events)
+    def _opened(
+        self,
+        model: Mapping[str, object],
+        planes: Sequence[Sequence[torch.Tensor]] | None = None,
+        ranks: Sequence[Sequence[RankAddress]] = (),
+    ) -> VllmSession:
+        """A session with a new engine, over planes of this process or those of ranks."""
+        vllm_config, source = self._vllm_config, "kv_connector_extra_config.config"
+        variables, events = setup.variables_of(vllm_config.parallel_config), setup.tells_events(vllm_config)
+        weights, pins = functools.partial(setup.weights_of, vllm_config), self._options.pin_seconds
+        config = engine_configuration(self._options.config, model, weights, source, variables, events=events)
+        if self._grouped:
+            hybrid = HybridEngine(config, planes, ranks=ranks or None)
+            return GroupSession(hybrid, pins, self._kv_cache_config.hash_block_size)
+        return VllmSession(CacheEngine(config, planes, ranks=ranks[0] if ranks else None), pins)
 
     @property
     def _joined(self) -> VllmSession:
@@ -477,11 +462,11 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._counts[name] += time.perf_counter() - start  # type: ignore[assignment]
 
 
-def _options(vllm_config: Any) -> Options:
+def _options(vllm_config: Any) -> setup.Options:
     """Raises `ConfigError`, and `MediaUnsupportedError`."""
-    options = Options.of(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
+    options = setup.Options.of(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
     if options.media:
-        refuse_media(vllm_config)
+        setup.refuse_media(vllm_config)
     return options
 
 
@@ -494,7 +479,7 @@ def _refuse(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None
     (vllm_config,) = (*args, *kwargs.values())
     transfer = vllm_config.kv_transfer_config
     if transfer is not None and transfer.kv_connector == GdsCacheConnector.__name__:
-        refuse_config(vllm_config)
+        setup.refuse_config(vllm_config)
         _options(vllm_config)
 
 

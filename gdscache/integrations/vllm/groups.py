@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from gdscache.errors import InterfaceUnsupportedError
-from gdscache.groups.base import Group, alignment, kept, marks
+from gdscache.groups.base import alignment, kept, marks
 from gdscache.groups.names import GroupNames, GroupPage
 from gdscache.groups.partings import Partings
-from gdscache.integrations.group_fetching import GroupCache, GroupFetch, GroupPart
+from gdscache.integrations.fetching import GroupFetch
 from gdscache.integrations.vllm.requests import HASH_BYTES, Known, LoadOrder, RequestTable, StoreOrder, trace_of
+from gdscache.integrations.vllm.session import GroupSession
 
 Tables = Sequence[Sequence[int]]  # the block table of each group
 NULL = 0  # vLLM's block for "no block"
@@ -82,28 +83,16 @@ class GroupTable(RequestTable):
     """All requests of vLLM's scheduler, for a hybrid model. A page here is the shortest length at which all groups have
     a page's end."""
 
-    def __init__(
-        self,
-        groups: Sequence[Group],
-        cache: GroupCache,
-        every: int,
-        states: KeptStates,
-        *,
-        adapts: bool = False,
-        **settings: Any,
-    ) -> None:
-        """`every`: tokens between kept windows of a prompt; 0: windows only where prompts end or part. `adapts`: fewer
-        while requests part often. `settings`: of `RequestTable`."""
+    def __init__(self, cache: GroupSession, states: KeptStates, **settings: Any) -> None:
+        """`settings`: of `RequestTable`."""
+        self._groups = groups = cache.groups
         super().__init__(cache, alignment(groups), **settings)
-        self._groups = groups
-        self._every = every
-        self._partings = Partings(groups, every, adapts=adapts)
+        self._every = cache.window_every  # tokens between kept windows; 0: windows only where prompts end or part
+        self._partings = Partings(groups, self._every, adapts=cache.adapts)
         self._least = min(group.page_tokens for group in groups)
         self._whole = any(group.keeps == "all" for group in groups)
         self.states = states
-        self.between = any(
-            group.keeps == "state" for group in groups
-        )  # a hit's state is copied by vLLM before the step
+        self.between = any(one.keeps == "state" for one in groups)  # a hit's state is copied by vLLM before the step
 
     def ask(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """See `RequestTable.ask`. If full pages go on past the hit, ask vLLM for a state there: other prompts parted at
@@ -254,8 +243,7 @@ class GroupTable(RequestTable):
             rows = [row for row, (g, n) in places if n * sizes[g] >= local and tables[g][n] != NULL]
             if rows:
                 blocks = tuple(tables[chain.groups[row]][chain.numbers[row]] for row in rows)
-                part = GroupPart(fetch, pool, rows)
-                orders.append(LoadOrder(request_id, part, 0, blocks, known.between, pool, trace))
+                orders.append(LoadOrder(request_id, fetch, 0, blocks, known.between, pool, trace, rows))
         parts = [table[local // size : length // size] for size, table in zip(sizes, tables, strict=True)]
         wanted = sum(len(part) - part.count(NULL) for part in parts)
         found = sum(len(order.blocks) for order in orders)

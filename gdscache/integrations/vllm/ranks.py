@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from gdscache.errors import GdsCacheError, RankMismatchError
 from gdscache.integrations.prefills import Prefills
 from gdscache.integrations.vllm.requests import LoadOrder, StoreOrder
-from gdscache.integrations.vllm.worker import BegunLoad, LoadBatch, Loads, Marks, Place, Stores, begin_loads, end_step
+from gdscache.integrations.vllm.worker import BegunLoad, LoadBatch, Loads, Marks, Stores, begin_loads, end_step
 from gdscache.ranks.address import RankAddress
 from gdscache.ranks.rank import Rank
 from gdscache.runtime.threads import in_turn, log_failure
@@ -29,23 +29,6 @@ if TYPE_CHECKING:
     from gdscache.engine.engine import CacheEngine
 
 Observed = tuple[int, int, float]  # of `CacheEngine.observe_prefill`
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class RankOrder:
-    """A load in one pool, for ranks. `order`: for `Rank.load`; empty if the load could not be begun."""
-
-    pool: int
-    order: bytes
-    places: Sequence[Place]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class RankBatch:
-    """A `LoadBatch`, for ranks."""
-
-    orders: tuple[RankOrder, ...]
-    between: bool
 
 
 class Lead(Stores):
@@ -64,7 +47,7 @@ class Lead(Stores):
 
     def step(
         self, loads: Sequence[LoadOrder], stores: Sequence[StoreOrder], fresh: Set[int], *, idle: bool, last: bool
-    ) -> tuple[list[RankBatch], list[bytes]]:
+    ) -> tuple[list[LoadBatch], list[bytes]]:
         """A step's loads for the ranks, and the marks behind it, one a pool, if it has stores.
 
         The step before is submitted, though perhaps not carried out: its pages are stored as soon as they are known to
@@ -101,18 +84,18 @@ class Lead(Stores):
         self._loads.take_failed()
         self._loads.take_bad()
 
-    def _told(self, batches: Sequence[LoadBatch]) -> list[RankBatch]:
-        """The batches whose orders have come. A load between steps may wait for another one that brings its pages."""
-        told: list[RankBatch] = []
+    def _told(self, batches: Sequence[LoadBatch]) -> list[LoadBatch]:
+        """For the ranks: the batches whose orders have come. A load between steps may wait for another one that brings
+        its pages."""
+        told: list[LoadBatch] = []
         waiting, self._untold = [*self._untold, *batches], []
         for batch in waiting:
-            loads = [one.load for one in batch.pools]
-            if batch.between and not all(load is None or load.ordered for load in loads):
+            if any(one.between and one.load is not None and not one.load.ordered for one in batch):
                 self._untold.append(batch)
-                continue
-            orders = (b"" if load is None else load.order for load in loads)
-            pools = zip(batch.pools, orders, strict=True)
-            told.append(RankBatch(tuple(RankOrder(of.pool, order, of.places) for of, order in pools), batch.between))
+            else:
+                orders = [b"" if one.load is None else one.load.order for one in batch]
+                both = zip(batch, orders, strict=True)
+                told.append([dataclasses.replace(one, load=None, order=order) for one, order in both])
         return told
 
 
@@ -140,8 +123,9 @@ class RankWorker:
         self._observed: list[Observed] = []
         self.prefills = Prefills(lambda *one: self._observed.append(one), tensors[0].device)
 
-    def begin(self, loads: Sequence[RankBatch]) -> None:
-        self.loads.begin([LoadBatch([self._begun(one) for one in some.orders], some.between) for some in loads])
+    def begin(self, loads: Sequence[LoadBatch]) -> None:
+        """`loads`: from the step's metadata, with orders."""
+        self.loads.begin([[self._begun(one) for one in batch] for batch in loads])
 
     def end(self, marks: Sequence[bytes], *, idle: bool) -> None:
         """`marks`: of each pool, from the step's metadata, or none."""
@@ -157,13 +141,12 @@ class RankWorker:
     def close(self) -> None:
         in_turn(*(rank.close for rank in self.ranks))
 
-    def _begun(self, one: RankOrder) -> BegunLoad:
-        load = None
+    def _begun(self, one: BegunLoad) -> BegunLoad:
         try:
-            load = self.ranks[one.pool].load(one.order) if one.order else None
+            return dataclasses.replace(one, load=self.ranks[one.pool].load(one.order)) if one.order else one
         except GdsCacheError as error:  # the load is answered as bad: a rank that raises ends vLLM
             log_failure(error)
-        return BegunLoad(one.pool, load, one.places)
+            return one
 
 
 def addresses_of(addresses: Mapping[int, Sequence[RankAddress]], ranks: int) -> list[list[RankAddress]]:

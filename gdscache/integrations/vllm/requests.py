@@ -16,9 +16,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
-from gdscache.integrations.fetching import ENDING_S, PinnedFetch
-from gdscache.integrations.group_fetching import Fetch, GroupPart
+from gdscache.engine.hybrid_handles import HybridHit
+from gdscache.integrations.fetching import ENDING_S, Fetch
 from gdscache.integrations.prefills import LEAST_TOKENS
+from gdscache.pages.hit import Hit
 from gdscache.pages.keys import Page, PageHashes
 
 LOOK_AGAIN_S = 1.0  # a waiting request is looked up again after this time
@@ -31,16 +32,26 @@ class LoadOrder:
     """Pages of a request from `first` on go into `blocks`. Its executor releases `fetch`.
 
     `between`: the request waits for the pages' verdict; otherwise this step computes with them, and `fetch` has checked
-    them. `pool`: their pool, in a hybrid model. `trace`: the headers of the request's trace, if it has one.
+    them. `pool`, `rows`: in a hybrid model their pool, and their places among its pages of the fetch. `trace`: the
+    headers of the request's trace, if it has one.
     """
 
     request_id: str
-    fetch: PinnedFetch | GroupPart
+    fetch: Fetch
     first: int
     blocks: tuple[int, ...]
     between: bool = False
     pool: int = 0
     trace: Mapping[str, str] | None = None
+    rows: Sequence[int] = ()
+
+    def hit(self) -> Hit:
+        """The pages for a load; fewer than `blocks` if some have gone. Raises `LoadOrderError`."""
+        found = (self.fetch.unchecked if self.between else self.fetch.checked)(self.first, len(self.blocks))
+        if not isinstance(found, HybridHit):
+            return found
+        part = found.parts[self.pool]
+        return part.part([row for row in self.rows if row < len(part.pages)])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,23 +111,18 @@ class RequestTable:
         wait: float,
         refuses: Callable[[Any], str] = lambda request: "",
         clock: Callable[[], float] = time.monotonic,
-        waited: Callable[[float], object] = lambda seconds: None,
         named: Callable[[Any, int, int, Sequence[bytes]], object] | None = None,
-        unused: Callable[[str, Any, int, str], object] = lambda request_id, fetch, first, why: None,
         counts: Counter[str] | None = None,
     ) -> None:
-        """`cache`: a `PinningCache`, or a `GroupCache` of a `GroupTable`. `wait`: seconds of "not yet" for a request,
-        at most. `refuses`: the reason to leave a request alone, or "". `waited`: called with each request's wait.
-        `named(request, group, first, keys)`: called with the keys of pages from `first` on, if KV events are on.
-        `unused`: called with cached pages that a request computes."""
+        """`cache`: a `PinningCache`, or the `GroupSession` of a `GroupTable`. `wait`: seconds of "not yet" for a
+        request, at most. `refuses`: the reason to leave a request alone, or "". `named(request, group, first, keys)`:
+        called with the keys of pages from `first` on, if KV events are on."""
         self._cache = cache
         self.page_tokens = page_tokens
         self._wait = wait
         self._refuses = refuses
         self._clock = clock
-        self._waited = waited
         self._named = named
-        self._unused = unused
         self._known: dict[str, Known] = {}
         self._loads: list[LoadOrder] = []
         self._fresh: set[int] = set()
@@ -171,7 +177,7 @@ class RequestTable:
             known.since = None
         if not known.answered:
             known.answered = True
-            self._waited(now - known.asked)
+            self._cache.waited(now - known.asked)
         crowded = fetch.crowded()
         pages = max(0, min(fetch.wanted if crowded else fetch.verified(), most) - known.local)
         known.between = (crowded or self.between) and pages > 0
@@ -193,7 +199,7 @@ class RequestTable:
         known.sources = fetch.sources(known.local, there - known.local)
         if fetch.cached > there:
             why = "late" if known.late else "no room in the CPU tier" if fetch.crowded() else "not loaded"
-            self._unused(request.request_id, fetch, there, why)
+            self._cache.unused(request.request_id, fetch, there, why)
         self._offer(known, there, fetch)
         orders = self._orders(known, fetch, blocks, there) if tokens else []  # an error leaves the fetch to `finish`
         known.fetch, known.since, known.asked, known.answered = None, None, None, False

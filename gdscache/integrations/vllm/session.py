@@ -11,13 +11,14 @@ import functools
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from typing import TYPE_CHECKING
 
 from gdscache.engine.engine import CacheEngine
 from gdscache.engine.hybrid import HybridEngine
 from gdscache.errors import InterfaceUnsupportedError
-from gdscache.integrations.fetching import PinningCache
+from gdscache.groups.names import GroupNames
+from gdscache.integrations.fetching import GroupFetch, PinningCache
 from gdscache.runtime.threads import in_turn
 
 if TYPE_CHECKING:
@@ -25,12 +26,10 @@ if TYPE_CHECKING:
 
 
 class VllmSession(PinningCache):
-    """An engine over vLLM's tensors, and its users. `hybrid`: the engine of a model with groups of layers."""
+    """An engine over vLLM's tensors, and its users."""
 
     def __init__(self, engine: CacheEngine | HybridEngine, pin_seconds: float) -> None:
-        self.hybrid = engine if isinstance(engine, HybridEngine) else None
-        first, *others = [engine] if isinstance(engine, CacheEngine) else engine.engines
-        super().__init__(first, pin_seconds, *others)
+        super().__init__(engine, pin_seconds)
         self.observe_prefill, self.close = engine.observe_prefill, engine.close
         self._stores: Stores | None = None
         self.busy: Callable[[], bool] = bool
@@ -68,6 +67,31 @@ class VllmSession(PinningCache):
         return any(engine.tiers.get(tier) == "memory" for engine in self.engines)
 
 
+class GroupSession(VllmSession):
+    """Of a hybrid model: the cache of a `GroupTable`, in all groups at once."""
+
+    def __init__(self, engine: HybridEngine, pin_seconds: float, digest_tokens: int) -> None:
+        """`digest_tokens`: tokens that each digest of a request adds to the one before."""
+        super().__init__(engine, pin_seconds)
+        self._hybrid, self._digest_tokens = engine, digest_tokens
+        self.groups, self.window_every = engine.groups, engine.window_every
+        self.adapts = engine.config.store.window_every is None  # windows are fewer while requests part often
+
+    def names(self) -> GroupNames:
+        """Names for a new request, under the inference engine's present weights."""
+        return self._hybrid.group_names(self.salt, self._digest_tokens)
+
+    def fetch(self, names: GroupNames, most: int, tokens: int) -> GroupFetch:  # type: ignore[override]
+        """Begin to bring the pages of a hit of up to `most` tokens, for a request of `tokens`."""
+        return GroupFetch(self._hybrid, names, most, tokens, self.pin_seconds)
+
+    def stand(self, names: GroupNames, wanted: Sequence[Sequence[int]]) -> None:
+        self._hybrid.states.stand(names, wanted)
+
+    def reach(self, names: GroupNames, most: int) -> tuple[int, int]:
+        return self._hybrid.reach(names, most)
+
+
 class Sessions:
     """The sessions of this process by vLLM's `engine_id`. Thread-safe."""
 
@@ -76,13 +100,11 @@ class Sessions:
         self._open: dict[str, VllmSession] = {}
         self._users = Counter[VllmSession]()
 
-    def open(self, engine_id: str, make: Callable[[], VllmSession]) -> VllmSession:
-        """Open a session, for the worker."""
-        session = make()
+    def open(self, engine_id: str, session: VllmSession) -> None:
+        """The worker has opened it, and uses it."""
         with self._lock:
             self._open[engine_id] = session
             self._users[session] += 1
-        return session
 
     def join(self, engine_id: str) -> VllmSession:
         """Join the session, for the scheduler. Raises `InterfaceUnsupportedError` if the worker is in another

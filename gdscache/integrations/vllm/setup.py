@@ -25,7 +25,6 @@ from gdscache.errors import (
     RopeByLengthError,
     SpeculationUnsupportedError,
     WeightsNotFoundError,
-    WeightUpdatesUnsupportedError,
 )
 from gdscache.integrations.fetching import ENDING_S
 from gdscache.integrations.fields import plain, table_in
@@ -87,8 +86,14 @@ def refuse_config(vllm: Any, environment: Mapping[str, str] = os.environ) -> Non
     """The checks of `refuse_setup` that need no KV cache."""
     transfer, parallel = vllm.kv_transfer_config, vllm.parallel_config
     cache, model = vllm.cache_config, vllm.model_config
-    table().refuse(KVTransferConfig=transfer, ParallelConfig=parallel, CacheConfig=cache, ModelConfig=model)
-    _refuse_ranks(parallel)
+    owners = {"KVTransferConfig": transfer, "ParallelConfig": parallel, "CacheConfig": cache, "ModelConfig": model}
+    table().refuse(VllmConfig=vllm, **owners)
+    hosts = getattr(parallel, "nnodes_within_dp", getattr(parallel, "nnodes", 1))
+    if hosts != 1:
+        raise ParallelismUnsupportedError(
+            f"the ranks of an engine are on {hosts} hosts (nnodes is {getattr(parallel, 'nnodes', hosts)})",
+            "leave --nnodes out: run one server a host, with as many GPUs as that has",
+        )
     _refuse_hashes(vllm.cache_config, environment)
     kept_as = getattr(vllm.cache_config, "cache_dtype", "auto")
     if "per_token_head" in kept_as and kept_as not in _SCALED and not _untried(vllm):
@@ -96,10 +101,6 @@ def refuse_config(vllm: Any, environment: Mapping[str, str] = os.environ) -> Non
             f"kv_cache_dtype is {kept_as}, which no GPU has run with this connector; {' and '.join(_SCALED)} are "
             "supported",
             'use one of these; to try it, add "untried": true to kv_connector_extra_config, and compare answers',
-        )
-    if getattr(vllm, "weight_transfer_config", None) is not None:
-        raise WeightUpdatesUnsupportedError(
-            "weight_transfer_config is set: pages of the old weights would be served", "leave it out"
         )
     speculative = vllm.speculative_config
     if speculative is not None and speculative.method not in ("ngram", "ngram_gpu"):
@@ -111,23 +112,6 @@ def refuse_config(vllm: Any, environment: Mapping[str, str] = os.environ) -> Non
 
 def _untried(vllm: Any) -> bool:
     return (vllm.kv_transfer_config.kv_connector_extra_config or {}).get("untried") is True
-
-
-def _refuse_ranks(parallel: Any) -> None:
-    """Raise `ParallelismUnsupportedError` unless all ranks are on this host, as vLLM starts them itself."""
-    hosts = getattr(parallel, "nnodes_within_dp", getattr(parallel, "nnodes", 1))
-    if hosts != 1:
-        raise ParallelismUnsupportedError(
-            f"the ranks of an engine are on {hosts} hosts (nnodes is {getattr(parallel, 'nnodes', hosts)})",
-            "leave --nnodes out: run one server a host, with as many GPUs as that has",
-        )
-    backend = getattr(parallel, "distributed_executor_backend", None)
-    if backend not in (None, "uni", "mp"):
-        name = backend if isinstance(backend, str) else getattr(backend, "__name__", str(backend))
-        raise ParallelismUnsupportedError(
-            f"distributed_executor_backend is {name!r}, which starts workers in its own way",
-            "set --distributed-executor-backend mp, or leave it out",
-        )
 
 
 def separate(parallel: Any) -> bool:

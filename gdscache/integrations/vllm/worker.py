@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING
 
 from gdscache.cuda.streams import Event
 from gdscache.errors import GdsCacheError, LayerHooksError, VerifiedLoadError
-from gdscache.integrations.handing import HandedStore, StoreThread
+from gdscache.integrations.handing import HandedStore
 from gdscache.integrations.prefills import Prefills
 from gdscache.integrations.vllm.requests import LoadOrder, StoreOrder
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.moves import PageStatus
 from gdscache.pages.keys import Page
-from gdscache.runtime.threads import log_failure
+from gdscache.runtime.threads import Workers, log_failure
 
 if TYPE_CHECKING:
     import torch
@@ -41,11 +41,14 @@ Place = tuple[str, tuple[int, ...]]  # a request, and the blocks for pages of it
 @dataclasses.dataclass(frozen=True, slots=True)
 class BegunLoad:
     """A begun load in one pool, and the blocks of its requests. `load` is None if it could not begin: all its pages are
-    bad."""
+    bad. `between`: its request waits for its end, and for those in its other pools. `order`: for `Rank.load`, on the
+    way to ranks; empty if the load could not begin."""
 
     pool: int
     load: LayerwiseLoad | None
     places: Sequence[Place]
+    between: bool = False
+    order: bytes = b""
 
     def done(self) -> bool:
         return self.load is None or self.load.done()
@@ -65,27 +68,12 @@ class BegunLoad:
         return bad
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class LoadBatch:
-    """A begun load. `between`: its request waits for its end, and `pools` are those with pages of it. Otherwise it is
-    of all requests of a step, in their model's only pool."""
+# The one load of all requests within a step, in their model's only pool; or those of a request between steps, a pool.
+LoadBatch = Sequence[BegunLoad]
 
-    pools: Sequence[BegunLoad]
-    between: bool = False
 
-    def wait(self, layer: int) -> None:
-        for one in self.pools:
-            if one.load is not None:
-                one.load.wait(layer)
-
-    def done(self) -> bool:
-        return all(one.done() for one in self.pools)
-
-    def bad_blocks(self) -> set[int]:
-        return set().union(*(one.bad_blocks() for one in self.pools))
-
-    def requests(self) -> set[str]:
-        return {request_id for one in self.pools for request_id, _ in one.places}
+def requests_of(batch: LoadBatch) -> set[str]:
+    return {request_id for one in batch for request_id, _ in one.places}
 
 
 def begin_loads(engines: Sequence[CacheEngine], orders: Sequence[LoadOrder], counts: Counter[str]) -> list[LoadBatch]:
@@ -95,48 +83,30 @@ def begin_loads(engines: Sequence[CacheEngine], orders: Sequence[LoadOrder], cou
     them.
     """
     within = [order for order in orders if not order.between]
-    batches = [[within]] if within else []
-    between: dict[str, list[list[LoadOrder]]] = {}
+    batches: dict[str, list[list[LoadOrder]]] = {"": [within]} if within else {}  # by request; "": within the step
     for order in orders:
         if order.between:
-            between.setdefault(order.request_id, []).append([order])
-    batches += between.values()
+            batches.setdefault(order.request_id, []).append([order])
     try:
-        begun = [
-            LoadBatch(
-                [
-                    BegunLoad(
-                        of[0].pool,
-                        _begun(engines[of[0].pool], of, counts),
-                        [(order.request_id, order.blocks) for order in of],
-                    )
-                    for of in batch
-                ],
-                batch[0][0].between,
-            )
-            for batch in batches
-        ]
-        counts["loads"] += sum(len(one.requests()) for one in begun if all(part.load is not None for part in one.pools))
-        return begun
+        loads = [[_begun(engines[of[0].pool], of, counts) for of in batch] for batch in batches.values()]
     finally:
         for order in orders:
             order.fetch.release()
+    counts["loads"] += sum(len(requests_of(some)) for some in loads if all(one.load is not None for one in some))
+    return [*loads]
 
 
-def _begun(engine: CacheEngine, orders: Sequence[LoadOrder], counts: Counter[str]) -> LayerwiseLoad | None:
-    batch = []
+def _begun(engine: CacheEngine, orders: Sequence[LoadOrder], counts: Counter[str]) -> BegunLoad:
+    load = None
     try:
-        for order in orders:
-            take = order.fetch.unchecked if order.between else order.fetch.checked
-            hit = take(order.first, len(order.blocks))
-            batch.append((hit, list(order.blocks[: len(hit.pages)])))
+        hits = [(order.hit(), order.blocks) for order in orders]
         with engine.timeline.requests(order.trace for order in orders):
-            load = engine.load_many(batch)
+            load = engine.load_many([(hit, list(blocks[: len(hit.pages)])) for hit, blocks in hits])
+        counts["begun_pages"] += sum(len(order.blocks) for order in orders)
     except GdsCacheError as error:
         log_failure(error)
-        return None
-    counts["begun_pages"] += sum(len(order.blocks) for order in orders)
-    return load
+    places = [(order.request_id, order.blocks) for order in orders]
+    return BegunLoad(orders[0].pool, load, places, orders[0].between)
 
 
 class Marks:
@@ -187,7 +157,7 @@ class Stores:
         self._steps = 0  # since the first waiting page
         self._held: deque[tuple[list[StoreOrder], bool]] = deque()  # the latest, unproven steps, with their `last`
         self._reading: list[tuple[HandedStore, frozenset[int]]] = []  # with their blocks
-        self._thread = StoreThread("gdscache-stores")
+        self._thread = Workers(1, "gdscache-stores")
 
     def begin(self, orders: Sequence[StoreOrder], *, last: bool = False, unproven: int = 0) -> None:
         """Store a step's pages, of all requests together. Never waits for a disk.
@@ -247,7 +217,7 @@ class Stores:
         try:
             self.flush()
         finally:
-            self._thread.close()
+            self._thread.shutdown()
 
     def _start(self, pool: int, orders: Sequence[StoreOrder]) -> None:
         engine, marks, salt = self._engines[pool], self._marks[pool], self._salt
@@ -263,7 +233,7 @@ class Stores:
             finally:
                 marks.passed(after)
 
-        self._reading.append((self._thread.start(store), frozenset(blocks)))
+        self._reading.append((HandedStore(self._thread, store), frozenset(blocks)))
         self._counts["offered_pages"] += len(pages)
 
     def _let_go(self, unproven: int) -> bool:
@@ -293,10 +263,10 @@ class Loads:
         self._layers = layers
         self._counts = counts
         self._overlapping = overlapping
-        self._now: LoadBatch | None = None
+        self._now: BegunLoad | None = None
         self._waited: set[int] = set()
         self._step = 0
-        self._unproven: list[tuple[int, LoadBatch]] = []  # with the number of each one's step, oldest first
+        self._unproven: list[tuple[int, BegunLoad]] = []  # with the number of each one's step, oldest first
         self._between: list[LoadBatch] = []
         self._arrived: set[str] = set()
         self._failed: set[str] = set()
@@ -318,16 +288,17 @@ class Loads:
 
     def begin(self, batches: Sequence[LoadBatch]) -> None:
         for batch in batches:
-            if batch.between:
+            if batch[0].between:
                 self._between.append(batch)
             else:
-                self._now, self._waited = batch, set()
+                (self._now,), self._waited = batch, set()
 
     def wait(self, layer: int) -> None:
         """Order the current stream after this layer of the step's load."""
         if self._now is not None and layer not in self._waited:
             self._waited.add(layer)
-            self._now.wait(layer)
+            if self._now.load is not None:
+                self._now.load.wait(layer)
 
     def wait_all(self) -> None:
         for layer in range(self._layers if self._now is not None else 0):
@@ -375,14 +346,14 @@ class Loads:
     def _judge(self, *, wait: bool) -> bool:
         """Check the verdicts of loads within steps: of ended ones, or with `wait` of all. True if all are good."""
         good, left = True, []
-        for number, batch in self._unproven:
-            if not (wait or batch.done()):
-                left.append((number, batch))
+        for number, one in self._unproven:
+            if not (wait or one.done()):
+                left.append((number, one))
                 continue
-            bad = batch.bad_blocks()
+            bad = one.bad_blocks()
             if bad and self._overlapping:
                 raise VerifiedLoadError(
-                    f"{len(bad)} blocks of {len(batch.requests())} requests were not loaded, and the next step goes on "
+                    f"{len(bad)} blocks of {len(one.places)} requests were not loaded, and the next step goes on "
                     "from them",
                     "see the log for a CUDA error, and restart; without one, raise pin_seconds",
                 )
@@ -392,17 +363,16 @@ class Loads:
         return good
 
     def _poll(self) -> None:
-        left = []
-        for batch in self._between:
-            if batch.done():
-                bad, requests = batch.bad_blocks(), batch.requests()
-                self._arrived |= requests
-                self._failed |= requests if bad else set()
-                self._bad |= bad
-                self._counts["bad_pages"] += len(bad)
-            else:
-                left.append(batch)
-        self._between = left
+        between, self._between = self._between, []
+        for batch in between:
+            if not all(one.done() for one in batch):
+                self._between.append(batch)
+                continue
+            bad, requests = set[int]().union(*(one.bad_blocks() for one in batch)), requests_of(batch)
+            self._arrived |= requests
+            self._failed |= requests if bad else set()
+            self._bad |= bad
+            self._counts["bad_pages"] += len(bad)
 
 
 def end_step(

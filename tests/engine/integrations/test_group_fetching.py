@@ -18,9 +18,9 @@ import pytest
 from gdscache.errors import LoadOrderError
 from gdscache.groups.base import needed
 from gdscache.groups.names import GroupNames, GroupPage
-from gdscache.integrations.fetching import PinningCache
-from gdscache.integrations.group_fetching import GroupCache, GroupFetch, GroupPart
+from gdscache.integrations.fetching import GroupFetch
 from gdscache.integrations.vllm.requests import LoadOrder, StoreOrder
+from gdscache.integrations.vllm.session import GroupSession
 from gdscache.integrations.vllm.worker import Loads, Stores, begin_loads
 from gdscache.storage.base import Op
 from tests.support.faults import Fault, FaultPlan
@@ -41,12 +41,11 @@ class Hybrid:
         self.host = open_hybrid(model, **({"cpu": 24, "ssd": 64, "transport": faulty} | options))
         self.engine = self.host.engine
         self.pools = self.engine.engines
-        self.cache = PinningCache(self.pools[0], 60.0, *self.pools[1:])
-        self.group_cache = GroupCache(self.cache, self.engine, SIZE)
+        self.cache = GroupSession(self.engine, 60.0, SIZE)
         self.stores = Stores(self.pools, Counter())
 
     def names(self, seed: int, tokens: int) -> GroupNames:
-        names = self.group_cache.names()
+        names = self.cache.names()
         names.extend([hashlib.sha256(bytes([seed, page])).digest() for page in range(tokens // SIZE)])
         return names
 
@@ -98,7 +97,7 @@ class Hybrid:
 
     def fetch(self, seed: int, tokens: int) -> GroupFetch:
         """Of a request that has one token more."""
-        return self.group_cache.fetch(self.names(seed, tokens), tokens, tokens + 1)
+        return self.cache.fetch(self.names(seed, tokens), tokens, tokens + 1)
 
     def orders(
         self, fetch: GroupFetch, numbers: Sequence[Sequence[int]], *, between: bool = False
@@ -106,7 +105,7 @@ class Hybrid:
         """Blocks for these pages of a fetch, by pool, and the orders of a load into them."""
         taken = self.take([len(some) for some in numbers])
         return taken, [
-            LoadOrder("r", GroupPart(fetch, pool, some), 0, tuple(blocks), between, pool)
+            LoadOrder("r", fetch, 0, tuple(blocks), between, pool, rows=some)
             for pool, (some, blocks) in enumerate(zip(numbers, taken, strict=True))
             if some
         ]
@@ -115,14 +114,14 @@ class Hybrid:
         """Load pages of a fetch, pool by pool, into blocks; which were loaded. Those have their bytes."""
         taken, orders = self.orders(fetch, numbers, between=between)
         (batch,) = begin_loads(self.pools, orders, Counter())
-        bad, found = {one.pool: one.bad_blocks() for one in batch.pools}, list[bool]()
+        bad, found = {one.pool: one.bad_blocks() for one in batch}, list[bool]()
         for pool, (some, blocks) in enumerate(zip(numbers, taken, strict=True)):
             for number, block in zip(some, blocks, strict=True):
                 found.append(block not in bad[pool])
                 if found[-1]:
                     got = read_page(self.planes(pool), self.pools[pool].layout, [block])
                     assert np.array_equal(got, self.bytes(pool, fetch.pages[pool][number]))
-        for one in batch.pools:
+        for one in batch:
             if one.load is not None:
                 one.load.release_event.synchronize(WAIT)
         self.give(taken)
@@ -350,7 +349,7 @@ def test_a_request_arrives_when_all_its_pools_have(opened: Callable[..., Hybrid]
     with FaultPlan.rule(PLAN, Fault.HANG, Op.READ, where=lambda path, offset: Path(path) == slow) as rule:
         loads.begin(begin_loads(hybrid.pools, orders, counts))
         until(lambda: PLAN.held > 0, "it reads")
-        until(lambda: sum(one.load.done() for one in loads._between[0].pools) == 2, "the others end")  # type: ignore[union-attr]
+        until(lambda: sum(one.load.done() for one in loads._between[0]) == 2, "the others end")  # type: ignore[union-attr]
         loads.end_step()
         assert (loads.take_arrived(), loads.under_way) == (set(), True)
         rule.release()

@@ -147,7 +147,7 @@ def test_windows_of_sglangs_hybrid_models_are_packed_and_states_and_quantised_pa
 
     def packed(planes: PoolPlanes) -> dict[str, bool]:
         model = ModelConfig.model_validate({"name": "m", "pack": "on", **planes.model()})
-        return {pool.name: layout.packed for pool, layout in zip(planes.pools(), model.pool_layouts, strict=True)}
+        return {name: layout.packed for name, layout in zip(planes.pools(), model.pool_layouts, strict=True)}
 
     assert packed(device(torch.bfloat16)) == {"kv": True, "swa": True, "mamba": False}
     assert packed(device(torch.float8_e4m3fn)) == {"kv": True, "swa": False, "mamba": False}

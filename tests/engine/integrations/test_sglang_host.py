@@ -27,8 +27,7 @@ from gdscache.integrations.sglang.host import HostPages
 from gdscache.integrations.sglang.loads import LoadTable, QueuedLoad
 from gdscache.integrations.sglang.moves import LayerLoads, Offloads
 from gdscache.integrations.sglang.pages import PageLinks
-from gdscache.integrations.sglang.served import SinglePool
-from gdscache.load.handle import LayerwiseLoad
+from gdscache.integrations.sglang.served import PoolLoads, SinglePool
 from gdscache.storage.base import Op
 from gdscache.store.handle import StoreHandle
 from tests.support.faults import Fault
@@ -284,15 +283,16 @@ class Linked:
         self.cache, self.links = PinningCache(self.engine, 60.0), PageLinks()
         self.table = LoadTable(self.cache, self.links, wait=WAIT, alone=lambda: True, rest=self.cache.rest)
         self.loads = LayerLoads(self.begin_loads, 3, self.counts)
-        self.offloads = Offloads(SinglePool(self.engine), self.counts)
+        self.pool = SinglePool(self.engine, 60.0)
+        self.offloads = Offloads(self.pool, self.counts)
 
     def offload(self, keys: list[str], blocks: list[int], mark: int) -> None:
         for number, block in enumerate(blocks):
             fill(self.tensors, block, mark + number)
         self.offloads.start(self.links.named(keys), lambda: {"kv": blocks}, self.cache.salt, None)
 
-    def begin_loads(self, number: int, queued: Sequence[QueuedLoad]) -> LayerwiseLoad:
-        return self.engine.load_many([(one.hit(), one.blocks()) for one in queued])
+    def begin_loads(self, number: int, queued: Sequence[QueuedLoad]) -> PoolLoads:
+        return self.pool.load_many([(one.hit(), one.blocks()) for one in queued])
 
     def drain(self) -> None:
         """What was offloaded is stored."""
@@ -305,7 +305,7 @@ class Linked:
 
     def begin(self, keys: list[str], blocks: list[int]) -> int:
         assert self.table.lookup("r", keys) == len(keys)
-        assert self.table.load("r", keys, lambda: lambda: blocks)
+        assert self.table.load("r", keys, lambda: lambda: {"kv": blocks})
         return self.loads.queue(self.table.take())
 
     def forward(self, index: int) -> None:
@@ -416,7 +416,7 @@ def test_a_forward_pass_that_waits_for_no_layer_had_no_pages(linked: Linked) -> 
 def test_pages_that_go_before_their_load_begins_are_told(linked: Linked) -> None:
     linked.store(KEYS[:4], [0, 1, 2, 3], 10)
     linked.table.lookup("r", KEYS[:4])
-    assert linked.table.load("r", KEYS[:4], lambda: lambda: [10, 11, 12, 13])
+    assert linked.table.load("r", KEYS[:4], lambda: lambda: {"kv": [10, 11, 12, 13]})
     queued = linked.table.take()
     linked.engine.clear()
     index = linked.loads.queue(queued)
@@ -434,7 +434,7 @@ def test_a_load_that_breaks_off_or_lacks_a_page_is_told(
     linked.store(KEYS[:2], [0, 1], 10)
     index = linked.begin(KEYS[:2], [10, 11])
     linked.forward(index)
-    load = linked.loads._batches[index].load
+    (load,) = linked.loads._batches[index].load.loads
     (report,) = load.results()
     bad = type(report)(report.tokens // 2, (PageStatus.LOADED, PageStatus.ABORTED), {}, 0.0)
 

@@ -14,10 +14,9 @@ import pytest
 
 from gdscache.errors import RankError
 from gdscache.integrations.sglang import linker_ranks as parts
-from gdscache.integrations.sglang.linker_ranks import shard_of
+from gdscache.integrations.sglang.linker_ranks import LinkerRanks, shard_of
 from gdscache.integrations.sglang.planes import PoolPlanes
 from gdscache.integrations.sglang.ranks import place_in, together
-from gdscache.integrations.sglang.served import PoolRanks
 from gdscache.ranks.rank import _Awaited as Mark
 from gdscache.runtime.threads import Flag
 from tests.support.helpers import drop_from, raising, until
@@ -279,7 +278,7 @@ def test_a_load_that_one_pool_cannot_begin_is_waited_for_in_the_others() -> None
     several: Any = [SimpleNamespace(load=begun), SimpleNamespace(load=fails)]
     queued: Any = SimpleNamespace(pages=1, blocks=lambda: {"kv": [1], "swa": [2]})
     with pytest.raises(RankError):
-        PoolRanks(planes, several).load([b"a", b"b"], [queued])
+        LinkerRanks(planes, several).load([b"a", b"b"], [queued])
     assert waited == ["kv"]
 
 
@@ -395,7 +394,7 @@ def test_all_ranks_are_closed_and_the_first_error_is_raised() -> None:
 
         return SimpleNamespace(close=close)
 
-    ranks = PoolRanks(PoolPlanes([], {}, []), [rank(number) for number in range(3)])  # type: ignore[misc]
+    ranks = LinkerRanks(PoolPlanes([], {}, []), [rank(number) for number in range(3)])  # type: ignore[misc]
     with pytest.raises(RankError, match="rank 0"):
         ranks.close()
     assert closed == [0, 1, 2]

@@ -18,7 +18,7 @@ from gdscache.config import Config
 from gdscache.engine.hybrid import HybridEngine
 from gdscache.errors import CacheGroupsUnsupportedError, CacheLayoutUnsupportedError, EngineClosedError, StorageError
 from gdscache.integrations.sglang.host import PoolPages
-from gdscache.integrations.sglang.planes import pools_planes
+from gdscache.integrations.sglang.planes import PoolPlanes, pools_planes
 from gdscache.integrations.sglang.served import SeveralPools
 from gdscache.store.handle import StoreHandle
 from tests.support.helpers import raising
@@ -161,10 +161,10 @@ def test_a_store_that_one_pool_refuses_reads_nothing_behind_the_error(
     open_hybrid: Callable[..., HybridHost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The linker gives blocks back to SGLang where a store was refused."""
-    pools, begun = SeveralPools.__new__(SeveralPools), StoreHandle(1)
-    pools.engine, pools._ranked = open_hybrid("apart").engine, False
+    begun, planes = StoreHandle(1), PoolPlanes([], {}, [])
+    pools = SeveralPools(open_hybrid("apart").engine, 60.0, planes, ranked=False)
     refused = raising(EngineClosedError("the engine was closed meanwhile", "open a new one"))
-    for engine, store in zip(pools.engine.engines, (lambda *_: begun, refused), strict=True):
+    for engine, store in zip(pools.engines, (lambda *_: begun, refused), strict=True):
         monkeypatch.setattr(engine, "store_pages", store)
     threading.Timer(0.1, begun.read, [None]).start()
     with pytest.raises(EngineClosedError):

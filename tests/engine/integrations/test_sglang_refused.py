@@ -9,7 +9,7 @@ import pytest
 
 from gdscache import errors
 from gdscache.errors import CacheGroupsUnsupportedError, IntegrationError, MediaUnsupportedError, RopeByLengthError
-from gdscache.integrations.sglang.refused import refuse_components, refuse_model, refuse_setup
+from gdscache.integrations.sglang.setup import refuse_components, refuse_model, refuse_setup
 
 LIMIT = 4096
 LONG = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}

@@ -26,7 +26,7 @@ from transformers import (
 from gdscache import CacheEngine
 from gdscache.errors import GeometryError, SequenceStateError, TokensError, UnsupportedRequestError
 from gdscache.integrations.transformers import PrefixCache, model_section
-from gdscache.integrations.transformers_parts import parts_of, planes_of
+from gdscache.integrations.transformers_layers import parts_of, planes_of
 
 from tests.support.tiny_transformers import PAGE, PROMPT, SMALL, build, cached, generate, options, serve, tokens  # isort: skip
 

@@ -33,7 +33,7 @@ from gdscache import CacheEngine, HybridEngine
 from gdscache.config import ModelConfig
 from gdscache.errors import GeometryError, InvalidValueError, PoolFullError, SequenceStateError, UnsupportedRequestError
 from gdscache.integrations.transformers import PrefixCache, model_section
-from gdscache.integrations.transformers_parts import STATES
+from gdscache.integrations.transformers_layers import STATES
 from tests.support.helpers import flip_file, together
 from tests.support.pairs import pairs
 from tests.support.tiny_transformers import (

@@ -6,6 +6,7 @@ The ranks are in this process here, each with tensors of its own; what they are 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import pickle
 import time
@@ -22,9 +23,10 @@ from gdscache.config import Config
 from gdscache.errors import DeadlineError, RankMismatchError, VerifiedLoadError
 from gdscache.integrations.settings import one_model
 from gdscache.integrations.vllm.planes import planes_of
-from gdscache.integrations.vllm.ranks import Lead, RankBatch, RankOrder, RankWorker, addresses_of
+from gdscache.integrations.vllm.ranks import Lead, RankWorker, addresses_of
 from gdscache.integrations.vllm.requests import LoadOrder, StoreOrder
 from gdscache.integrations.vllm.session import VllmSession
+from gdscache.integrations.vllm.worker import LoadBatch
 from tests.support.helpers import drop_from, flip_file, until
 
 LAYERS, BLOCKS, TOKENS, PAGES = 3, 16, 4, 5
@@ -74,12 +76,12 @@ class Ranks:
         fresh: set[int] | None = None,
         *,
         idle: bool = False,
-    ) -> tuple[list[RankBatch], list[bytes]]:
+    ) -> tuple[list[LoadBatch], list[bytes]]:
         """What the metadata of a step says."""
         told: Any = self.lead.step(loads or [], stores or [], fresh or set(), idle=idle, last=idle)
         return pickle.loads(pickle.dumps(told))  # type: ignore[no-any-return]
 
-    def carry_out(self, told: tuple[list[RankBatch], list[bytes]], *, idle: bool = False) -> None:
+    def carry_out(self, told: tuple[list[LoadBatch], list[bytes]], *, idle: bool = False) -> None:
         """The step on each rank."""
         for worker in self.workers:
             worker.begin(told[0])
@@ -252,8 +254,7 @@ def test_a_load_within_a_step_that_is_bad_after_all(tmp_path: Path, overlapping:
         ranks.store(1, [0, 1, 2, 3, 4], 10)
         told = ranks.told([ranks.order(1, [5, 6])], [stored(2, [7, 8])])
         ((batch,), mark) = told
-        wrong = RankOrder(0, b"nothing that anybody would understand", batch.orders[0].places)
-        lost = RankBatch((wrong,), between=False)
+        lost = [dataclasses.replace(batch[0], order=b"nothing that anybody would understand")]
         first, second = ranks.workers
         first.begin([batch])
         first.loads.wait_all()

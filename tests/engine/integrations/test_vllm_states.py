@@ -19,13 +19,12 @@ from gdscache.config import Config
 from gdscache.config.pools import pool_parts
 from gdscache.engine.hybrid import HybridEngine
 from gdscache.groups.pools import pools_of
-from gdscache.integrations.group_fetching import GroupCache
 from gdscache.integrations.vllm.cache_groups import block_tokens, state_layers
 from gdscache.integrations.vllm.groups import GroupTable, KeptStates
 from gdscache.integrations.vllm.planes import VllmPlanes, planes_of
 from gdscache.integrations.vllm.ranks import Lead, RankWorker, addresses_of
 from gdscache.integrations.vllm.requests import LoadOrder, StoreOrder
-from gdscache.integrations.vllm.session import VllmSession
+from gdscache.integrations.vllm.session import GroupSession
 from gdscache.integrations.vllm.setup import model_of
 from gdscache.integrations.vllm.worker import EngineWorker
 from tests.support.helpers import WAIT, drop_from, flip_file, until
@@ -132,7 +131,7 @@ class Engine:
         self.workers: list[RankWorker] = []
         if ranks == 1:
             self.engine = HybridEngine(config, [(tensor,) for tensor in planes[0]])
-            self.session = VllmSession(self.engine, 60.0)
+            self.session = GroupSession(self.engine, 60.0, SMALL.tokens)
             self.worker = EngineWorker(self.session, planes[0], self.counts, overlapping=True)
             self.session.attend(self.worker.stores, lambda: self.worker.loads.under_way)
         else:
@@ -141,13 +140,12 @@ class Engine:
                 self.workers.append(RankWorker(own, rank, rank, overlapping=True, pools=pools))
             told = {rank: [one.address for one in worker.ranks] for rank, worker in enumerate(self.workers)}
             self.engine = HybridEngine(config, ranks=addresses_of(told, ranks))
-            self.session = VllmSession(self.engine, 60.0)
+            self.session = GroupSession(self.engine, 60.0, SMALL.tokens)
             self.lead = Lead(self.session.engines, self.counts, overlapping=True)
             self.session.attend(self.lead, self.lead.busy)
-        groups = GroupCache(self.session, self.engine, SMALL.tokens)
         self.pool, states = BlockPool(), KeptStates()
         states.bind(self.pool)
-        self.table = GroupTable(self.engine.groups, groups, 8192, states, wait=WAIT)
+        self.table = GroupTable(self.session, states, wait=WAIT)
 
     def step(self, loads: Sequence[LoadOrder] = (), stores: Sequence[StoreOrder] = ()) -> None:
         """A step of vLLM's, which computes something where it has stores."""

@@ -412,14 +412,14 @@ def test_roles_share_an_engine_and_the_last_closes_it(tmp_path: Path) -> None:
     sessions = Sessions()
     with pytest.raises(InterfaceUnsupportedError, match="engine a"):
         sessions.join("a")
-    made = sessions.open("a", lambda: VllmSession(over_tensors(tmp_path)[1], 60))
+    sessions.open("a", made := VllmSession(over_tensors(tmp_path)[1], 60))
     assert sessions.join("a") is made
     sessions.leave("a", made)
     made.engine.stats()
     sessions.leave("a", made)
     with pytest.raises(InterfaceUnsupportedError):
         sessions.join("a")
-    again = sessions.open("a", lambda: VllmSession(over_tensors(tmp_path)[1], 60))  # the directory is free again
+    sessions.open("a", again := VllmSession(over_tensors(tmp_path)[1], 60))  # the directory is free again
     sessions.leave("a", again)
 
 

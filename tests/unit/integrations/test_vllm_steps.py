@@ -53,11 +53,10 @@ steps = st.lists(
 class HandsOver:
     """In place of the thread: at once, so that what has a verdict by then is known."""
 
-    def start(self, store: Callable[[], StoreHandle]) -> Any:
-        store()
-        return SimpleNamespace(done=lambda: True, wait=lambda: None)
+    def submit(self, work: Callable[[], object]) -> None:
+        work()
 
-    def close(self) -> None:
+    def shutdown(self) -> None:
         pass
 
 
@@ -83,7 +82,7 @@ class World:
         self.engine = engine
         self.loads = Loads(1, Counter(), overlapping=overlapping)
         self.stores = Stores([engine], Counter(), self.loads.prove)
-        self.stores._thread.close()
+        self.stores._thread.shutdown()
         self.stores._thread = HandsOver()  # type: ignore[assignment]
 
     def names(self, step: int) -> list[bytes]:
@@ -129,7 +128,9 @@ class World:
             if step.load is not None and number not in self.judged:
                 later = {name for n in range(number, len(self.given)) for name in self.names(n)}
                 self.early += [name for name in names if name in later]
-        return StoreHandle(len(pages))
+        handle = StoreHandle(len(pages))
+        handle.read(None)
+        return handle
 
 
 @given(steps)
