@@ -58,11 +58,12 @@ class Forwards:
         self._calls: list[tuple[int, torch.Tensor]] = []  # first token, ids (rows, tokens)
         self._handles: list[Any] = []
 
-    def watch(self, model: torch.nn.Module, cache: Cache, let_go: Callable[[Any, bool], bool]) -> None:
+    def watch(self, model: torch.nn.Module, cache: Cache, let_go: Callable[[Any, int, bool | None], bool]) -> None:
         """Check each call of `model` with `cache` until `stop`. The hook holds the cache weakly.
 
-        `let_go(ids, sure)`: drops the prefix if these ids are the whole prompt again, as at the begin of assisted
-        generation. `sure`: positions or mask show that the call begins at token 0.
+        `let_go(ids, past, anew)`, of the first call: drops the prefix if these ids are the whole prompt again, as where
+        assisted generation begins, and refuses ids that are not the prompt's behind `past` tokens. `anew`: whether
+        positions or mask show that the call begins at token 0, or None.
         """
         signature, mine = inspect.signature(model.forward), weakref.ref(cache)
 
@@ -82,8 +83,7 @@ class Forwards:
             if kwargs is not None and own is not None and _has_cache(given, own):
                 self.check()
                 self._look_at_adapters()
-                anew = _begins_anew(given) if past and not self._calls else False
-                if anew is not False and let_go(given.get("input_ids"), anew is True):
+                if past and not self._calls and let_go(given.get("input_ids"), past, _begins_anew(given)):
                     past = 0
                 told = {n: v for n, v in given.items() if n in _CHECKED or not _is_default(signature, n, v)}
                 self._called(told, past)

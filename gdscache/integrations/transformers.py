@@ -373,15 +373,23 @@ def _check_groups(engine: HybridEngine, model: torch.nn.Module) -> list[LayerPar
     return parts
 
 
-def _let_go(cache: weakref.ref[GdsCache], ids: Any, sure: bool) -> bool:
-    """Empty the cache if the model computes the whole prompt again. Its slots stay, and it can be committed."""
+def _let_go(cache: weakref.ref[GdsCache], ids: Any, past: int, anew: bool | None) -> bool:
+    """Empty the cache if the model computes the whole prompt again. Its slots stay, and it can be committed. Raises
+    `UnsupportedRequestError` for ids that are not the prompt's behind the prefix."""
     own = cache()
-    if own is None or not isinstance(ids, torch.Tensor) or ids.dim() != 2:
+    if own is None or not isinstance(ids, torch.Tensor) or ids.dim() != 2 or len(ids) != len(own.prompts):
         return False
-    prompts, behind = own.prompts, own.cached_tokens
-    if len(ids) != len(prompts) or (given := ids[:, : len(prompts[0])].tolist()) != prompts:
+    prompts, behind, given = own.prompts, own.cached_tokens, ids.tolist()
+    if anew is False or [row[: len(prompts[0])] for row in given] != prompts:
+        rest = [prompt[past : past + ids.shape[1]] for prompt in prompts]
+        if past == behind and [row[: len(rest[0])] for row in given] != rest:
+            raise UnsupportedRequestError(
+                f"the model is called with other tokens than the prompt's behind the first {past}, which are cached: a "
+                "wrapper of the model cuts or changes them, as PEFT's virtual tokens do",
+                "open the cache with the tokens that the model is called with; run virtual tokens without it",
+            )
         return False
-    if not sure and all(row[: len(row) - behind] == row[behind:] for row in given):
+    if anew is None and all(row[: len(row) - behind] == row[behind:] for row in prompts):
         raise UnsupportedRequestError(
             "the model is called with tokens that are the prompt, and that continue it too: it repeats itself",
             "call the model with position_ids, or with an attention mask",

@@ -151,6 +151,18 @@ def test_tokens_that_begin_the_prompt_or_continue_it_are_refused(model: PreTrain
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
 
+def test_other_tokens_than_the_prompts_behind_the_prefix_are_refused(
+    model: PreTrainedModel, engine: CacheEngine
+) -> None:
+    """As PEFT calls a model with virtual tokens: with the last token alone, as if the cache had the others."""
+    expected = serve(engine, model, tokens())["tokens"]
+    with PrefixCache(engine, model).open(tokens()) as cache:
+        with pytest.raises(UnsupportedRequestError, match="other tokens than the prompt's behind the first 40"):
+            model(tokens()[:, -1:], past_key_values=cache)
+        out, _ = generate(model, tokens(), cache)
+    assert torch.equal(out, expected)
+
+
 def test_positions_that_begin_at_0_before_other_tokens_are_refused(model: PreTrainedModel, engine: CacheEngine) -> None:
     serve(engine, model, tokens())
     with PrefixCache(engine, model).open(tokens()) as cache, torch.no_grad():
