@@ -7,6 +7,8 @@ import time
 from collections import deque
 from typing import NamedTuple
 
+from gdscache.sizes import Count
+
 KEPT = 512  # durations of a kind
 SLOW_S = 600.0  # seconds for which a slow load is told of
 
@@ -14,7 +16,7 @@ SLOW_S = 600.0  # seconds for which a slow load is told of
 class Summary(NamedTuple):
     """The median and 99th percentile of `samples` durations, in seconds."""
 
-    samples: int
+    samples: Count
     median: float
     slow: float
 
@@ -25,7 +27,7 @@ class SlowLoad(NamedTuple):
     tier: str
     ended: float
     seconds: float
-    nbytes: int
+    nbytes: Count
 
 
 NOTHING = Summary(0, 0.0, 0.0)
