@@ -25,7 +25,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 import xxhash
 from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, TypeAdapter
 
-from gdscache.disk import kept_file
+from gdscache.disk import kept
 from gdscache.disk.catalog_file import MOST_SHARDS, open_own
 from gdscache.errors import DirectoryNotWritableError, NotARegularFileError
 from gdscache.pages.layout import is_plain
@@ -208,7 +208,7 @@ def unpack(page: bytes) -> Status | OtherFormat | None:
 def read(directory: Path) -> Status | OtherFormat | None:
     for _ in range(_TRIES):
         try:
-            page = kept_file.read(directory / STATUS_NAME, PAGE_BYTES)
+            page = kept.read(directory / STATUS_NAME, PAGE_BYTES)
         except (OSError, ValueError, NotARegularFileError):
             return None
         if (status := unpack(page)) is not None:

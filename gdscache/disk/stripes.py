@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gdscache.disk.catalog_file import CATALOG_NAME, FILE_MODE, STRIPE_NAME
-from gdscache.disk.kept_file import read_json
+from gdscache.disk.kept import read_json
 from gdscache.errors import DirectoryNotWritableError, StripeError
 from gdscache.runtime.files import flush_directory
 

@@ -24,9 +24,8 @@ from gdscache.cuda.host_memory import PageLocking
 from gdscache.cuda.numa import near
 from gdscache.cuda.streams import resolve_device
 from gdscache.disk.catalog_file import last_written
-from gdscache.disk.costs_file import CostsFile
 from gdscache.disk.directory import CacheDirectory
-from gdscache.disk.history_file import HistoryFile
+from gdscache.disk.kept import CostsFile, HistoryFile
 from gdscache.disk.slab import SlabIO
 from gdscache.disk.status_page import (
     LATENCIES,

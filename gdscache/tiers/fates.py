@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 
-from gdscache.disk.history_file import BAD_KEPT, BadPage
+from gdscache.disk.kept import BAD_KEPT, BadPage
 from gdscache.pages.hit import Told
 from gdscache.policies.sketch import RecentCounter
 

@@ -28,10 +28,10 @@ import numpy as np
 import xxhash
 
 from gdscache.commands.inspect.owner import find_owner
-from gdscache.disk import catalog_file, directory, history_file, kept_file, status_page, stripes
+from gdscache.disk import catalog_file, directory, kept, status_page, stripes
 from gdscache.disk.catalog import Catalog, PageRecord, Recovered
-from gdscache.disk.costs_file import COSTS_NAME, CostsFile
 from gdscache.disk.directory import CacheDirectory
+from gdscache.disk.kept import COSTS_NAME, CostsFile
 from gdscache.errors import GdsCacheError
 from gdscache.gate.costs import Costs, Prices
 from gdscache.index.index import PageIndex
@@ -119,7 +119,7 @@ def _costs(data: bytes, folder: Path) -> None:
     prices = Prices(costs, priced, 0, 64, 16, lambda tier: EXTENT, {})
     require(0 <= prices.best() <= len(priced), "so many pages there are not")
     CostsFile(folder, costs, ABOUT).save()
-    json.dumps(kept_file.read_json(folder / COSTS_NAME), allow_nan=False)
+    json.dumps(kept.read_json(folder / COSTS_NAME), allow_nan=False)
 
 
 def _costs_seeds(folder: Path) -> Seeds:
@@ -161,28 +161,28 @@ def _figures_seeds(folder: Path) -> Seeds:
 
 
 def _history(data: bytes, folder: Path) -> None:
-    path = folder / history_file.HISTORY_NAME
+    path = folder / kept.HISTORY_NAME
     path.write_bytes(data)
-    found = history_file.read(folder)
+    found = kept.read_history(folder)
     if found is not None:
-        require(history_file.unpack(history_file.pack(found)).bad == found.bad, "what was read is not what is written")
+        require(kept.unpack(kept.pack(found)).bad == found.bad, "what was read is not what is written")
         require(found.evicted.nbytes <= len(data), "a filter larger than its file")
     fates = PageFates(LEAST)
-    mine = history_file.HistoryFile(folder, fates.evicted, fates.bad)
+    mine = kept.HistoryFile(folder, fates.evicted, fates.bad)
     mine.restore()
     fates.evict([bytes(32)])
     fates.bring_in()
     require(fates.told(bytes(32)).cause in ("evicted", "bad"), "an evicted page is forgotten")
     mine.hurry()
     mine.save()
-    require(history_file.read(folder) is not None, "it is not written anew")
+    require(kept.read_history(folder) is not None, "it is not written anew")
 
 
 def _history_seeds(folder: Path) -> Seeds:
-    evicted, bad = RecentCounter(64), {bytes(32): history_file.BadPage("ssd", "checksum", 3, "/dir", 1.0)}
+    evicted, bad = RecentCounter(64), {bytes(32): kept.BadPage("ssd", "checksum", 3, "/dir", 1.0)}
     for n in range(9):
         evicted.add(bytes([n]) * 32)
-    whole = history_file.pack(history_file.History(evicted, bad, 2.0))
+    whole = kept.pack(kept.History(evicted, bad, 2.0))
     return [
         whole,
         whole[:40],
@@ -191,7 +191,7 @@ def _history_seeds(folder: Path) -> Seeds:
 
 
 def _signed(rest: bytes) -> bytes:
-    return history_file.MAGIC + struct.pack("<Q", xxhash.xxh3_64_intdigest(rest)) + rest
+    return kept.MAGIC + struct.pack("<Q", xxhash.xxh3_64_intdigest(rest)) + rest
 
 
 def _stripe(data: bytes, folder: Path) -> None:
@@ -601,7 +601,7 @@ def _engine(data: bytes, folder: Path) -> None:
     (folder / catalog_file.CATALOG_NAME).write_bytes(source.edits(image, places))
     for name in (
         COSTS_NAME,
-        history_file.HISTORY_NAME,
+        kept.HISTORY_NAME,
         status_page.STATUS_NAME,
         directory.LOCK_NAME,
     ):
