@@ -27,8 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from gdscache.disk import kept
-from gdscache.disk.catalog_file import CATALOG_NAME, open_own
-from gdscache.disk.catalog_image import LOG_SUFFIX
+from gdscache.disk.catalog_file import CATALOG_NAME, LOG_SUFFIX, open_own
 from gdscache.disk.slab import slab_name
 from gdscache.errors import (
     DirectoryInUseError,

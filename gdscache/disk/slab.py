@@ -3,6 +3,9 @@
 Only this module maps slots to files. Over several directories, stretches of neighbouring slots (`stretch_slots`) are in
 one after the other in turn: neighbours are read together, and a batch keeps all devices busy. A slab has a *shard* for
 each GPU that holds a part of each page: files of their own, with the same slots in them.
+
+A slab over one directory has no identity. Over several, each directory has a file (`stripe.json`) that names the set
+and the directory's number in it, so that a missing, swapped or foreign directory is refused by name.
 """
 
 from __future__ import annotations
@@ -10,7 +13,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import json
 import os
+import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -20,7 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gdscache.arrays import Int64Array
-from gdscache.disk.catalog_file import open_own
+from gdscache.disk.catalog_file import CATALOG_NAME, FILE_MODE, STRIPE_NAME, open_own
+from gdscache.disk.kept import read_json
 from gdscache.errors import (
     CapacityError,
     DirectoryNotWritableError,
@@ -28,6 +34,7 @@ from gdscache.errors import (
     IOFailedError,
     NoSpaceError,
     SlotRangeError,
+    StripeError,
 )
 from gdscache.runtime.files import flush_directory
 from gdscache.sizes import MIB, about
@@ -36,6 +43,7 @@ from gdscache.storage.files import NativeTransport
 
 if TYPE_CHECKING:
     import torch
+
 
 STRETCH_BYTES = 4 << 20  # least bytes of neighbouring extents on one device: the most of one read
 SLAB_SLOTS = 1 << 40  # slots of one slab: a place is slab x SLAB_SLOTS + slot
@@ -327,3 +335,102 @@ class SlabIO:
 
     def close(self) -> None:
         self.transport.close()
+
+
+STRIPE_FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stripe:
+    """The identity of a directory. `directories`: those of the set when last opened."""
+
+    set: str
+    number: int
+    directories: tuple[str, ...]
+
+
+def claim_stripes(directories: Sequence[Path]) -> None:
+    """Check that `directories` are one set in this order, or make them one if nothing was stored yet.
+
+    They must be owned. Raises `StripeError`, `NotARegularFileError`, `DirectoryNotWritableError`; then nothing changed.
+    """
+    names = tuple(os.path.abspath(directory) for directory in directories)
+    found = [read_stripe(directory) for directory in directories]
+    first = found[0]
+    used = os.path.lexists(directories[0] / CATALOG_NAME)
+    reset = f"or start empty: rm -r {' '.join(names)}"
+    if first is None and len(directories) == 1:
+        return
+    if first is None and used:
+        raise StripeError(
+            f"{names[0]} holds a cache on this directory alone, and ssd.stripes names {len(names) - 1} more",
+            f"take ssd.stripes out, {reset}",
+        )
+    if first is not None and first.number != 0:
+        raise StripeError(
+            f"{names[0]} is directory {first.number} of a striped cache, not its first, {first.directories[0]}",
+            f"set ssd.path to {first.directories[0]}, {reset}",
+        )
+    if first is not None and len(first.directories) != len(names):
+        raise StripeError(
+            f"{names[0]} holds a cache over {len(first.directories)} directories ({', '.join(first.directories)}), and "
+            f"the config names {len(names)}",
+            f"set ssd.path and ssd.stripes to these, {reset}",
+        )
+    name = secrets.token_hex(16) if first is None else first.set
+    for number, (stripe, path) in enumerate(zip(found, names, strict=True)):
+        if stripe is None and used:
+            raise StripeError(
+                f"{path} is not directory {number} of the cache in {names[0]}: it has no {STRIPE_NAME}",
+                f"mount the device that was there, {reset}",
+            )
+        if stripe is not None and (stripe.set, stripe.number) != (name, number):
+            whose = "this cache" if stripe.set == name else f"another cache, that of {stripe.directories[0]}"
+            raise StripeError(
+                f"{path} is directory {stripe.number} of {whose}, not directory {number} of the one in {names[0]}",
+                f"list the directories as they were ({', '.join((first or stripe).directories)}), {reset}",
+            )
+    for number, directory in enumerate(directories):  # the first one first: after a kill the next call can go on
+        if found[number] != (mine := Stripe(name, number, names)):
+            write_stripe(directory, mine)
+
+
+def read_stripe(directory: Path) -> Stripe | None:
+    path = directory / STRIPE_NAME
+    try:
+        data = read_json(path)
+        if data["format"] != STRIPE_FORMAT:
+            raise ValueError(f"format {data['format']!r}, not {STRIPE_FORMAT}")
+        stripe = Stripe(str(data["set"]), int(data["number"]), tuple(map(str, data["directories"])))
+        if not 0 <= stripe.number < len(stripe.directories):
+            raise ValueError(stripe.number)
+        if any(b"\0" in os.fsencode(name) for name in stripe.directories):
+            raise ValueError("a directory has a name that there cannot be")
+        return stripe
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise DirectoryNotWritableError(f"{path} cannot be read: {error.strerror}", "read it as its owner") from error
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise StripeError(
+            f"{path} is damaged: {error}", f"start empty: rm -r {directory} and the other directories of ssd.stripes"
+        ) from error
+
+
+def write_stripe(directory: Path, stripe: Stripe) -> None:
+    """Write the identity of a directory, whole or not at all. Raises `DirectoryNotWritableError`."""
+    data = {"format": STRIPE_FORMAT, **dataclasses.asdict(stripe)}
+    new = directory / f"{STRIPE_NAME}.new"
+    try:
+        new.unlink(missing_ok=True)
+        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
+        with open(fd, "w", encoding="ascii") as file:
+            json.dump(data, file)
+            file.flush()
+            os.fsync(fd)
+        new.replace(directory / STRIPE_NAME)
+        flush_directory(directory)
+    except OSError as error:
+        raise DirectoryNotWritableError(
+            f"{directory / STRIPE_NAME} cannot be written: {error.strerror}", "free space there, or write as its owner"
+        ) from error

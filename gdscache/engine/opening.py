@@ -18,8 +18,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from gdscache.config import Config, EventsConfig, load_config
-from gdscache.config.concerns import concerns
-from gdscache.config.pools import plain_parts
+from gdscache.config.pools import concerns, plain_parts
 from gdscache.cuda.host_memory import PageLocking
 from gdscache.cuda.numa import near
 from gdscache.cuda.streams import resolve_device

@@ -28,10 +28,11 @@ import numpy as np
 import xxhash
 
 from gdscache.commands.inspect.owner import find_owner
-from gdscache.disk import catalog_file, directory, kept, status_page, stripes
+from gdscache.disk import catalog_file, directory, kept, slab, status_page
 from gdscache.disk.catalog import Catalog, PageRecord, Recovered
 from gdscache.disk.directory import CacheDirectory
 from gdscache.disk.kept import COSTS_NAME, CostsFile
+from gdscache.disk.status_page import SlowLoad, Summary
 from gdscache.errors import GdsCacheError
 from gdscache.gate.costs import Costs, Prices
 from gdscache.index.index import PageIndex
@@ -40,7 +41,6 @@ from gdscache.pages.checksum import bound, layer_checksums
 from gdscache.pages.keys import Page
 from gdscache.policies import new_policy
 from gdscache.policies.sketch import RecentCounter
-from gdscache.runtime.latencies import SlowLoad, Summary
 from gdscache.tiers.fates import LEAST, PageFates
 from gdscache.tiers.ssd import _retentions
 from tests.support.disk_parts import COLUMNS, opened, served, store, sums_of
@@ -197,7 +197,7 @@ def _signed(rest: bytes) -> bytes:
 def _stripe(data: bytes, folder: Path) -> None:
     (folder / catalog_file.STRIPE_NAME).write_bytes(data)
     with contextlib.suppress(GdsCacheError):
-        found = stripes.read(folder)
+        found = slab.read_stripe(folder)
         require(found is not None and found.directories, "an identity is there")
         for name in found.directories if found else ():
             with contextlib.suppress(OSError):
@@ -206,16 +206,16 @@ def _stripe(data: bytes, folder: Path) -> None:
     others[1].mkdir()
     for directories in (others[:1], others):
         with contextlib.suppress(GdsCacheError):
-            stripes.claim(directories)
+            slab.claim_stripes(directories)
             names = tuple(map(str, directories))
-            told = [stripes.read(where) for where in directories]
+            told = [slab.read_stripe(where) for where in directories]
             require(all(one is None or one.directories == names for one in told), "claimed under other names")
 
 
 def _stripe_seeds(folder: Path) -> Seeds:
     found = []
     for number, names in ((0, (str(folder), str(folder / "b"))), (1, ("/a", "/b"))):
-        stripes.write(folder, stripes.Stripe("ab" * 16, number, names))
+        slab.write_stripe(folder, slab.Stripe("ab" * 16, number, names))
         found.append((folder / catalog_file.STRIPE_NAME).read_bytes())
     return found + _hostile(found[0], b'"number": 0', b'"number": ')
 

@@ -235,7 +235,7 @@ def test_a_copy_is_left_out_where_the_log_began_anew(tmp_path: Path, monkeypatch
     path = tmp_path / "c"
     host = opened(path)
     host.keep(prompt(1, 2))
-    copied, headers = reading.catalog_image.open_copy, [0]
+    copied, headers = reading.catalog_file.open_copy, [0]
 
     def torn(where: Path, progress: Any) -> Any:
         headers[0] += 1
@@ -249,7 +249,7 @@ def test_a_copy_is_left_out_where_the_log_began_anew(tmp_path: Path, monkeypatch
     shutil.copytree(path, tmp_path / "copy")
     host.engine.close()
     path = tmp_path / "copy"
-    monkeypatch.setattr(reading.catalog_image, "open_copy", torn)
+    monkeypatch.setattr(reading.catalog_file, "open_copy", torn)
     monkeypatch.setattr("gdscache.commands.inspect.reading.PAUSE", 0)
     with pytest.raises(IOFailedError):
         explain(path, asked(prompt(1, 2)))

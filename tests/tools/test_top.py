@@ -17,8 +17,7 @@ import pytest
 
 from gdscache.commands import top
 from gdscache.disk import status_page
-from gdscache.disk.status_page import Queues, RankState, TierState
-from gdscache.runtime.latencies import SlowLoad, Summary
+from gdscache.disk.status_page import Queues, RankState, SlowLoad, Summary, TierState
 from tests.support.helpers import WAIT, Host, make_config, prompt, until
 from tests.support.hybrid import MODELS, HybridHost, hybrid_config
 from tests.support.terminal import on_terminal

@@ -19,10 +19,10 @@ from gdscache.commands import cli
 from gdscache.commands.inspect import inspect
 from gdscache.commands.top import Watched
 from gdscache.disk import status_page
+from gdscache.disk.status_page import SlowLoad, Summary
 from gdscache.errors import DirectoryInUseError, DirectoryNotWritableError, NotARegularFileError
 from gdscache.gate.costs import Costs
 from gdscache.gate.gate import Gate
-from gdscache.runtime.latencies import SlowLoad, Summary
 from gdscache.storage.base import Op
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import WAIT, Host, make_config, prompt, until
