@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from gdscache.cuda.driver import Driver
 from gdscache.errors import CapacityError, KernelUnavailableError
-from gdscache.kernels.calibration import calibrated_if_possible
-from gdscache.kernels.choice import Choice, Direction, Path, Paths
+from gdscache.kernels.choice import Choice, Direction, Path, Paths, calibrated_if_possible
 from gdscache.kernels.cuda import PageKernels, plane_runs
 from gdscache.kernels.gpu import ROUTES, ChunkSizes, NativeGpu
 from gdscache.kernels.packed import PackedKernels
