@@ -36,7 +36,7 @@ from gdscache.disk.status_page import SlowLoad, Summary
 from gdscache.errors import GdsCacheError
 from gdscache.gate.costs import Costs, Prices
 from gdscache.index.index import PageIndex
-from gdscache.mooncake.io import TRAILER_BYTES, is_stored, trailer
+from gdscache.mooncake.tier import TRAILER_BYTES, is_stored, trailer
 from gdscache.pages.checksum import bound, layer_checksums
 from gdscache.pages.keys import Page
 from gdscache.policies import new_policy
