@@ -1,7 +1,7 @@
 """Clients of a Mooncake Store: objects by name, put from and got into registered memory, many at a time.
 
-Each call answers per object, in the store's own codes. A client's calls have no deadline: with the master dead each takes
-4 s. Those of `Lines` have one, from callers' threads or in the background.
+Each call answers per object, in the store's own codes. A client's calls have no deadline: with the master dead each
+takes 4 s. Those of `Lines` have one, from callers' threads or in the background.
 """
 
 from __future__ import annotations
