@@ -23,8 +23,8 @@ import numpy as np
 from gdscache.arrays import Int64Array
 from gdscache.config.pools import PLAIN_DIRECTORY, POOL_PREFIX
 from gdscache.disk import catalog_file, slab
+from gdscache.disk.catalog import Recovered, descriptions, scan
 from gdscache.disk.catalog_file import CATALOG_NAME, SUSPECT_NAME, CorruptCatalogError, Progress
-from gdscache.disk.recovery import Recovered, descriptions, scan
 from gdscache.disk.slab import Slab, first_missing, slab_files, stretch_slots
 from gdscache.errors import GdsCacheError, IOFailedError, NotADirectoryPathError, NotARegularFileError, StripeError
 from gdscache.pages.keys import namespace_digest
