@@ -24,7 +24,7 @@ from gdscache.disk.catalog_file import open_own
 from gdscache.errors import StorageError
 from gdscache.gate.costs import Costs, Observations
 from gdscache.limits import KEY_BYTES, MAX_SECONDS
-from gdscache.policies.sketch import RecentCounter
+from gdscache.policies.admission import RecentCounter
 
 MOST_JSON = 1 << 20  # bytes
 _log = logging.getLogger("gdscache.disk.kept")

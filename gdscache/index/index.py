@@ -21,9 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gdscache.histograms import AGES, Buckets, Histogram
-from gdscache.index.eviction_orders import NO_RETENTIONS, Orders
 from gdscache.index.free_slots import FreeSlots
-from gdscache.index.retention import DEFAULT, Retention
+from gdscache.index.retention import DEFAULT, NO_RETENTIONS, Orders, Retention
 from gdscache.index.table import PENDING, VERIFIED, Columns, Entry, PageState
 from gdscache.limits import KEY_BYTES
 from gdscache.native import Victims, take_out

@@ -23,11 +23,10 @@ import torch
 from pydantic import Field, TypeAdapter
 
 import gdscache
-from gdscache.cuda.driver import Driver
+from gdscache.cuda.driver import CopyEngine, Driver
 from gdscache.errors import GdsCacheError
 from gdscache.extents import HostExtents
 from gdscache.kernels import jit
-from gdscache.kernels.copy_engine import CopyEngine
 from gdscache.kernels.cuda import PageKernels
 from gdscache.kernels.gpu import NativeGpu
 from gdscache.pages.layout import PageLayout, Plane

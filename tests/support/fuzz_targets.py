@@ -40,7 +40,7 @@ from gdscache.mooncake.tier import TRAILER_BYTES, is_stored, trailer
 from gdscache.pages.checksum import bound, layer_checksums
 from gdscache.pages.keys import Page
 from gdscache.policies import new_policy
-from gdscache.policies.sketch import RecentCounter
+from gdscache.policies.admission import RecentCounter
 from gdscache.tiers.fates import LEAST, PageFates
 from gdscache.tiers.ssd import _retentions
 from tests.support.disk_parts import COLUMNS, opened, served, store, sums_of

@@ -15,7 +15,7 @@ import torch
 
 from gdscache.commands.doctor.facts import Asked, Facts
 from gdscache.commands.doctor.report import Found, Row, Verdict, answer, attempt, comes_to
-from gdscache.cuda.driver import Driver
+from gdscache.cuda.driver import CopyEngine, Driver
 from gdscache.cuda.host_memory import HostBuffer
 from gdscache.cuda.numa import Placement, gpu_address, placement
 from gdscache.errors import DeviceError
@@ -23,7 +23,6 @@ from gdscache.kernels import choice as paths
 from gdscache.kernels import jit
 from gdscache.kernels.choice import Calibration
 from gdscache.kernels.copies import open_copies
-from gdscache.kernels.copy_engine import CopyEngine
 from gdscache.kernels.cuda import FORMS, SOURCE
 from gdscache.pages.planes import PagedPlanes
 from gdscache.runtime.files import text_of
