@@ -120,7 +120,7 @@ def choose(cpu: str | None, ssd: str | None, directory: str) -> Sizes:
 
 
 def _of_memory() -> tuple[int, str]:
-    from gdscache.runtime.allocation import host_bytes
+    from gdscache.cuda.host_memory import host_bytes
 
     there = host_bytes()
     if there is None:

@@ -27,8 +27,7 @@ from gdscache.cuda.driver import CopyEngine, Driver
 from gdscache.errors import GdsCacheError
 from gdscache.extents import HostExtents
 from gdscache.kernels import jit
-from gdscache.kernels.cuda import PageKernels
-from gdscache.kernels.gpu import NativeGpu
+from gdscache.kernels.cuda import NativeGpu, PageKernels
 from gdscache.pages.layout import PageLayout, Plane
 from gdscache.pages.planes import PagedPlanes
 from gdscache.runtime.files import user_cache, write_whole

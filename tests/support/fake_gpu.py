@@ -19,8 +19,17 @@ import torch
 from gdscache.engine import opening as build
 from gdscache.kernels.choice import Direction
 from gdscache.kernels.copies import PageCopies
-from gdscache.kernels.cuda import FORMS, SHORTEST, PlaneRuns, can_look, plane_runs
-from gdscache.kernels.gpu import ROUTES, CopyRoute, NativeGpu, StreamPoint
+from gdscache.kernels.cuda import (
+    FORMS,
+    ROUTES,
+    SHORTEST,
+    CopyRoute,
+    NativeGpu,
+    PlaneRuns,
+    StreamPoint,
+    can_look,
+    plane_runs,
+)
 from gdscache.pages.planes import PagedPlanes
 from tests.support.places import ROOT, tool
 from tests.support.shims import built_once
