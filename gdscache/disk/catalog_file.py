@@ -22,6 +22,7 @@ from gdscache.errors import (
     IOFailedError,
     NotARegularFileError,
     ShardsError,
+    StorageError,
     StripeError,
 )
 from gdscache.runtime.files import flush_directory
@@ -216,6 +217,21 @@ class CorruptCatalogError(Exception):
 
 
 @contextlib.contextmanager
+def system_errors(
+    path: Path,
+    what: str,
+    hint: str = "check ssd.path: its space and its owner",
+    cause: type[StorageError] = IOFailedError,
+) -> Iterator[None]:
+    """The system's errors as `cause`: `path` cannot be `what`."""
+    try:
+        yield
+    except OSError as error:
+        number = {"errno": error.errno} if cause is IOFailedError else {}
+        raise cause(f"{path} cannot be {what}: {error.strerror}", hint, **number) from error
+
+
+@contextlib.contextmanager
 def sqlite_errors(path: Path, what: str) -> Iterator[None]:
     """SQLite's errors as `CorruptCatalogError` (the file's content), `DirectoryInUseError` (another program has a file
     that is `opened`) or `IOFailedError` (all others).
@@ -263,9 +279,9 @@ def open_writer(path: Path, slab: SlabShape, synchronous: str) -> tuple[sqlite3.
         if is_corrupt(path, lambda connection: check(connection, path, slab)):
             raise CorruptCatalogError(f"{path} was found corrupt while it was in use")
         log.warning("%s: reads failed while it was in use; read again, it is sound, and is kept", path)
-        with _os_errors(path, "opened"):
+        with system_errors(path, "opened"):
             path.with_name(SUSPECT_NAME).unlink()
-    with _os_errors(path, "opened"), sqlite_errors(path, "opened"), contextlib.ExitStack() as undo:
+    with system_errors(path, "opened"), sqlite_errors(path, "opened"), contextlib.ExitStack() as undo:
         writer = undo.enter_context(contextlib.closing(_connect(path)))
         if path.stat().st_size <= QUICK_CHECK_BYTES:
             verdict = writer.execute("PRAGMA quick_check(1)").fetchone()[0]
@@ -376,7 +392,7 @@ def is_corrupt(path: Path, judge: Callable[[sqlite3.Connection], object]) -> boo
     if a byte cannot be read, the copy cannot be written or memory is short.
     """
     try:
-        with _os_errors(path, "read"), sqlite_errors(path, "read"), open_copy(path) as connection:
+        with system_errors(path, "read"), sqlite_errors(path, "read"), open_copy(path) as connection:
             verdict = connection.execute("PRAGMA integrity_check(1)").fetchone()[0]
             if verdict == "ok":
                 judge(connection)
@@ -394,7 +410,7 @@ def set_aside(path: Path) -> Path:
     """Move a corrupt catalogue and its log to `catalog.corrupt-<UTC time>`. The last `KEPT_ASIDE` of these are kept."""
     now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S.%fZ")
     target = path.with_name(CORRUPT_PREFIX + now)
-    with _os_errors(path, "moved aside"):
+    with system_errors(path, "moved aside"):
         for older in kept_aside(path.parent)[: 1 - KEPT_ASIDE]:
             log.warning("%s: the oldest catalogue of %d that were set aside is deleted", older, KEPT_ASIDE)
             for suffix in ("", *SIDECARS):
@@ -414,7 +430,7 @@ def mark_suspect(path: Path) -> None:
 
 
 def _exists(path: Path) -> bool:
-    with _os_errors(path, "opened"):
+    with system_errors(path, "opened"):
         try:
             found = path.lstat()
         except FileNotFoundError:
@@ -469,7 +485,7 @@ def _create(path: Path, slab: SlabShape) -> None:
     new = path.with_name(NEW_NAME)
     created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     meta = [("format_version", FORMAT_VERSION), ("striped", int(_striped(path))), ("created", created)]
-    with _os_errors(path, "made"):
+    with system_errors(path, "made"):
         new.unlink(missing_ok=True)
         os.close(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE))
         with sqlite_errors(path, "made"), contextlib.closing(_connect(new)) as connection:
@@ -603,13 +619,3 @@ def integers(connection: sqlite3.Connection) -> dict[str, int]:
 
 def _striped(path: Path) -> bool:
     return os.path.lexists(path.with_name(STRIPE_NAME))
-
-
-@contextlib.contextmanager
-def _os_errors(path: Path, what: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise IOFailedError(
-            f"{path} cannot be {what}: {error.strerror}", "check ssd.path: its space and its owner", error.errno
-        ) from error

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gdscache.arrays import Int64Array
-from gdscache.disk.catalog_file import CATALOG_NAME, FILE_MODE, STRIPE_NAME, open_own
+from gdscache.disk.catalog_file import CATALOG_NAME, FILE_MODE, STRIPE_NAME, open_own, system_errors
 from gdscache.disk.kept import read_json
 from gdscache.errors import (
     CapacityError,
@@ -34,6 +34,7 @@ from gdscache.errors import (
     IOFailedError,
     NoSpaceError,
     SlotRangeError,
+    StorageError,
     StripeError,
 )
 from gdscache.runtime.files import flush_directory
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 
 STRETCH_BYTES = 4 << 20  # least bytes of neighbouring extents on one device: the most of one read
 SLAB_SLOTS = 1 << 40  # slots of one slab: a place is slab x SLAB_SLOTS + slot
+_WRITABLE = "make it writable for this user, or set another ssd.path"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -113,7 +115,8 @@ class Slab:
                     made.append(path.parent)
             undo.pop_all()
             for where in made:
-                _flush_directory(where)
+                with _refusals(where, "flushed", "see the system log for the device"):
+                    flush_directory(where)
             inodes = tuple(path.stat().st_ino for path in files)
         return cls(files, extent_bytes, slots, valid, stretch, inodes, len(opened))
 
@@ -197,66 +200,45 @@ def first_missing(number: int, count: int, extent_bytes: int, held: int) -> int:
 
 def _prepare(path: Path, total: int, descriptors: contextlib.ExitStack, undo: contextlib.ExitStack) -> tuple[bool, int]:
     """Give a slab file `total` bytes. Returns whether it was made, and its former bytes. `undo` restores it."""
-    fd, created = _open_file(path)
+    with _refusals(path, "opened", _WRITABLE, DirectoryNotWritableError):
+        created = not os.path.lexists(path)
+        fd = open_own(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if created else 0))
     descriptors.callback(os.close, fd)
     status = os.fstat(fd)
     before = 0 if created else status.st_size
     undo.callback(_restore, path, fd, created, before)
-    _check_space(path, total, status)
-    _allocate(path, fd, total)
-    return created, before
-
-
-def _open_file(path: Path) -> tuple[int, bool]:
-    try:
-        try:
-            return open_own(path, os.O_RDWR), False
-        except FileNotFoundError:
-            return open_own(path, os.O_RDWR | os.O_CREAT | os.O_EXCL), True
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise NoSpaceError(f"{path} cannot be made: {error.strerror}", "free space or inodes there") from error
-        raise DirectoryNotWritableError(
-            f"{path} cannot be opened: {error.strerror}", "make it writable for this user, or set another ssd.path"
-        ) from error
-
-
-def _check_space(path: Path, total: int, status: os.stat_result) -> None:
-    occupied = min(status.st_blocks * 512, total)
-    needed, free = total - occupied, shutil.disk_usage(path.parent).free
+    needed, free = total - min(status.st_blocks * 512, total), shutil.disk_usage(path.parent).free
     if needed > free:
         short = -(-(needed - free) // MIB) * MIB
         raise NoSpaceError(
             f"{path} needs {about(needed)} more ({about(total)} in all), and the file system has {about(free)} free",
             f"lower ssd.capacity, or free {about(short)} there",
         )
-
-
-def _allocate(path: Path, fd: int, total: int) -> None:
-    try:
+    with _refusals(path, f"given {about(total)}", "lower ssd.capacity, or set ssd.path to another file system"):
         if total:  # else EINVAL
             os.posix_fallocate(fd, 0, total)
         os.ftruncate(fd, total)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise NoSpaceError(
-                f"{path} cannot grow to {about(total)}: {error.strerror}; the file system reports "
-                f"{about(shutil.disk_usage(path.parent).free)} free",
-                "lower ssd.capacity, or free space (or quota) there",
-            ) from error
-        raise IOFailedError(
-            f"{path} cannot grow to {about(total)}: {error.strerror}",
-            "lower ssd.capacity, or set ssd.path to another file system",
-            error.errno,
-        ) from error
+    return created, before
 
 
-def _flush_directory(directory: Path) -> None:
-    try:
-        flush_directory(directory)
-    except OSError as error:
-        hint = "raise ulimit -n" if error.errno in (errno.EMFILE, errno.ENFILE) else "see the system log for the device"
-        raise IOFailedError(f"{directory} cannot be flushed: {error.strerror}", hint, error.errno) from error
+@contextlib.contextmanager
+def _refusals(path: Path, what: str, hint: str, cause: type[StorageError] = IOFailedError) -> Iterator[None]:
+    """`system_errors`, with causes of their own for a full disk, and too many open files."""
+    with system_errors(path, what, hint, cause):
+        try:
+            yield
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                free = about(shutil.disk_usage(path.parent).free)
+                raise NoSpaceError(
+                    f"{path} cannot be {what}: {error.strerror}; the file system reports {free} free",
+                    "lower ssd.capacity, or free space, inodes or quota there",
+                ) from error
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise IOFailedError(
+                    f"{path} cannot be {what}: {error.strerror}", "raise ulimit -n", error.errno
+                ) from error
+            raise
 
 
 def _restore(path: Path, fd: int, created: bool, before: int) -> None:
@@ -397,8 +379,11 @@ def claim_stripes(directories: Sequence[Path]) -> None:
 
 def read_stripe(directory: Path) -> Stripe | None:
     path = directory / STRIPE_NAME
+    if not os.path.lexists(path):
+        return None
     try:
-        data = read_json(path)
+        with system_errors(path, "read", "read it as its owner", DirectoryNotWritableError):
+            data = read_json(path)
         if data["format"] != STRIPE_FORMAT:
             raise ValueError(f"format {data['format']!r}, not {STRIPE_FORMAT}")
         stripe = Stripe(str(data["set"]), int(data["number"]), tuple(map(str, data["directories"])))
@@ -407,10 +392,6 @@ def read_stripe(directory: Path) -> Stripe | None:
         if any(b"\0" in os.fsencode(name) for name in stripe.directories):
             raise ValueError("a directory has a name that there cannot be")
         return stripe
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise DirectoryNotWritableError(f"{path} cannot be read: {error.strerror}", "read it as its owner") from error
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise StripeError(
             f"{path} is damaged: {error}", f"start empty: rm -r {directory} and the other directories of ssd.stripes"
@@ -419,18 +400,14 @@ def read_stripe(directory: Path) -> Stripe | None:
 
 def write_stripe(directory: Path, stripe: Stripe) -> None:
     """Write the identity of a directory, whole or not at all. Raises `DirectoryNotWritableError`."""
-    data = {"format": STRIPE_FORMAT, **dataclasses.asdict(stripe)}
-    new = directory / f"{STRIPE_NAME}.new"
-    try:
+    data, path = {"format": STRIPE_FORMAT, **dataclasses.asdict(stripe)}, directory / STRIPE_NAME
+    with system_errors(path, "written", "free space there, or write as its owner", DirectoryNotWritableError):
+        new = directory / f"{STRIPE_NAME}.new"
         new.unlink(missing_ok=True)
         fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
         with open(fd, "w", encoding="ascii") as file:
             json.dump(data, file)
             file.flush()
             os.fsync(fd)
-        new.replace(directory / STRIPE_NAME)
+        new.replace(path)
         flush_directory(directory)
-    except OSError as error:
-        raise DirectoryNotWritableError(
-            f"{directory / STRIPE_NAME} cannot be written: {error.strerror}", "free space there, or write as its owner"
-        ) from error

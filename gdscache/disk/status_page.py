@@ -28,7 +28,7 @@ import xxhash
 from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, TypeAdapter
 
 from gdscache.disk import kept
-from gdscache.disk.catalog_file import MOST_SHARDS, open_own
+from gdscache.disk.catalog_file import MOST_SHARDS, open_own, system_errors
 from gdscache.errors import DirectoryNotWritableError, NotARegularFileError
 from gdscache.pages.layout import is_plain
 from gdscache.runtime.threads import start
@@ -295,12 +295,9 @@ class StatusWriter:
         self._failed = False
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gdscache-status", daemon=True)
-        try:
+        hint = "make it writable for this user, or set another ssd.path"
+        with system_errors(path, "made", hint, DirectoryNotWritableError):
             self._descriptor = open_own(path, os.O_RDWR | os.O_CREAT)
-        except OSError as error:
-            raise DirectoryNotWritableError(
-                f"{path} cannot be made: {error.strerror}", "make it writable for this user, or set another ssd.path"
-            ) from error
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, self._descriptor)
             undo.callback(path.unlink, missing_ok=True)
