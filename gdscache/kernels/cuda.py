@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -44,8 +44,7 @@ VARIANTS = tuple({"VECTOR": width} for width in (16, 8, 4, 2, 1))
 SHORTEST = 241  # bytes: XXH3 has other forms for shorter inputs, which the host takes
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PlaneRuns:
+class PlaneRuns(NamedTuple):
     """The place of a plane's pages, in bytes. A block's tokens are one run, or one run a token if they are apart.
     `start`, `end`: of the plane in its layer of an extent."""
 
@@ -229,17 +228,12 @@ class NativeGpu(Gpu):
         self.device = planes.device
         self._kernels = kernels  # keeps the modules and their table
         layout = planes.layout
-        rows = [
-            (r.base, r.block_stride, r.run_stride, r.run_bytes, r.runs_per_block, r.start, r.end)
-            for layer in runs
-            for r in layer
-        ]
         spec = GpuSpec(
             **dataclasses.asdict(sizes or ChunkSizes()),
             context=driver.context,
             bounds=integers([*(start for start, _ in layout.layer_bounds), layout.page_bytes]),
             first_plane=np.cumsum([0, *(len(layer) for layer in runs)]).astype(np.int32),
-            planes=integers(rows),
+            planes=integers([row for layer in runs for row in layer]),
             blocks=planes.blocks,
             page_blocks=planes.blocks_per_page,
             extent_bytes=layout.extent_bytes,

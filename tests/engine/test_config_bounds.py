@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 
 from gdscache import CacheEngine
 from gdscache.config import Config
-from gdscache.config.problems import known_keys
+from gdscache.config.file import known_keys
 from gdscache.errors import ConfigError, GdsCacheError, GeometryError, InvalidValueError, NoMemoryError
 from gdscache.limits import MAX_COUNT, MAX_EXTENT_BYTES, MAX_LAYERS, MAX_SECONDS
 from gdscache.sizes import MAX_SIZE

@@ -156,8 +156,7 @@ class FakeGpuCopies(PageCopies):
             _USERS[storage.data_ptr()] += 1
             if _USERS[storage.data_ptr()] == 1:
                 driver().fake_device(storage.data_ptr(), storage.nbytes())
-        values = [getattr(runs, name) for name in PlaneRuns.__slots__]
-        return PlaneRuns(values[0] | (1 << 56), *values[1:])
+        return runs._replace(base=runs.base | (1 << 56))
 
     def routes(self, direction: Direction, layers: range) -> tuple[int, int]:
         return ROUTES.index(self._route), ROUTES.index(self._route)
