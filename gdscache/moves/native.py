@@ -595,16 +595,13 @@ class NativeMoving:
         if listener is None:
             return
         for code in codes:
-            if _STATUSES[code] is not PageStatus.PENDING:
-                listener.judged(np.flatnonzero(statuses == code), self._told(_STATUSES[code]))
+            status = _STATUSES[code]
+            if status is PageStatus.LOADED and self._cancelled and self.into_planes:
+                status = PageStatus.CANCELLED  # the library has read them to the end, and has not copied them
+            if status is not PageStatus.PENDING:
+                listener.judged(np.flatnonzero(statuses == code), status)
         if self.into_planes:
             listener.ready(range(self._executor.moves.layers), None)
-
-    def _told(self, status: PageStatus) -> PageStatus:
-        """`CANCELLED` for pages of a cancelled load into the planes that the library calls loaded: it reads them to the
-        end but does not copy them."""
-        gone = status is PageStatus.LOADED and self._cancelled and self.into_planes
-        return PageStatus.CANCELLED if gone else status
 
     def on_end(self, callback: Callable[[int], None]) -> None:
         late = set() if self._end is None else set(self._end.late)

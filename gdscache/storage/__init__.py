@@ -8,8 +8,7 @@ import logging
 from pathlib import Path
 
 from gdscache.errors import IOFailedError, TransportUnavailableError
-from gdscache.runtime.named_object import named_object
-from gdscache.storage.base import GDS, DeviceMemory, Memory, Op, Switch, Transport
+from gdscache.storage.base import GDS, DeviceMemory, Memory, Op, Switch, Transport, named_object
 from gdscache.storage.files import IN_MEMORY, NativeTransport, find_mount
 
 __all__ = ["DeviceMemory", "Memory", "Op", "Transport", "choose_and_open", "open_transport"]
