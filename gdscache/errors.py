@@ -35,6 +35,12 @@ class GdsCacheError(Exception):
         return f"{self.message}\n  hint: {self.hint}" if self.hint else self.message
 
 
+class _NumberedError(GdsCacheError):
+    def __init__(self, message: str, hint: str = "", errno: int | None = None) -> None:
+        super().__init__(message, hint)
+        self.errno = errno
+
+
 class ConfigError(GdsCacheError):
     """A configuration that cannot be used; its subclasses name the cause."""
 
@@ -119,12 +125,8 @@ class ShortIOError(StorageError):
     """Fewer bytes were moved than asked for."""
 
 
-class IOFailedError(StorageError):
+class IOFailedError(_NumberedError, StorageError):
     """A read or write failed. `errno` is kept where the system gave one."""
-
-    def __init__(self, message: str, hint: str = "", errno: int | None = None) -> None:
-        super().__init__(message, hint)
-        self.errno = errno
 
 
 class PageGoneError(StorageError):
@@ -160,12 +162,8 @@ class NativeMissingError(GdsCacheError):
     """The native library is missing, or the system cannot load it."""
 
 
-class NativeCallError(GdsCacheError):
+class NativeCallError(_NumberedError):
     """The native library refused the arguments of a call, or had no memory for it. `errno` says which."""
-
-    def __init__(self, message: str, hint: str = "", errno: int | None = None) -> None:
-        super().__init__(message, hint)
-        self.errno = errno
 
 
 class RefusedDiskError(NativeCallError):

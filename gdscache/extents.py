@@ -8,10 +8,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from gdscache.cuda.host_memory import HostBuffer, PageLocking
+from gdscache.cuda.host_memory import HostBuffer, PageLocking, allocating
 from gdscache.pages.checksum import Checksums, first_bad_layer
 from gdscache.pages.layout import EXTENT_ALIGNMENT, PageLayout
-from gdscache.runtime.allocation import allocating
 
 
 class Extents(Protocol):

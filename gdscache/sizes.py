@@ -7,7 +7,7 @@ import re
 from fractions import Fraction
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, WithJsonSchema
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -72,3 +72,5 @@ SIZE_SCHEMA: dict[str, Any] = {
 }
 
 Size = Annotated[int, BeforeValidator(parse_size), WithJsonSchema(SIZE_SCHEMA)]
+Count = Annotated[int, Field(ge=0, le=MAX_SIZE)]
+"""A number of pages, bytes or samples that is read from outside."""

@@ -19,8 +19,7 @@ from gdscache.commands.console import App, Table, progress_bar, say
 from gdscache.commands.replay.commands import plan_tiers, replay
 from gdscache.commands.top import top
 from gdscache.config import Config, config_schema, load_config
-from gdscache.config.concerns import concerns
-from gdscache.config.pools import plain_parts, pool_parts
+from gdscache.config.pools import concerns, plain_parts, pool_parts
 from gdscache.groups.base import Group
 from gdscache.pages.keys import namespace_digest
 from gdscache.pages.layout import PLAIN, PageLayout

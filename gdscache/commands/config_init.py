@@ -115,7 +115,7 @@ def _size(text: str | None, option: str, choose: Callable[[], tuple[int, str]]) 
 
 
 def _of_memory() -> tuple[int, str]:
-    from gdscache.runtime.allocation import host_bytes
+    from gdscache.cuda.host_memory import host_bytes
 
     there = host_bytes()
     if there is None:

@@ -26,8 +26,8 @@ from gdscache.commands.inspect.owner import find_owner
 from gdscache.commands.inspect.reading import Contents, existing, read
 from gdscache.commands.inspect.tables import facts_of, kept_by, made_of
 from gdscache.config import Config
-from gdscache.disk import history_file
-from gdscache.disk.history_file import History
+from gdscache.disk import kept
+from gdscache.disk.kept import History
 from gdscache.errors import IOFailedError, TokensError
 from gdscache.limits import KEY_BYTES
 from gdscache.pages.keys import as_tokens, find, namespace_digest, page_keys
@@ -94,7 +94,7 @@ def explain(directory: Path, asked: Asked, config: Config | None = None, progres
     directory = existing(directory)
     owner = find_owner(directory)
     contents = read(directory, progress)
-    history = history_file.read(directory)
+    history = kept.read_history(directory)
     named = {digest: _named(digest, one.fields, asked, config) for digest, one in contents.names.items()}
     tell = _teller(contents, history, [key for ways, _ in named.values() for way in ways for key in way])
     found = []

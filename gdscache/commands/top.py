@@ -1,6 +1,6 @@
 """`gdscache top`: the rates of running engines, from their status pages.
 
-It reads a page of 4 KiB of each directory, takes no lock and writes nothing, so an engine that hangs can be watched.
+It reads a page of 8 KiB of each directory, takes no lock and writes nothing, so an engine that hangs can be watched.
 """
 
 from __future__ import annotations

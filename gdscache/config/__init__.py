@@ -24,9 +24,8 @@ from pydantic import (
     field_validator,
 )
 
-from gdscache.config.file import read_places
+from gdscache.config.file import COLLECT, NOWHERE, ConfigSection, dotted, explain, read_places, rejected
 from gdscache.config.model import ModelConfig, PlaneConfig
-from gdscache.config.problems import COLLECT, NOWHERE, ConfigSection, dotted, explain, rejected
 from gdscache.errors import CapacityError, ConfigError, ConfigFileError, GeometryError, InvalidValueError
 from gdscache.limits import MAX_COUNT, MAX_SECONDS
 from gdscache.sizes import GIB, MIB, SIZE_SCHEMA, Size, format_size, parse_size

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, Strict, WithJsonSchema, model_validator
 
-from gdscache.config.problems import ConfigSection, rejected
+from gdscache.config.file import ConfigSection, rejected
 from gdscache.errors import ConfigError, GeometryError
 from gdscache.groups.base import Group
 from gdscache.groups.pools import pools_of, rows_of

@@ -14,7 +14,7 @@ from gdscache.errors import DeadlineError, DeviceError, InvalidValueError
 from gdscache.runtime.threads import Bell
 
 if TYPE_CHECKING:
-    from gdscache.kernels.gpu import StreamPoint
+    from gdscache.kernels.cuda import StreamPoint
     from gdscache.ranks.address import StoreMark
 
 _T = TypeVar("_T")

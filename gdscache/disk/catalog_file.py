@@ -10,11 +10,11 @@ import logging
 import os
 import sqlite3
 import stat
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from gdscache.disk import catalog_image
 from gdscache.errors import (
     CatalogVersionError,
     DirectoryInUseError,
@@ -22,9 +22,95 @@ from gdscache.errors import (
     IOFailedError,
     NotARegularFileError,
     ShardsError,
+    StorageError,
     StripeError,
 )
 from gdscache.runtime.files import flush_directory
+
+PIECE = 1 << 20  # bytes of a read
+LOG_SUFFIX = "-wal"
+HEADER = 32  # bytes of a log before its first frame
+_VERSIONS = 18  # offset of the versions that may write and read a database: 1 without a log, 2 with one
+
+Progress = Callable[[int, int, str], object]
+
+
+def _no_progress(done: int, total: int, text: str) -> None:
+    pass
+
+
+@contextlib.contextmanager
+def open_copy(path: Path, progress: Progress = _no_progress) -> Iterator[sqlite3.Connection]:
+    """A connection that reads a copy of the database at `path` as of its last commit; for several threads in turn.
+
+    SQLite reports a failed read like damage (the result code of one can become the other's), and creates files to read
+    a log. Here every byte is read once, a device's error is an error, and no file is written beside the catalogue.
+    SQLite applies the log, to the copy.
+
+    The copy is in the directory for temporary files (`TMPDIR`). It has lost its name when this returns, and goes with
+    the process. `progress(done, total, text)` counts bytes. Raises `OSError` if a byte cannot be read, `IOFailedError`
+    if the copy cannot be written, `sqlite3.DatabaseError` if it is no database, or of a version that SQLite only reads.
+    """
+    with contextlib.ExitStack() as undo:
+        with _room("made"):
+            directory = tempfile.mkdtemp(prefix="gdscache-")
+        copy = Path(directory, "copy")
+        log = Path(f"{copy}{LOG_SUFFIX}")
+        try:
+            _copy(path, copy, progress)
+            with contextlib.suppress(FileNotFoundError):
+                _copy(Path(f"{path}{LOG_SUFFIX}"), log, _no_progress)
+            uri = f"{copy.absolute().as_uri()}?vfs=unix-excl"
+            opened = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
+            undo.enter_context(contextlib.closing(opened))
+            opened.execute("PRAGMA synchronous = OFF")
+            with _room("written"):
+                _apply_log(opened)
+            with copy.open("rb") as file:
+                if os.pread(file.fileno(), 2, _VERSIONS) not in (b"\1\1", b""):
+                    raise sqlite3.DatabaseError("it is of a version from the future, which SQLite reads, never writes")
+        finally:
+            for file_name in (copy, log):
+                file_name.unlink(missing_ok=True)
+            os.rmdir(directory)
+        yield opened
+
+
+def _apply_log(copy: sqlite3.Connection) -> None:
+    try:
+        copy.execute("PRAGMA journal_mode = DELETE").fetchall()
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
+            raise OSError(errno.ENOSPC, str(error)) from error
+        raise
+
+
+def _copy(path: Path, copy: Path, progress: Progress) -> None:
+    with contextlib.ExitStack() as ends:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        ends.callback(os.close, fd)
+        with _room("written"):
+            file = ends.enter_context(copy.open("wb"))
+        total, done = os.fstat(fd).st_size, 0
+        while piece := os.pread(fd, PIECE, done):
+            with _room("written"):
+                file.write(piece)
+                file.flush()
+            done += len(piece)
+            progress(done, max(total, done), "bytes of the catalogue")
+
+
+@contextlib.contextmanager
+def _room(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise IOFailedError(
+            f"a copy of the catalogue cannot be {what} in the directory for temporary files: {error.strerror}",
+            "set TMPDIR to a directory with as much room as the catalogue and its log take",
+            error.errno,
+        ) from error
+
 
 log = logging.getLogger("gdscache.disk.catalog")
 
@@ -131,6 +217,21 @@ class CorruptCatalogError(Exception):
 
 
 @contextlib.contextmanager
+def system_errors(
+    path: Path,
+    what: str,
+    hint: str = "check ssd.path: its space and its owner",
+    cause: type[StorageError] = IOFailedError,
+) -> Iterator[None]:
+    """The system's errors as `cause`: `path` cannot be `what`."""
+    try:
+        yield
+    except OSError as error:
+        number = {"errno": error.errno} if cause is IOFailedError else {}
+        raise cause(f"{path} cannot be {what}: {error.strerror}", hint, **number) from error
+
+
+@contextlib.contextmanager
 def sqlite_errors(path: Path, what: str) -> Iterator[None]:
     """SQLite's errors as `CorruptCatalogError` (the file's content), `DirectoryInUseError` (another program has a file
     that is `opened`) or `IOFailedError` (all others).
@@ -178,9 +279,9 @@ def open_writer(path: Path, slab: SlabShape, synchronous: str) -> tuple[sqlite3.
         if is_corrupt(path, lambda connection: check(connection, path, slab)):
             raise CorruptCatalogError(f"{path} was found corrupt while it was in use")
         log.warning("%s: reads failed while it was in use; read again, it is sound, and is kept", path)
-        with _os_errors(path, "opened"):
+        with system_errors(path, "opened"):
             path.with_name(SUSPECT_NAME).unlink()
-    with _os_errors(path, "opened"), sqlite_errors(path, "opened"), contextlib.ExitStack() as undo:
+    with system_errors(path, "opened"), sqlite_errors(path, "opened"), contextlib.ExitStack() as undo:
         writer = undo.enter_context(contextlib.closing(_connect(path)))
         if path.stat().st_size <= QUICK_CHECK_BYTES:
             verdict = writer.execute("PRAGMA quick_check(1)").fetchone()[0]
@@ -251,7 +352,7 @@ def format_version(directory: Path) -> int | None:
     """The version of the catalogue there, which must not be open. None if it is missing, has a log, or cannot be read.
     Writes nothing, and takes no lock."""
     path = directory / CATALOG_NAME
-    if not path.is_file() or os.path.lexists(f"{path}{catalog_image.LOG_SUFFIX}"):
+    if not path.is_file() or os.path.lexists(f"{path}{LOG_SUFFIX}"):
         return None
     try:
         with _glance(path) as connection:
@@ -267,7 +368,7 @@ def _glance(path: Path) -> contextlib.closing[sqlite3.Connection]:
 def bound_log(writer: sqlite3.Connection, path: Path) -> None:
     """Fold the log in and cut it, if it is too large. No other connection may read meanwhile."""
     try:
-        if os.stat(f"{path}{catalog_image.LOG_SUFFIX}").st_size > WAL_BYTES:
+        if os.stat(f"{path}{LOG_SUFFIX}").st_size > WAL_BYTES:
             writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
     except (OSError, sqlite3.Error) as error:  # nothing is lost; the next commit tries again
         log.warning("%s: the log could not be cut: %s", path, error)
@@ -291,7 +392,7 @@ def is_corrupt(path: Path, judge: Callable[[sqlite3.Connection], object]) -> boo
     if a byte cannot be read, the copy cannot be written or memory is short.
     """
     try:
-        with _os_errors(path, "read"), sqlite_errors(path, "read"), catalog_image.open_copy(path) as connection:
+        with system_errors(path, "read"), sqlite_errors(path, "read"), open_copy(path) as connection:
             verdict = connection.execute("PRAGMA integrity_check(1)").fetchone()[0]
             if verdict == "ok":
                 judge(connection)
@@ -309,7 +410,7 @@ def set_aside(path: Path) -> Path:
     """Move a corrupt catalogue and its log to `catalog.corrupt-<UTC time>`. The last `KEPT_ASIDE` of these are kept."""
     now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S.%fZ")
     target = path.with_name(CORRUPT_PREFIX + now)
-    with _os_errors(path, "moved aside"):
+    with system_errors(path, "moved aside"):
         for older in kept_aside(path.parent)[: 1 - KEPT_ASIDE]:
             log.warning("%s: the oldest catalogue of %d that were set aside is deleted", older, KEPT_ASIDE)
             for suffix in ("", *SIDECARS):
@@ -329,7 +430,7 @@ def mark_suspect(path: Path) -> None:
 
 
 def _exists(path: Path) -> bool:
-    with _os_errors(path, "opened"):
+    with system_errors(path, "opened"):
         try:
             found = path.lstat()
         except FileNotFoundError:
@@ -384,7 +485,7 @@ def _create(path: Path, slab: SlabShape) -> None:
     new = path.with_name(NEW_NAME)
     created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     meta = [("format_version", FORMAT_VERSION), ("striped", int(_striped(path))), ("created", created)]
-    with _os_errors(path, "made"):
+    with system_errors(path, "made"):
         new.unlink(missing_ok=True)
         os.close(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE))
         with sqlite_errors(path, "made"), contextlib.closing(_connect(new)) as connection:
@@ -518,13 +619,3 @@ def integers(connection: sqlite3.Connection) -> dict[str, int]:
 
 def _striped(path: Path) -> bool:
     return os.path.lexists(path.with_name(STRIPE_NAME))
-
-
-@contextlib.contextmanager
-def _os_errors(path: Path, what: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise IOFailedError(
-            f"{path} cannot be {what}: {error.strerror}", "check ssd.path: its space and its owner", error.errno
-        ) from error

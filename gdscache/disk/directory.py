@@ -26,9 +26,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gdscache.disk import kept_file
-from gdscache.disk.catalog_file import CATALOG_NAME, open_own
-from gdscache.disk.catalog_image import LOG_SUFFIX
+from gdscache.disk import kept
+from gdscache.disk.catalog_file import CATALOG_NAME, LOG_SUFFIX, open_own
 from gdscache.disk.slab import slab_name
 from gdscache.errors import (
     DirectoryInUseError,
@@ -362,7 +361,7 @@ def _owner_message(path: Path, name: str) -> tuple[str, str]:
 
 def _owner(path: Path) -> dict[str, Any]:
     try:
-        owner = json.loads(kept_file.read(path / LOCK_NAME, LOCK_LIMIT))
+        owner = json.loads(kept.read(path / LOCK_NAME, LOCK_LIMIT))
     except (OSError, ValueError, RecursionError, StorageError):
         return {}
     return owner if isinstance(owner, dict) else {}

@@ -3,6 +3,9 @@
 Only this module maps slots to files. Over several directories, stretches of neighbouring slots (`stretch_slots`) are in
 one after the other in turn: neighbours are read together, and a batch keeps all devices busy. A slab has a *shard* for
 each GPU that holds a part of each page: files of their own, with the same slots in them.
+
+A slab over one directory has no identity. Over several, each directory has a file (`stripe.json`) that names the set
+and the directory's number in it, so that a missing, swapped or foreign directory is refused by name.
 """
 
 from __future__ import annotations
@@ -10,7 +13,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import json
 import os
+import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -20,7 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gdscache.arrays import Int64Array
-from gdscache.disk.catalog_file import open_own
+from gdscache.disk.catalog_file import CATALOG_NAME, FILE_MODE, STRIPE_NAME, open_own, system_errors
+from gdscache.disk.kept import read_json
 from gdscache.errors import (
     CapacityError,
     DirectoryNotWritableError,
@@ -28,6 +34,8 @@ from gdscache.errors import (
     IOFailedError,
     NoSpaceError,
     SlotRangeError,
+    StorageError,
+    StripeError,
 )
 from gdscache.runtime.files import flush_directory
 from gdscache.sizes import MIB, about
@@ -37,8 +45,10 @@ from gdscache.storage.files import NativeTransport
 if TYPE_CHECKING:
     import torch
 
+
 STRETCH_BYTES = 4 << 20  # least bytes of neighbouring extents on one device: the most of one read
 SLAB_SLOTS = 1 << 40  # slots of one slab: a place is slab x SLAB_SLOTS + slot
+_WRITABLE = "make it writable for this user, or set another ssd.path"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,7 +115,8 @@ class Slab:
                     made.append(path.parent)
             undo.pop_all()
             for where in made:
-                _flush_directory(where)
+                with _refusals(where, "flushed", "see the system log for the device"):
+                    flush_directory(where)
             inodes = tuple(path.stat().st_ino for path in files)
         return cls(files, extent_bytes, slots, valid, stretch, inodes, len(opened))
 
@@ -189,66 +200,45 @@ def first_missing(number: int, count: int, extent_bytes: int, held: int) -> int:
 
 def _prepare(path: Path, total: int, descriptors: contextlib.ExitStack, undo: contextlib.ExitStack) -> tuple[bool, int]:
     """Give a slab file `total` bytes. Returns whether it was made, and its former bytes. `undo` restores it."""
-    fd, created = _open_file(path)
+    with _refusals(path, "opened", _WRITABLE, DirectoryNotWritableError):
+        created = not os.path.lexists(path)
+        fd = open_own(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if created else 0))
     descriptors.callback(os.close, fd)
     status = os.fstat(fd)
     before = 0 if created else status.st_size
     undo.callback(_restore, path, fd, created, before)
-    _check_space(path, total, status)
-    _allocate(path, fd, total)
-    return created, before
-
-
-def _open_file(path: Path) -> tuple[int, bool]:
-    try:
-        try:
-            return open_own(path, os.O_RDWR), False
-        except FileNotFoundError:
-            return open_own(path, os.O_RDWR | os.O_CREAT | os.O_EXCL), True
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise NoSpaceError(f"{path} cannot be made: {error.strerror}", "free space or inodes there") from error
-        raise DirectoryNotWritableError(
-            f"{path} cannot be opened: {error.strerror}", "make it writable for this user, or set another ssd.path"
-        ) from error
-
-
-def _check_space(path: Path, total: int, status: os.stat_result) -> None:
-    occupied = min(status.st_blocks * 512, total)
-    needed, free = total - occupied, shutil.disk_usage(path.parent).free
+    needed, free = total - min(status.st_blocks * 512, total), shutil.disk_usage(path.parent).free
     if needed > free:
         short = -(-(needed - free) // MIB) * MIB
         raise NoSpaceError(
             f"{path} needs {about(needed)} more ({about(total)} in all), and the file system has {about(free)} free",
             f"lower ssd.capacity, or free {about(short)} there",
         )
-
-
-def _allocate(path: Path, fd: int, total: int) -> None:
-    try:
+    with _refusals(path, f"given {about(total)}", "lower ssd.capacity, or set ssd.path to another file system"):
         if total:  # else EINVAL
             os.posix_fallocate(fd, 0, total)
         os.ftruncate(fd, total)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise NoSpaceError(
-                f"{path} cannot grow to {about(total)}: {error.strerror}; the file system reports "
-                f"{about(shutil.disk_usage(path.parent).free)} free",
-                "lower ssd.capacity, or free space (or quota) there",
-            ) from error
-        raise IOFailedError(
-            f"{path} cannot grow to {about(total)}: {error.strerror}",
-            "lower ssd.capacity, or set ssd.path to another file system",
-            error.errno,
-        ) from error
+    return created, before
 
 
-def _flush_directory(directory: Path) -> None:
-    try:
-        flush_directory(directory)
-    except OSError as error:
-        hint = "raise ulimit -n" if error.errno in (errno.EMFILE, errno.ENFILE) else "see the system log for the device"
-        raise IOFailedError(f"{directory} cannot be flushed: {error.strerror}", hint, error.errno) from error
+@contextlib.contextmanager
+def _refusals(path: Path, what: str, hint: str, cause: type[StorageError] = IOFailedError) -> Iterator[None]:
+    """`system_errors`, with causes of their own for a full disk, and too many open files."""
+    with system_errors(path, what, hint, cause):
+        try:
+            yield
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                free = about(shutil.disk_usage(path.parent).free)
+                raise NoSpaceError(
+                    f"{path} cannot be {what}: {error.strerror}; the file system reports {free} free",
+                    "lower ssd.capacity, or free space, inodes or quota there",
+                ) from error
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise IOFailedError(
+                    f"{path} cannot be {what}: {error.strerror}", "raise ulimit -n", error.errno
+                ) from error
+            raise
 
 
 def _restore(path: Path, fd: int, created: bool, before: int) -> None:
@@ -327,3 +317,102 @@ class SlabIO:
 
     def close(self) -> None:
         self.transport.close()
+
+
+STRIPE_FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stripe:
+    """The identity of a directory. `directories`: those of the set when last opened."""
+
+    set: str
+    number: int
+    directories: tuple[str, ...]
+
+
+def claim_stripes(directories: Sequence[Path]) -> None:
+    """Check that `directories` are one set in this order, or make them one if nothing was stored yet.
+
+    They must be owned. Raises `StripeError`, `NotARegularFileError`, `DirectoryNotWritableError`; then nothing changed.
+    """
+    names = tuple(os.path.abspath(directory) for directory in directories)
+    found = [read_stripe(directory) for directory in directories]
+    first = found[0]
+    used = os.path.lexists(directories[0] / CATALOG_NAME)
+    reset = f"or start empty: rm -r {' '.join(names)}"
+    if first is None and len(directories) == 1:
+        return
+    if first is None and used:
+        raise StripeError(
+            f"{names[0]} holds a cache on this directory alone, and ssd.stripes names {len(names) - 1} more",
+            f"take ssd.stripes out, {reset}",
+        )
+    if first is not None and first.number != 0:
+        raise StripeError(
+            f"{names[0]} is directory {first.number} of a striped cache, not its first, {first.directories[0]}",
+            f"set ssd.path to {first.directories[0]}, {reset}",
+        )
+    if first is not None and len(first.directories) != len(names):
+        raise StripeError(
+            f"{names[0]} holds a cache over {len(first.directories)} directories ({', '.join(first.directories)}), and "
+            f"the config names {len(names)}",
+            f"set ssd.path and ssd.stripes to these, {reset}",
+        )
+    name = secrets.token_hex(16) if first is None else first.set
+    for number, (stripe, path) in enumerate(zip(found, names, strict=True)):
+        if stripe is None and number and os.path.lexists(f"{path}/{CATALOG_NAME}"):
+            raise StripeError(
+                f"{path} holds a cache on this directory alone, which could not be opened any more",
+                f"take it out of ssd.stripes, or start empty: rm -r {path}",
+            )
+        if stripe is None and used:
+            raise StripeError(
+                f"{path} is not directory {number} of the cache in {names[0]}: it has no {STRIPE_NAME}",
+                f"mount the device that was there, {reset}",
+            )
+        if stripe is not None and (stripe.set, stripe.number) != (name, number):
+            whose = "this cache" if stripe.set == name else f"another cache, that of {stripe.directories[0]}"
+            raise StripeError(
+                f"{path} is directory {stripe.number} of {whose}, not directory {number} of the one in {names[0]}",
+                f"list the directories as they were ({', '.join((first or stripe).directories)}), {reset}",
+            )
+    for number, directory in enumerate(directories):  # the first one first: after a kill the next call can go on
+        if found[number] != (mine := Stripe(name, number, names)):
+            write_stripe(directory, mine)
+
+
+def read_stripe(directory: Path) -> Stripe | None:
+    path = directory / STRIPE_NAME
+    if not os.path.lexists(path):
+        return None
+    try:
+        with system_errors(path, "read", "read it as its owner", DirectoryNotWritableError):
+            data = read_json(path)
+        if data["format"] != STRIPE_FORMAT:
+            raise ValueError(f"format {data['format']!r}, not {STRIPE_FORMAT}")
+        stripe = Stripe(str(data["set"]), int(data["number"]), tuple(map(str, data["directories"])))
+        if not 0 <= stripe.number < len(stripe.directories):
+            raise ValueError(stripe.number)
+        if any(b"\0" in os.fsencode(name) for name in stripe.directories):
+            raise ValueError("a directory has a name that there cannot be")
+        return stripe
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise StripeError(
+            f"{path} is damaged: {error}", f"start empty: rm -r {directory} and the other directories of ssd.stripes"
+        ) from error
+
+
+def write_stripe(directory: Path, stripe: Stripe) -> None:
+    """Write the identity of a directory, whole or not at all. Raises `DirectoryNotWritableError`."""
+    data, path = {"format": STRIPE_FORMAT, **dataclasses.asdict(stripe)}, directory / STRIPE_NAME
+    with system_errors(path, "written", "free space there, or write as its owner", DirectoryNotWritableError):
+        new = directory / f"{STRIPE_NAME}.new"
+        new.unlink(missing_ok=True)
+        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
+        with open(fd, "w", encoding="ascii") as file:
+            json.dump(data, file)
+            file.flush()
+            os.fsync(fd)
+        new.replace(path)
+        flush_directory(directory)

@@ -1,13 +1,16 @@
-"""The status page of a cache directory in use: 4 KiB that its owner rewrites every second.
+"""The status page of a cache directory in use: 8 KiB that its owner rewrites every second.
 
 A thread writes it that takes no lock of the engine, so that a hanging engine can be watched; `gdscache top` reads it.
-docs/format.md has it byte by byte.
+docs/format.md has it field by field.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import heapq
+import json
 import logging
 import os
 import shlex
@@ -16,28 +19,80 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import xxhash
+from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, TypeAdapter
 
-from gdscache.disk import kept_file
-from gdscache.disk.catalog_file import CATALOG_NAME, MOST_SHARDS, open_own
-from gdscache.disk.catalog_image import LOG_SUFFIX
+from gdscache.disk import kept
+from gdscache.disk.catalog_file import MOST_SHARDS, open_own, system_errors
 from gdscache.errors import DirectoryNotWritableError, NotARegularFileError
 from gdscache.pages.layout import is_plain
-from gdscache.runtime.latencies import NOTHING, SlowLoad, Summary
 from gdscache.runtime.threads import start
+from gdscache.sizes import Count
+
+KEPT = 512  # durations of a kind
+SLOW_S = 600.0  # seconds for which a slow load is told of
+
+
+class Summary(NamedTuple):
+    """The median and 99th percentile of `samples` durations, in seconds."""
+
+    samples: Count
+    median: float
+    slow: float
+
+
+class SlowLoad(NamedTuple):
+    """A load, by the slowest tier that it read. `ended`: seconds since 1970-01-01 UTC, at its verdict."""
+
+    tier: str
+    ended: float
+    seconds: float
+    nbytes: Count
+
+
+NOTHING = Summary(0, 0.0, 0.0)
+
+
+class Latencies:
+    """The last durations of each kind of work of each tier. Takes no lock: a note is one append, a summary one copy."""
+
+    def __init__(self) -> None:
+        self._noted: dict[tuple[str, str], deque[float]] = {}
+        self._loads: deque[SlowLoad] = deque(maxlen=KEPT)
+
+    def note(self, what: str, tier: str, seconds: float) -> None:
+        self._noted.setdefault((what, tier), deque(maxlen=KEPT)).append(seconds)
+
+    def loaded(self, tier: str, nbytes: int, seconds: float) -> None:
+        """A load of `nbytes` whose slowest tier is `tier` took `seconds` from its begin to its verdict."""
+        self.note("load", tier, seconds)
+        self._loads.append(SlowLoad(tier, time.time(), seconds, nbytes))
+
+    def slowest(self, most: int) -> list[SlowLoad]:
+        """The slowest loads of the last minutes, the slowest first."""
+        since = time.time() - SLOW_S
+        return heapq.nlargest(most, (load for load in list(self._loads) if load.ended > since), key=lambda one: one[2])
+
+    def summary(self, what: str, tier: str) -> Summary:
+        found = sorted(self._noted.get((what, tier), ()))
+        if not found:
+            return NOTHING
+        last = len(found) - 1
+        return Summary(len(found), found[last // 2], found[last * 99 // 100])
+
 
 STATUS_NAME = "status"
-PAGE_BYTES = 4096
+PAGE_BYTES = 8192
 PERIOD_S = 1.0
 _SAVED_EVERY = 60  # pages
 FRESH_S = 5.0  # a page written within this time has a living owner
 MAGIC = b"gdscstat"
-PAGE_FORMAT = 3
-STATES = ("running", "switched_off", "stopped")
+PAGE_FORMAT = 4
 # An engine's counts, by group and name; `misses`, `dropped` and `refused` over all causes.
 COUNTS = (
     *(("lookups", name) for name in ("requests", "pages")),
@@ -49,77 +104,55 @@ COUNTS = (
     ("dropped", ""),
     ("refused", ""),
 )
-# Groups with a count for each tier: those of other tiers stand before the causes.
+# Groups with a count for each tier.
 BY_TIER = ("hits", "loaded", "stored")
 CAUSED = ("misses", "dropped", "refused", "lost")  # groups with a count for each cause, the most frequent first
 RANKS = 16
 LATENCIES = ("read", "write", "commit", "load_cpu", "load_ssd")
 TIERS = 5
 SLOWEST = 8  # loads
-
-
-class _Part:
-    """`most` entries of one form, from byte `at` of the page on."""
-
-    def __init__(self, at: int, form: str, most: int = 1) -> None:
-        self._entry = struct.Struct(form)
-        self._places = range(at, at + most * self._entry.size, self._entry.size)
-
-    def write(self, page: bytearray, entries: Iterable[Sequence[Any]]) -> None:
-        for at, values in zip(self._places, entries, strict=False):
-            self._entry.pack_into(page, at, *values)
-
-    def read(self, page: bytes) -> list[tuple[Any, ...]]:
-        return [self._entry.unpack_from(page, at) for at in self._places]
-
-    def named(self, page: bytes) -> Iterator[tuple[Any, ...]]:
-        """Entries that begin with a name, without the empty ones."""
-        return ((_read_text(name), *values) for name, *values in self.read(page) if name.rstrip(b"\0"))
-
-
-_HEAD = struct.Struct("<8sQ")
-_BODY = _Part(_HEAD.size, f"<II qQQQ II 8Q {len(COUNTS)}Q II")
-_GROUPS = _Part(256, "<128s")
-_TEXTS = _Part(384, "<64s512s256s")
-_RANKS = _Part(1216, "<qII", RANKS)
-_LATENCIES = _Part(1472, "<3Q", len(LATENCIES))
-_CAUSES = _Part(1600, "<32sQ", 48)
-_TIERS = _Part(3520, "<16s3Q", TIERS)
-_LOADS = _Part(3720, "<16s3Q", SLOWEST)
-_QUEUES = _Part(4040, "<5Q")
-_PLAIN = _Part(4080, "<Q")
-_MOST_NS = (1 << 64) - 1
+CAUSES = 48
+_HEAD = struct.Struct("<8sQII")  # magic, XXH3-64 of all behind it, format, bytes of the JSON that follows
+_SEALED = 16  # bytes before the sealed ones
 _TRIES, _PAUSE = 5, 0.01  # reads of a page that is being written
 _CLOSE_S = 2.0  # seconds that `close` waits for a hanging write
 _log = logging.getLogger("gdscache.ssd")
+
+State = Literal["running", "switched_off", "stopped"]
+Seconds = Annotated[float, Field(ge=0, le=1e12)]  # since 1970-01-01 UTC
+# Numbers by group and name: rows of three in JSON.
+Counts = Annotated[
+    Mapping[tuple[str, str], Count],
+    BeforeValidator(lambda found: {tuple(row[:-1]): row[-1] for row in found} if isinstance(found, list) else found),
+    PlainSerializer(lambda counts: [[*name, n] for name, n in counts.items()]),
+]
 
 
 class RankState(NamedTuple):
     """A process that moves the bytes of a shard. Rank 0 is the owner of the directory."""
 
-    pid: int
-    state: str
+    pid: Count
+    state: State
 
 
 class TierState(NamedTuple):
     """A tier. `evictions`: pages, since it was opened."""
 
     name: str
-    slots: int
-    pages: int
-    evictions: int
+    slots: Count
+    pages: Count
+    evictions: Count
 
 
 class Queues(NamedTuple):
     """Accepted work that is not done. Stores, and those on their way to the SSD, in bytes; `limit`: the most bytes of
-    stores, 0 on a page that does not tell of queues. By number: loads under way, but those of pages that a prefetch has
-    checked, and prefetches."""
+    stores. By number: loads under way, but those of pages that a prefetch has checked, and prefetches."""
 
-    store_bytes: int = 0
-    to_ssd_bytes: int = 0
-    limit_bytes: int = 0
-    loads: int = 0
-    prefetches: int = 0
+    store_bytes: Count = 0
+    to_ssd_bytes: Count = 0
+    limit_bytes: Count = 0
+    loads: Count = 0
+    prefetches: Count = 0
 
 
 NO_QUEUES = Queues()
@@ -136,28 +169,23 @@ class Figures:
     """An engine's own figures. `counts`: by (group, name), as `TierManager.counts`, and in the group `lost` the pages
     dropped at open. `stopped`: why, or "". `latencies`: the known ones of `LATENCIES`. `tiers`: the fastest first.
     `slowest`: the slowest loads of the last minutes. `groups`: the tokens that the layers keep, in words, or "".
-    The sizes and counts up to `evictions` are the SSD's, and 0 without one. `extent_bytes`: of a page in one shard;
-    `plain_extent_bytes`: the same where it is not packed."""
+    `evictions`: of the SSD, 0 without one. `extent_bytes`: of a page in one shard; `plain_extent_bytes`: the same where
+    it is not packed."""
 
-    format_version: int
-    directories: int
-    extent_bytes: int
-    slots: int
-    pages: int
-    free_slots: int
-    evictions: int
-    late_requests: int
-    state: str
+    extent_bytes: Count
+    evictions: Count
+    late_requests: Count
+    state: State
     stopped: str
-    counts: Mapping[tuple[str, str], int]
-    shards: int = 1
-    ranks: Sequence[RankState] = ()
+    counts: Counts
+    shards: Annotated[int, Field(ge=1, le=MOST_SHARDS)] = 1
+    ranks: Annotated[tuple[RankState, ...], Field(max_length=RANKS)] = ()
     latencies: Mapping[str, Summary] = dataclasses.field(default_factory=dict)
-    tiers: Sequence[TierState] = ()
-    slowest: Sequence[SlowLoad] = ()
+    tiers: Annotated[tuple[TierState, ...], Field(max_length=TIERS)] = ()
+    slowest: Annotated[tuple[SlowLoad, ...], Field(max_length=SLOWEST)] = ()
     groups: str = ""
     queues: Queues = NO_QUEUES
-    plain_extent_bytes: int = 0
+    plain_extent_bytes: Count = 0
 
     def extent_of(self, tier: str) -> int:
         """Bytes of a page in a tier, over all shards."""
@@ -170,84 +198,70 @@ class Status:
     that was read has sums in `figures.counts`, under the names of `COUNTS`; `causes`: by (group, cause), the most
     frequent first."""
 
-    pid: int
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, allow_inf_nan=False)
+
+    pid: Count
     host: str
     command: str
-    opened: float
-    written: float
-    number: int
-    catalog_bytes: int
-    log_bytes: int
+    opened: Seconds
+    written: Seconds
+    number: Count
     figures: Figures
-    format: int = PAGE_FORMAT
-    causes: Mapping[tuple[str, str], int] = dataclasses.field(default_factory=dict)
+    causes: Counts = dataclasses.field(default_factory=dict)
 
     @property
     def age(self) -> float:
         return time.time() - self.written
 
 
+@functools.cache
+def _form() -> TypeAdapter[Status]:
+    return TypeAdapter(Status)
+
+
 def pack(status: Status) -> bytes:
+    """The page. Texts and lists are cut to the lengths that are read, and the rarest causes left out if it is full."""
     f = status.figures
-    times = (int(status.opened * 1000), int(status.written * 1000), status.number)
-    sizes = (f.extent_bytes, f.slots, f.pages, f.free_slots, f.evictions, f.late_requests)
-    files = (status.catalog_bytes, status.log_bytes)
-    counts = [_count(f.counts, *name) for name in COUNTS]
-    ranks = [(rank.pid, STATES.index(rank.state), 0) for rank in f.ranks[:RANKS]]
-    head = PAGE_FORMAT, f.format_version, status.pid, *times, STATES.index(f.state), f.directories
-    latencies = (f.latencies.get(what, NOTHING) for what in LATENCIES)
-    loads = ((_text(load.tier, 16), int(load.ended * 1000), _ns(load.seconds), load.nbytes) for load in f.slowest)
-    page = bytearray(PAGE_BYTES)
-    _BODY.write(page, [(*head, *sizes, *files, *counts, f.shards, len(ranks))])
-    _GROUPS.write(page, [(_text(f.groups, 128),)])
-    _TEXTS.write(page, [(_text(status.host, 64), _text(status.command, 512), _text(f.stopped, 256))])
-    _RANKS.write(page, ranks)
-    _LATENCIES.write(page, ((samples, *map(_ns, seconds)) for samples, *seconds in latencies))
-    _CAUSES.write(page, ((_text(name, 32), count) for name, count in (*_further(f), *_causes(f.counts))))
-    _TIERS.write(page, ((_text(tier.name, 16), *tier[1:]) for tier in f.tiers))
-    _LOADS.write(page, loads)
-    _QUEUES.write(page, [f.queues])
-    _PLAIN.write(page, [(f.plain_extent_bytes,)])
-    _HEAD.pack_into(page, 0, MAGIC, xxhash.xxh3_64_intdigest(memoryview(page)[_HEAD.size :]))
-    return bytes(page)
+    tiers = tuple(tier._replace(name=_cut(tier.name, 16)) for tier in f.tiers[:TIERS])
+    names = dict.fromkeys((*COUNTS, *((group, tier.name) for tier in tiers for group in BY_TIER)))
+    causes = [((group, _cut(cause, 32)), n) for (group, cause), n in f.counts.items() if n > 0 and group in CAUSED]
+    causes = sorted(causes, key=lambda one: (-one[1], one[0]))[:CAUSES]
+    figures = dataclasses.replace(
+        f,
+        stopped=_cut(f.stopped, 256),
+        counts={name: _count(f.counts, *name) for name in names},
+        ranks=tuple(f.ranks[:RANKS]),
+        tiers=tiers,
+        slowest=tuple(f.slowest[:SLOWEST]),
+        groups=_cut(f.groups, 128),
+    )
+    host, command, text = _cut(status.host, 64), _cut(status.command, 512), bytes(PAGE_BYTES)
+    while len(text) > PAGE_BYTES - _HEAD.size:
+        page = dataclasses.replace(status, host=host, command=command, figures=figures, causes=dict(causes))
+        text, causes = _form().dump_json(page), causes[:-4]
+    whole = (_HEAD.pack(MAGIC, 0, PAGE_FORMAT, len(text)) + text).ljust(PAGE_BYTES, b"\0")[_SEALED:]
+    return MAGIC + struct.pack("<Q", xxhash.xxh3_64_intdigest(whole)) + whole
 
 
 def unpack(page: bytes) -> Status | OtherFormat | None:
-    """The status on a page; None for other or torn bytes."""
-    if len(page) != PAGE_BYTES or _HEAD.unpack_from(page) != (MAGIC, xxhash.xxh3_64_intdigest(page[_HEAD.size :])):
+    """The status on a page; None for other or torn bytes. Pages of other formats have other sizes."""
+    if len(page) < _HEAD.size:
         return None
-    ((format_, version, pid, opened, written, number, state, directories, *rest),) = _BODY.read(page)
+    magic, digest, format_, length = _HEAD.unpack_from(page)
+    if magic != MAGIC or digest != xxhash.xxh3_64_intdigest(memoryview(page)[_SEALED:]):
+        return None
     if format_ != PAGE_FORMAT:
         return OtherFormat(format_)
-    extent, slots, pages, free, evictions, late, catalog, log, *numbers, shards, count = rest
-    ranks = _RANKS.read(page)[:count]
-    states = [state, *(code for _, code, _ in ranks)]
-    if shards > MOST_SHARDS or count > RANKS or max(states) >= len(STATES):
+    try:
+        return _form().validate_json(page[_HEAD.size : _HEAD.size + length])
+    except ValueError:
         return None
-    host, command, stopped = map(_read_text, *_TEXTS.read(page))
-    counts, causes = dict(zip(COUNTS, numbers, strict=True)), dict[tuple[str, str], int]()
-    for name, times in _CAUSES.named(page):
-        group, dot, cause = name.partition(".")
-        if dot:
-            (counts if group in BY_TIER else causes)[group, cause] = times
-    latencies = [Summary(samples, median / 1e9, slow / 1e9) for samples, median, slow in _LATENCIES.read(page)]
-    figures = Figures(
-        *(version, directories, extent, slots, pages, free, evictions, late, STATES[state], stopped, counts, shards),
-        tuple(RankState(rank, STATES[code]) for rank, code, _ in ranks),
-        dict(zip(LATENCIES, latencies, strict=True)),
-        tuple(TierState(*tier) for tier in _TIERS.named(page)),
-        tuple(SlowLoad(tier, ended / 1000, took / 1e9, nbytes) for tier, ended, took, nbytes in _LOADS.named(page)),
-        _read_text(*_GROUPS.read(page)[0]),
-        Queues(*_QUEUES.read(page)[0]),
-        *_PLAIN.read(page)[0],
-    )
-    return Status(pid, host, command, opened / 1000, written / 1000, number, catalog, log, figures, format_, causes)
 
 
 def read(directory: Path) -> Status | OtherFormat | None:
     for _ in range(_TRIES):
         try:
-            page = kept_file.read(directory / STATUS_NAME, PAGE_BYTES)
+            page = kept.read(directory / STATUS_NAME, PAGE_BYTES)
         except (OSError, ValueError, NotARegularFileError):
             return None
         if (status := unpack(page)) is not None:
@@ -272,7 +286,6 @@ class StatusWriter:
         released: Callable[[], object] = lambda: None,
     ) -> None:
         self._path = path = directory / STATUS_NAME
-        self._files = (directory / CATALOG_NAME, directory / f"{CATALOG_NAME}{LOG_SUFFIX}")
         self._figures = figures
         self._save = save
         self._released = released
@@ -282,12 +295,9 @@ class StatusWriter:
         self._failed = False
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gdscache-status", daemon=True)
-        try:
+        hint = "make it writable for this user, or set another ssd.path"
+        with system_errors(path, "made", hint, DirectoryNotWritableError):
             self._descriptor = open_own(path, os.O_RDWR | os.O_CREAT)
-        except OSError as error:
-            raise DirectoryNotWritableError(
-                f"{path} cannot be made: {error.strerror}", "make it writable for this user, or set another ssd.path"
-            ) from error
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, self._descriptor)
             undo.callback(path.unlink, missing_ok=True)
@@ -322,11 +332,9 @@ class StatusWriter:
         """Write one page. A failure is logged once: the cache does without."""
         self._number += 1
         pid, host, command = self._about
-        catalog, log = map(_size, self._files)
         try:
             figures = self._figures()
-            now = time.time()
-            page = pack(Status(pid, host, command, self._opened, now, self._number, catalog, log, figures))
+            page = pack(Status(pid, host, command, self._opened, time.time(), self._number, figures))
             os.pwrite(self._descriptor, page, 0)
         except OSError as error:
             if not self._failed:
@@ -334,35 +342,13 @@ class StatusWriter:
             self._failed = True
 
 
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
-
-
 def _count(counts: Mapping[tuple[str, str], int], group: str, name: str) -> int:
     return counts.get((group, name), 0) if name else sum(n for (g, _), n in counts.items() if g == group)
 
 
-def _further(figures: Figures) -> list[tuple[str, int]]:
-    """The counts of tiers that have no place among `COUNTS`."""
-    named = [(group, tier.name) for tier in figures.tiers[:TIERS] for group in BY_TIER]
-    return [(".".join(name), figures.counts.get(name, 0)) for name in named if name not in COUNTS]
-
-
-def _causes(counts: Mapping[tuple[str, str], int]) -> list[tuple[str, int]]:
-    found = [(f"{group}.{name}", n) for (group, name), n in counts.items() if n > 0 and group in CAUSED]
-    return sorted(found, key=lambda one: (-one[1], one[0]))
-
-
-def _ns(seconds: float) -> int:
-    return min(int(seconds * 1e9), _MOST_NS)
-
-
-def _read_text(text: bytes) -> str:
-    return text.rstrip(b"\0").decode(errors="replace")
-
-
-def _text(text: str, most: int) -> bytes:
-    return text.encode(errors="replace")[:most].decode(errors="ignore").encode()
+def _cut(text: str, most: int) -> str:
+    """The begin of a text that has at most `most` bytes in JSON."""
+    text = text.encode(errors="replace")[:most].decode(errors="ignore")
+    while len(json.dumps(text, ensure_ascii=False).encode()) > most + 2:
+        text = text[:-1]
+    return text

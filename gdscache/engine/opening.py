@@ -18,17 +18,25 @@ from typing import Any, cast
 import torch
 
 from gdscache.config import Config, EventsConfig, load_config
-from gdscache.config.concerns import concerns
-from gdscache.config.pools import plain_parts
+from gdscache.config.pools import concerns, plain_parts
 from gdscache.cuda.host_memory import PageLocking
 from gdscache.cuda.numa import near
 from gdscache.cuda.streams import resolve_device
-from gdscache.disk.catalog_file import FORMAT_VERSION, last_written
-from gdscache.disk.costs_file import CostsFile
+from gdscache.disk.catalog_file import last_written
 from gdscache.disk.directory import CacheDirectory
-from gdscache.disk.history_file import HistoryFile
+from gdscache.disk.kept import CostsFile, HistoryFile
 from gdscache.disk.slab import SlabIO
-from gdscache.disk.status_page import LATENCIES, RANKS, SLOWEST, Figures, Queues, RankState, StatusWriter, TierState
+from gdscache.disk.status_page import (
+    LATENCIES,
+    RANKS,
+    SLOWEST,
+    Figures,
+    Queues,
+    RankState,
+    State,
+    StatusWriter,
+    TierState,
+)
 from gdscache.errors import (
     CapacityError,
     ConfigError,
@@ -387,20 +395,14 @@ class Parts:
             manager.calls.post(self.journal.tick)
         quarantine, ssd, stores = manager.quarantine, manager.ssd, self.storer.queue()
         sizes = stores["bytes"], stores["to_ssd_bytes"], stores["limit_bytes"]
-        index = None if ssd is None else ssd.index
         stopped = quarantine.stopped or ("" if ssd is None else ssd.lock_lost())
         lost = sum((tier.lost for tier in manager.tiers.values() if isinstance(tier, SsdTier)), Counter[str]())
         off = ssd is not None and quarantine.refuses(ssd.name)
-        state = "stopped" if stopped else "switched_off" if off else "running"
+        state: State = "stopped" if stopped else "switched_off" if off else "running"
         tiers = manager.tiers.items()
         return Figures(
-            format_version=0 if ssd is None else FORMAT_VERSION,
-            directories=0 if ssd is None else ssd.io.slab.directories,
             extent_bytes=layout.extent_bytes,
-            slots=0 if index is None else index.slots,
-            pages=0 if index is None else len(index),
-            free_slots=0 if index is None else index.free_slots,
-            evictions=0 if index is None else index.evictions,
+            evictions=0 if ssd is None else ssd.index.evictions,
             late_requests=quarantine.requests,
             state=state,
             stopped=stopped,
@@ -408,8 +410,8 @@ class Parts:
             shards=layout.shards,
             ranks=_ranks_told(self.ranks, state),
             latencies={what: manager.latencies.summary(*_work(what)) for what in LATENCIES},
-            tiers=[TierState(name, t.index.slots, len(t.index), t.index.evictions) for name, t in tiers],
-            slowest=manager.latencies.slowest(SLOWEST),
+            tiers=tuple(TierState(name, t.index.slots, len(t.index), t.index.evictions) for name, t in tiers),
+            slowest=tuple(manager.latencies.slowest(SLOWEST)),
             groups=", ".join(group.words for group in self._config.model.layer_groups()),
             queues=Queues(*sizes, self.loader.loads, self.prefetcher.under_way),
             plain_extent_bytes=layout.packed_as(packed=False).extent_bytes,
@@ -505,7 +507,7 @@ def _work(latency: str) -> tuple[str, str]:
     return what, tier or SsdTier.name
 
 
-def _ranks_told(ranks: RankSet | None, state: str) -> tuple[RankState, ...]:
+def _ranks_told(ranks: RankSet | None, state: State) -> tuple[RankState, ...]:
     if ranks is None:
         return (RankState(os.getpid(), state),)
     told = ranks.describe()[:RANKS]

@@ -11,6 +11,7 @@ leased page stays, and so does a *dirty* one, whose bytes are in no other tier y
 from __future__ import annotations
 
 import struct
+import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -19,15 +20,64 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
-from gdscache.index.ages import PageAges
-from gdscache.index.eviction_orders import NO_RETENTIONS, Orders
+from gdscache.histograms import AGES, Buckets, Histogram
 from gdscache.index.free_slots import FreeSlots
-from gdscache.index.retention import DEFAULT, Retention
+from gdscache.index.retention import DEFAULT, NO_RETENTIONS, Orders, Retention
 from gdscache.index.table import PENDING, VERIFIED, Columns, Entry, PageState
 from gdscache.limits import KEY_BYTES
 from gdscache.native import Victims, take_out
 from gdscache.pages.keys import KEY, Page, differ, find
 from gdscache.policies.base import LRU, EvictionPolicy
+
+ALL_OF = 64  # a tier of up to this many slots has all its pages watched,
+_OF_256 = 4  # of a larger one, this many of 256 pages, chosen by their keys
+
+
+class PageAges:
+    """Watches pages from their arrival, while the engine is open, until they go. The manager's lock is held."""
+
+    def __init__(self, slots: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._below = 256 if slots <= ALL_OF else _OF_256
+        self._clock = clock
+        self._known: dict[bytes, tuple[float, float]] = {}  # time of arrival, time of the last use
+        self._ages, self._idle, self._gaps = Histogram(AGES), Histogram(AGES), Histogram(AGES)
+
+    def came(self, keys: Iterable[bytes]) -> None:
+        below = self._below
+        if some := [key for key in keys if key[0] < below]:
+            now = self._clock()
+            self._known.update(dict.fromkeys(some, (now, now)))
+
+    def used(self, keys: Iterable[bytes]) -> None:
+        known = self._known
+        if some := known.keys() & keys:
+            now = self._clock()
+            for key in some:
+                came, last = known[key]
+                self._gaps.note(now - last)
+                known[key] = came, now
+
+    def evicted(self, keys: Iterable[bytes]) -> None:
+        if gone := self._known.keys() & keys:
+            now = self._clock()
+            for came, last in map(self._known.pop, gone):
+                self._ages.note(now - came)
+                self._idle.note(now - last)
+
+    def gone(self, key: bytes) -> None:
+        """A page went without being evicted."""
+        self._known.pop(key, None)
+
+    def clear(self) -> None:
+        self._known.clear()
+
+    def describe(self) -> dict[str, Buckets]:
+        return {
+            "evicted_age_seconds": self._ages.describe(),
+            "evicted_idle_seconds": self._idle.describe(),
+            "reuse_gap_seconds": self._gaps.describe(),
+        }
+
 
 _AHEAD = 32  # most tails that are evicted in advance, so that the next calls need no victims
 

@@ -6,15 +6,30 @@ reads or writes host memory over the bus. `copy_engine`: the copy engine alone, 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import itertools
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path as FilePath
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import numpy as np
+import torch
+from pydantic import Field, TypeAdapter
+
+import gdscache
+from gdscache.cuda.driver import CopyEngine, Driver
+from gdscache.errors import GdsCacheError
+from gdscache.extents import HostExtents
+from gdscache.kernels import jit
+from gdscache.kernels.cuda import NativeGpu, PageKernels
+from gdscache.pages.layout import PageLayout, Plane
+from gdscache.pages.planes import PagedPlanes
 from gdscache.runtime.files import user_cache, write_whole
 
 _log = logging.getLogger("gdscache")
@@ -40,7 +55,10 @@ _COPY_ENGINE_MUST_WIN_SMALL_BY = 1.05
 _COPY_ENGINE_SMALL = 256 << 10
 _COPY_ENGINE_MUST_WIN_BY = 1.02
 COPY_ENGINE_FROM = 128 << 10  # bytes of a piece: smaller ones cost the host more than they save
-_BY_SIZE = ("staged", "copy_engine")
+
+
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_BySize = Annotated[dict[Annotated[int, Field(ge=1)], _Positive], Field(min_length=1)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,9 +66,9 @@ class Rates:
     """The rates of one direction in GB/s: staged copies and the copy engine alone, by the bytes of a piece, and a
     zero-copy kernel."""
 
-    staged: dict[int, float]
-    copy_engine: dict[int, float]
-    zero_copy: float
+    staged: _BySize
+    copy_engine: _BySize
+    zero_copy: _Positive
 
     def staging(self, piece: int) -> float:
         return _between(self.staged, piece)
@@ -79,7 +97,7 @@ class Calibration:
     load: Rates
     store: Rates
     key: dict[str, str]
-    seconds: float
+    seconds: _Positive
 
     def rates(self, direction: Direction) -> Rates:
         return self.load if direction == "load" else self.store
@@ -139,29 +157,11 @@ def cache_file(key: Mapping[str, str]) -> FilePath:
 def read(key: Mapping[str, str]) -> Calibration | None:
     """The calibration for exactly this key; None if it is missing, another's, or unreadable."""
     try:
-        data = json.loads(cache_file(key).read_text(encoding="utf-8"))
-        if data["key"] != dict(key):
-            return None
-        seconds = _positive(data["seconds"])
-        return Calibration(_rates(data["load"]), _rates(data["store"]), dict(key), seconds)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        found = TypeAdapter(Calibration).validate_json(cache_file(key).read_bytes())
+    except (OSError, ValueError) as error:
         _log.debug("no calibration for GPU %s: %s", key["gpu_uuid"], error)
         return None
-
-
-def _rates(data: Any) -> Rates:
-    staged, copy_engine = ({int(size): _positive(rate) for size, rate in data[name].items()} for name in _BY_SIZE)
-    for by_size in (staged, copy_engine):
-        if min(by_size, default=0) < 1:
-            raise ValueError(f"rates for pieces of {sorted(by_size)} bytes")
-    return Rates(staged, copy_engine, _positive(data["zero_copy"]))
-
-
-def _positive(value: Any) -> float:
-    number = float(value)
-    if not (math.isfinite(number) and number > 0):
-        raise ValueError(f"{value!r} is no rate and no time")
-    return number
+    return found if found.key == dict(key) else None
 
 
 def write(calibration: Calibration) -> None:
@@ -172,3 +172,98 @@ def write(calibration: Calibration) -> None:
         write_whole(path, json.dumps(dataclasses.asdict(calibration), indent=1).encode())
     except OSError as error:
         _log.info("the calibration cannot be kept: %s", error)
+
+
+_log = logging.getLogger("gdscache")
+
+PIECES = (8 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10, 512 << 10, 2 << 20)
+ENGINE_PIECES = (128 << 10, 256 << 10, 512 << 10, 2 << 20)
+_ZERO_COPY_PIECE = 8 << 10
+_BUFFER = 128 << 20
+_REPEATS = 3
+_DIRECTIONS: tuple[Direction, ...] = ("load", "store")
+
+
+def calibrated_if_possible(driver: Driver) -> Calibration | None:
+    """`calibrated`; None, and a warning, if this machine cannot be measured."""
+    try:
+        return calibrated(driver, CopyEngine(driver))
+    except (GdsCacheError, torch.cuda.OutOfMemoryError) as error:
+        _log.warning("copies of every size between GPU and host are staged: %s", error)
+        return None
+
+
+def calibrated(driver: Driver, engine: CopyEngine, *, fresh: bool = False) -> Calibration:
+    """The calibration of this GPU with this driver and this library: as kept, or measured now and kept."""
+    key = calibration_key(driver, engine)
+    with _alone(key):  # otherwise two processes that open at once would measure each other
+        found = None if fresh else read(key)
+        if found is None:
+            found = measure(driver, key)
+            write(found)
+        return found
+
+
+def calibration_key(driver: Driver, engine: CopyEngine) -> dict[str, str]:
+    """The facts for which a calibration holds."""
+    properties = torch.cuda.get_device_properties(driver.device)
+    return {
+        "gpu": properties.name,
+        "gpu_uuid": str(getattr(properties, "uuid", f"number-{driver.device.index}")),
+        "driver": str(driver.version),
+        "copy_engine": engine.api,
+        "gdscache": gdscache.__version__,
+        "kernels": jit.source_digest(),
+    }
+
+
+def measure(driver: Driver, key: dict[str, str]) -> Calibration:
+    """Measure now. Takes 128 MiB of page-locked memory and twice as much of the GPU's while it runs."""
+    began = time.perf_counter()
+    staged: dict[Direction, dict[int, float]] = {"load": {}, "store": {}}
+    alone: dict[Direction, dict[int, float]] = {"load": {}, "store": {}}
+    kernels: PageKernels | None = None
+    plan: tuple[tuple[Path, dict[Direction, dict[int, float]], tuple[int, ...]], ...]
+    plan = (("staged", staged, PIECES), ("copy_engine", alone, ENGINE_PIECES))
+    for path, found, pieces in plan:
+        for piece in pieces:
+            kernels, rates = _measured(driver, piece, path, kernels)
+            for direction in _DIRECTIONS:
+                found[direction][piece] = rates[direction]
+    _, zero_copy = _measured(driver, _ZERO_COPY_PIECE, "zero_copy", kernels)
+    load, store = (Rates(staged[direction], alone[direction], zero_copy[direction]) for direction in _DIRECTIONS)
+    return Calibration(load, store, key, time.perf_counter() - began)
+
+
+def _measured(
+    driver: Driver, piece: int, path: Path, like: PageKernels | None
+) -> tuple[PageKernels, dict[Direction, float]]:
+    """GB/s each way of one path for pages of `piece` bytes: the best of a few runs after a warm-up."""
+    layout = PageLayout.uniform([Plane("bytes", (piece,), "uint8")], 1, 1)
+    pages = _BUFFER // piece
+    planes = PagedPlanes.allocate(layout, pages, driver.device)
+    kernels = PageKernels(planes, like)
+    with contextlib.ExitStack() as stack:
+        extents = HostExtents(layout, pages * piece, "on")
+        stack.callback(extents.close)
+        gpu = NativeGpu(planes, driver, kernels.runs, kernels, max(2 * piece, _BUFFER))
+        stack.callback(gpu.close)
+        slots, blocks = (np.random.default_rng(n).permutation(pages) for n in (piece, piece + 1))
+        table, found = blocks.reshape(-1, 1), dict.fromkeys(_DIRECTIONS, 0.0)
+        for direction in _DIRECTIONS:
+            for _ in range(1 + _REPEATS):
+                start = time.perf_counter()
+                gpu.copy(extents, slots, table, range(1), (), path, load=direction == "load")[0].synchronize()
+                found[direction] = max(found[direction], pages * piece / (time.perf_counter() - start) / 1e9)
+        return kernels, found
+
+
+@contextlib.contextmanager
+def _alone(key: dict[str, str]) -> Iterator[None]:
+    """One process at a time; without a place for the lock, any number."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # also of file systems without locks
+            path = cache_file(key).with_suffix(".lock")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fcntl.flock(stack.enter_context(path.open("w")), fcntl.LOCK_EX)
+        yield

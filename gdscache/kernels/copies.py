@@ -12,14 +12,12 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from gdscache.cuda.driver import Driver
+from gdscache.cuda.host_memory import allocating
 from gdscache.errors import CapacityError, KernelUnavailableError
-from gdscache.kernels.calibration import calibrated_if_possible
-from gdscache.kernels.choice import Choice, Direction, Path, Paths
-from gdscache.kernels.cuda import PageKernels, plane_runs
-from gdscache.kernels.gpu import ROUTES, ChunkSizes, NativeGpu
+from gdscache.kernels.choice import Choice, Direction, Path, Paths, calibrated_if_possible
+from gdscache.kernels.cuda import ROUTES, ChunkSizes, NativeGpu, PageKernels, plane_runs
 from gdscache.kernels.packed import PackedKernels
 from gdscache.pages.planes import PagedPlanes
-from gdscache.runtime.allocation import allocating
 
 if TYPE_CHECKING:
     from gdscache.config import GpuConfig

@@ -27,9 +27,8 @@ import numpy as np
 import torch
 
 from gdscache.arrays import Int64Array, UInt64Array
-from gdscache.cuda.driver import Driver
+from gdscache.cuda.driver import CopyEngine, Driver, merge
 from gdscache.errors import TransferArgumentError
-from gdscache.kernels.copy_engine import CopyEngine, merge
 from gdscache.kvcacheio.launch import refuse_capture, whole
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

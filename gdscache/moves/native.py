@@ -1,5 +1,5 @@
-"""The executor of an engine: the native library carries moves out, threads of Python drive steps. And its moves: their
-begin, their end, and their late pages.
+"""The executor of an engine: the native library carries moves out, threads of Python drive steps, and wait where the
+steps wait. And its moves: their begin, their end, and their late pages.
 
 `NativeMoves` is the library's executor in the terms of moves: spaces have names, and groups are layers of a layout.
 """
@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -24,21 +24,118 @@ import numpy.typing as npt
 from gdscache.arrays import Int64Array, integers
 from gdscache.cuda.streams import Event, Landed, events_of, given
 from gdscache.errors import DeviceError, IOFailedError, NativeCallError, PlanesError, ShortIOError, StorageError
-from gdscache.moves import PLANES, End, Listener, Move, Moving, PageStatus, Priority, Steps, Wait, Way
-from gdscache.moves.lanes import Blocking, ThreadDriver
-from gdscache.native import NEVER, SHORT, Executor, HostPlanes, error_of
+from gdscache.moves import PLANES, End, Lane, Listener, Move, Moving, Orders, PageStatus, Priority, Steps, Wait, Way
+from gdscache.native import NEVER, SHORT, Executor, HostPlanes, error_of, put_rows, take_rows
 from gdscache.pages.planes import PagedPlanes
-from gdscache.runtime.threads import failure_of, log_failure, start
+from gdscache.runtime.threads import Flag, Workers, failure_of, log_failure, start
 from gdscache.storage.base import Descriptors, memory_of
 from gdscache.tracing import OFF, Timeline
 
 if TYPE_CHECKING:
-    from gdscache.extents import Extents
+    from gdscache.extents import Extents, SlotMemory
+    from gdscache.index.free_slots import SlotShare
     from gdscache.kernels.copies import PageCopies
     from gdscache.native import Gpu
     from gdscache.pages.checksum import Checksums
     from gdscache.pages.layout import PageLayout
     from gdscache.storage.base import Files
+
+_T = TypeVar("_T")
+_LOOK_S = 1.0  # steps that wait for a slot check again after this time
+NAMES = {
+    Priority.LOAD: "gdscache-load",
+    Priority.PREFETCH: "gdscache-prefetch",
+    Priority.STORE: "gdscache-gather",
+    Priority.DEMOTION: "gdscache-write",
+}
+
+
+class Blocking:
+    """A wait as a call that returns when the event has happened."""
+
+    __slots__ = ("wait",)
+
+    def __init__(self, wait: Callable[[], object]) -> None:
+        self.wait = wait
+
+
+def drive(steps: Steps[_T]) -> _T:
+    """Run steps to their end in this thread, which waits where they wait. An error of a wait is raised in the steps."""
+    with contextlib.closing(steps):
+        try:
+            wait = next(steps)
+            while True:
+                error = failure_of(cast(Blocking, wait).wait)
+                wait = next(steps) if error is None else steps.throw(error)
+        except StopIteration as end:
+            return cast(_T, end.value)
+
+
+class ThreadLane:
+    def __init__(self, name: str, rest: Callable[[], object], threads: int) -> None:
+        self._rest = rest
+        self._threads = Workers(threads, name)
+
+    def start(self, steps: Steps[None], lost: Callable[[], Steps[None]] | None = None) -> None:
+        ending = None if lost is None else lambda: self._drive(lost())
+        self._threads.submit(functools.partial(self._drive, steps), ending)
+
+    def _drive(self, steps: Steps[None]) -> None:
+        drive(steps)
+        self._rest()
+
+    def close(self) -> None:
+        self._threads.shutdown()
+
+
+class ThreadDriver:
+    """The part of an executor that drives steps by threads, in the system's time, and keeps checksums in the
+    `memories`."""
+
+    def __init__(self, memories: Mapping[str, Extents | SlotMemory]) -> None:
+        self._memories = memories
+
+    def expect(self, ways: Sequence[Way]) -> None:
+        """Note the checksums of pages that are read into a memory to stay there."""
+        for way in ways:
+            if way.sums is None or way.source in self._memories:
+                continue
+            space, places = (way.through, way.places) if way.target == PLANES else (way.target, way.targets)
+            if places is not None:
+                put_rows(self._memories[space].checksums, places, way.sums)
+
+    def checksums(self, space: str, slots: Sequence[int] | Int64Array) -> Checksums:
+        return take_rows(self._memories[space].checksums, slots)
+
+    @property
+    def orders(self) -> Orders | None:
+        """None: no ranks carry its moves out."""
+        return None
+
+    def lane(self, priority: Priority, rest: Callable[[], object], threads: int = 1) -> Lane:
+        return ThreadLane(NAMES[priority], rest, threads)
+
+    def finish(self, steps: Steps[_T]) -> _T:
+        return drive(steps)
+
+    def room(self, pool: SlotShare) -> Wait:
+        return Blocking(functools.partial(pool.wait, _LOOK_S))
+
+    def changed(self, condition: threading.Condition, over: Callable[[], bool], seconds: float) -> Wait:
+        def wait() -> None:
+            with condition:
+                condition.wait_for(over, seconds)
+
+        return Blocking(wait)
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def happened(self, event: Event) -> Wait:
+        return Blocking(lambda: None if event is None else event.synchronize())
+
+    def pause(self, changed: Flag, seconds: float) -> None:
+        changed.wait(seconds)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -498,16 +595,13 @@ class NativeMoving:
         if listener is None:
             return
         for code in codes:
-            if _STATUSES[code] is not PageStatus.PENDING:
-                listener.judged(np.flatnonzero(statuses == code), self._told(_STATUSES[code]))
+            status = _STATUSES[code]
+            if status is PageStatus.LOADED and self._cancelled and self.into_planes:
+                status = PageStatus.CANCELLED  # the library has read them to the end, and has not copied them
+            if status is not PageStatus.PENDING:
+                listener.judged(np.flatnonzero(statuses == code), status)
         if self.into_planes:
             listener.ready(range(self._executor.moves.layers), None)
-
-    def _told(self, status: PageStatus) -> PageStatus:
-        """`CANCELLED` for pages of a cancelled load into the planes that the library calls loaded: it reads them to the
-        end but does not copy them."""
-        gone = status is PageStatus.LOADED and self._cancelled and self.into_planes
-        return PageStatus.CANCELLED if gone else status
 
     def on_end(self, callback: Callable[[int], None]) -> None:
         late = set() if self._end is None else set(self._end.late)

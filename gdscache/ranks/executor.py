@@ -25,8 +25,7 @@ from gdscache.errors import InvalidValueError, RankLostError
 from gdscache.extents import SlotMemory
 from gdscache.load.plan import CODES, STATUSES
 from gdscache.moves import PLANES, End, Listener, Move, Orders, PageStatus, Priority, Spent, Steps, Way
-from gdscache.moves.lanes import Blocking, ThreadDriver
-from gdscache.moves.native import write_error
+from gdscache.moves.native import Blocking, ThreadDriver, write_error
 from gdscache.ranks import wire
 from gdscache.ranks.address import StoreMark
 from gdscache.ranks.leader import GRACE_S, Link, RankSet

@@ -106,14 +106,9 @@ def failure_of(work: Callable[[], object]) -> BaseException | None:
 
 def in_turn(*ends: Callable[[], object]) -> None:
     """Call each of them, also after errors of those before. Raises the first error."""
-    first: BaseException | None = None
-    for end in ends:
-        try:
-            end()
-        except BaseException as error:  # noqa: BLE001 - the others are called all the same
-            first = first or error
-    if first is not None:
-        raise first
+    errors = [error for end in ends if (error := failure_of(end)) is not None]
+    if errors:
+        raise errors[0]
 
 
 def log_failure(error: BaseException | None) -> None:

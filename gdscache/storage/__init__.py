@@ -8,9 +8,8 @@ import logging
 from pathlib import Path
 
 from gdscache.errors import IOFailedError, TransportUnavailableError
-from gdscache.runtime.named_object import named_object
-from gdscache.storage.base import GDS, DeviceMemory, Memory, Op, Switch, Transport
-from gdscache.storage.files import IN_MEMORY, find_mount
+from gdscache.storage.base import GDS, DeviceMemory, Memory, Op, Switch, Transport, named_object
+from gdscache.storage.files import IN_MEMORY, NativeTransport, find_mount
 
 __all__ = ["DeviceMemory", "Memory", "Op", "Transport", "choose_and_open", "open_transport"]
 
@@ -47,45 +46,38 @@ def choose_and_open(
             "set ssd.transport to auto, posix, uring, cufile, kvikio, nixl or package.module:Class",
         )
     choice, compat, reason = _choose(transport, directory, device, gds)
-    opened: Transport
     if choice == "posix" and transport == "auto":
-        opened, reason = _without_gds(directory, threads, direct_io, reason)
-    elif choice in ("posix", "uring"):
-        from gdscache.storage.files import NativeTransport
-
-        opened = NativeTransport(threads=threads, direct_io=direct_io, uring=choice == "uring")
-    elif choice == "cufile":
+        return _without_gds(directory, threads, direct_io, reason)
+    if choice in ("posix", "uring"):
+        return NativeTransport(threads, direct_io, uring=choice == "uring"), reason
+    if choice == "cufile":
         from gdscache.storage.cufile import open_cufile
 
-        opened = open_cufile(threads, direct_io, device if compat == "off" else "")
-    elif choice == "kvikio":
+        return open_cufile(threads, direct_io, device if compat == "off" else ""), reason
+    if choice == "kvikio":
         from gdscache.storage.kvikio import KvikioTransport
 
-        opened = KvikioTransport(threads=threads, direct_io=direct_io, compat=compat)
-    elif choice == "nixl":
+        return KvikioTransport(threads, direct_io, compat), reason
+    if choice == "nixl":
         from gdscache.storage.nixl import NixlTransport
 
-        opened = NixlTransport(threads=threads, direct_io=direct_io, gds=compat == "off")
-    else:
-        opened = named_object(
-            choice, Transport, functools.partial(_bad_class, choice), threads=threads, direct_io=direct_io
-        )
-    return opened, reason
+        return NixlTransport(threads, direct_io, gds=compat == "off"), reason
+    refuse = functools.partial(_bad_class, choice)
+    return named_object(choice, Transport, refuse, threads=threads, direct_io=direct_io), reason
 
 
 def _without_gds(directory: Path, threads: int, direct_io: Switch, reason: str) -> tuple[Transport, str]:
     """io_uring if the kernel has it, else threads; and the reason. Files in memory are copied by a thread either way,
     and the kernel's own threads are slower with pages of 4 MiB and more (docs/design/transports.md)."""
-    from gdscache.storage.files import NativeTransport
-
     kind = find_mount(directory).file_system
     if kind in IN_MEMORY:
-        why = f"{reason}; files of {kind} are copied by threads, without io_uring"
-        return NativeTransport(threads, direct_io, uring=False), why
-    try:
-        return NativeTransport(threads, direct_io, uring=True), f"{reason}; io_uring reads the right bytes"
-    except (TransportUnavailableError, IOFailedError) as error:  # refused, or no memory or descriptor for a ring
-        return NativeTransport(threads, direct_io, uring=False), f"{reason}; no io_uring: {error.message}"
+        why = f"files of {kind} are copied by threads, without io_uring"
+    else:
+        try:
+            return NativeTransport(threads, direct_io, uring=True), f"{reason}; io_uring reads the right bytes"
+        except (TransportUnavailableError, IOFailedError) as error:  # refused, or no memory or descriptor for a ring
+            why = f"no io_uring: {error.message}"
+    return NativeTransport(threads, direct_io, uring=False), f"{reason}; {why}"
 
 
 def _choose(transport: str, directory: Path, device: str, gds: Switch) -> tuple[str, Switch, str]:

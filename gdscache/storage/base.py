@@ -9,9 +9,11 @@ import abc
 import ctypes
 import dataclasses
 import enum
-from collections.abc import Sequence
+import importlib
+import inspect
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
     from gdscache.native import CuFiles
     from gdscache.pages.checksum import Checksums
+
 
 Switch = Literal["auto", "on", "off"]
 GDS = ("cufile", "kvikio", "nixl")  # transports that may use GPUDirect Storage
@@ -199,3 +202,29 @@ def address_of(memory: memoryview) -> int:
     if memory.readonly:
         return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))  # ten times as fast as numpy, for writable memory only
+
+
+def named_object(target: str, base: type, refuse: Callable[[str], Exception], *given: Any, **keywords: Any) -> Any:
+    """A new object of the subclass of `base` that `target` names.
+
+    `refuse(cause)`: the error to raise if there is no such class, it is abstract, or does not take the arguments.
+    """
+    module_name, _, class_name = target.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise refuse(f"{module_name} cannot be imported: {error}") from error
+    found = getattr(module, class_name, None)
+    if not (inspect.isclass(found) and issubclass(found, base)):
+        raise refuse(f"{class_name!r} of {module_name} is no subclass of {base.__name__}")
+    if inspect.isabstract(found):
+        raise refuse(f"it lacks {', '.join(sorted(getattr(found, '__abstractmethods__', ())))}")
+    try:
+        inspect.signature(found).bind(*given, **keywords)
+    except TypeError as error:
+        takes = ", ".join(
+            one.name for one in inspect.signature(found).parameters.values() if one.kind is one.KEYWORD_ONLY
+        )
+        cause = f"it does not take the keywords {', '.join(sorted(keywords))}: {error}"
+        raise refuse(f"{cause}. It takes {takes}" if takes else cause) from error
+    return found(*given, **keywords)

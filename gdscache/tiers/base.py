@@ -30,7 +30,7 @@ from gdscache.index.table import Entry
 from gdscache.pages.checksum import Checksums
 from gdscache.pages.keys import Page
 from gdscache.pages.layout import PLAIN, PageLayout
-from gdscache.runtime.named_object import named_object
+from gdscache.storage.base import named_object
 
 if TYPE_CHECKING:
     import torch

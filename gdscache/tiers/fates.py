@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 
-from gdscache.disk.history_file import BAD_KEPT, BadPage
+from gdscache.disk.kept import BAD_KEPT, BadPage
 from gdscache.pages.hit import Told
-from gdscache.policies.sketch import RecentCounter
+from gdscache.policies.admission import RecentCounter
 
 KEPT = 1 << 14  # the last pages whose causes are remembered: some 3 MiB
 LEAST = 1 << 12  # evictions that the smallest cache remembers

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from gdscache import arguments
+from gdscache.cuda.host_memory import allocating
 from gdscache.cuda.streams import Event
 from gdscache.index.index import PageIndex
 from gdscache.pages.layout import PageLayout
 from gdscache.pages.planes import PagedPlanes
 from gdscache.policies import new_policy
-from gdscache.runtime.allocation import allocating
 from gdscache.tiers.base import Tier
 
 

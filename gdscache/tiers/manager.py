@@ -14,13 +14,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+from gdscache.disk.status_page import Latencies
 from gdscache.gate.busy_periods import BusyPeriods
 from gdscache.gate.costs import Costs
 from gdscache.index.retention import DEFAULT, Retention
 from gdscache.pages.hit import CACHED, Reason, Told, joined
 from gdscache.pages.keys import Page
 from gdscache.runtime.calls import Caller
-from gdscache.runtime.latencies import Latencies
 from gdscache.runtime.limited_log import LimitedLog
 from gdscache.tiers.base import DurableTier, Lease, Tier
 from gdscache.tiers.clear import PAUSE_S, Clearing

@@ -22,11 +22,10 @@ import numpy as np
 
 from gdscache.arrays import integers
 from gdscache.config import SsdConfig
-from gdscache.disk import stripes
 from gdscache.disk.catalog import Catalog, Recovered
 from gdscache.disk.catalog_file import lacking_room
 from gdscache.disk.directory import CacheDirectory
-from gdscache.disk.slab import Slab, SlabFiles, SlabIO
+from gdscache.disk.slab import Slab, SlabFiles, SlabIO, claim_stripes
 from gdscache.errors import IOFailedError, LockLostError
 from gdscache.index.index import PageIndex
 from gdscache.index.retention import DEFAULT, HIGHEST, LOWEST, Retention
@@ -95,7 +94,7 @@ class SsdTier(DurableTier):
         slots = config.capacity // (layout.extent_bytes * layout.shards)
         with contextlib.ExitStack() as undo:
             self._directory = undo.enter_context(CacheDirectory.open(path, *config.stripes))
-            stripes.claim((path, *config.stripes))
+            claim_stripes((path, *config.stripes))
             if open_slab is None:
                 open_slab = self._slab_here(config, device, undo)
             self._catalog = Catalog(

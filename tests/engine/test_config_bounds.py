@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 
 from gdscache import CacheEngine
 from gdscache.config import Config
-from gdscache.config.problems import known_keys
+from gdscache.config.file import known_keys
 from gdscache.errors import ConfigError, GdsCacheError, GeometryError, InvalidValueError, NoMemoryError
 from gdscache.limits import MAX_COUNT, MAX_EXTENT_BYTES, MAX_LAYERS, MAX_SECONDS
 from gdscache.sizes import MAX_SIZE
@@ -349,7 +349,7 @@ def test_more_disk_than_there_is_names_the_figures(tmp_path: Path, nbytes: int) 
 
 def test_a_limit_of_a_group_of_processes_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a container it is the cgroup's limit, and its file pages count as free."""
-    from gdscache.runtime import allocation
+    from gdscache.cuda import host_memory
 
     for group, files in {
         "v2": {"memory.max": "1048576", "memory.current": "600000", "memory.stat": "inactive_file 100000\nanon 5\n"},
@@ -363,13 +363,13 @@ def test_a_limit_of_a_group_of_processes_counts(tmp_path: Path, monkeypatch: pyt
         (tmp_path / group).mkdir()
         for name, text in files.items():
             (tmp_path / group / name).write_text(text)
-    assert allocation.host_bytes([tmp_path / "v2", tmp_path / "top"]) == 1048576 - 600000 + 100000
-    assert allocation.host_bytes([tmp_path / "v1"]) == 501000
-    left = functools.partial(allocation.host_bytes, [tmp_path / "v1"])
-    monkeypatch.setattr(allocation, "host_bytes", left)
+    assert host_memory.host_bytes([tmp_path / "v2", tmp_path / "top"]) == 1048576 - 600000 + 100000
+    assert host_memory.host_bytes([tmp_path / "v1"]) == 501000
+    left = functools.partial(host_memory.host_bytes, [tmp_path / "v1"])
+    monkeypatch.setattr(host_memory, "host_bytes", left)
     refused_open(put(base(), "cpu.capacity", 4 << 20), NoMemoryError, "cpu.capacity", "501,000 bytes")
     monkeypatch.undo()
-    there = allocation.host_bytes()
+    there = host_memory.host_bytes()
     assert there is None or there > 0
 
 

@@ -11,7 +11,7 @@ import torch
 from gdscache import PageStatus
 from gdscache.errors import DeviceError
 from gdscache.extents import HostExtents
-from gdscache.kernels.gpu import CopyRoute
+from gdscache.kernels.cuda import CopyRoute
 from gdscache.pages.checksum import layer_checksums
 from gdscache.pages.planes import PagedPlanes
 from tests.support import fake_gpu

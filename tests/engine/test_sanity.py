@@ -10,7 +10,7 @@ import pytest
 
 from gdscache import CacheEngine
 from gdscache.config import Config
-from gdscache.config.concerns import concerns
+from gdscache.config.pools import concerns
 from tests.support.helpers import make_config
 
 EXTENT = 8192

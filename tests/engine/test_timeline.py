@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from gdscache import CacheEngine, PageStatus
 from gdscache.errors import InvalidValueError
-from gdscache.kernels.gpu import CopyRoute
+from gdscache.kernels.cuda import CopyRoute
 from gdscache.load import run as load_run
 from gdscache.pages.layout import GroupSizes
 from gdscache.storage.base import Op

@@ -14,8 +14,7 @@ from gdscache.cuda.streams import record
 from gdscache.errors import CapacityError
 from gdscache.extents import DeviceExtents, Extents, HostExtents
 from gdscache.kernels.copies import GpuCopies
-from gdscache.kernels.cuda import PageKernels
-from gdscache.kernels.gpu import ChunkSizes, CopyRoute, StreamPoint
+from gdscache.kernels.cuda import ChunkSizes, CopyRoute, PageKernels, StreamPoint
 from gdscache.pages.checksum import layer_checksums
 from gdscache.pages.layout import PageLayout, Plane
 from gdscache.pages.planes import PagedPlanes

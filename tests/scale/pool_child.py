@@ -14,8 +14,7 @@ import numpy as np
 
 from gdscache.cuda.host_memory import HostBuffer
 from gdscache.mooncake.client import MooncakeAddress, MooncakeClient
-from gdscache.mooncake.io import BATCH_PAGES, TRAILER_BYTES
-from gdscache.mooncake.tier import MooncakeTier
+from gdscache.mooncake.tier import BATCH_PAGES, TRAILER_BYTES, MooncakeTier
 from tests.support.helpers import Host, drop_from, prompt, quiet
 
 

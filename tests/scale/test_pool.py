@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from gdscache.mooncake.io import TRAILER_BYTES
+from gdscache.mooncake.tier import TRAILER_BYTES
 from tests.scale.pool_parts import EXTENT, PAGES, PYTHON, RealPool, eventually, fence, needs_mooncake, real_pool
 
 pytestmark = pytest.mark.scale

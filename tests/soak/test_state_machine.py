@@ -34,7 +34,7 @@ from hypothesis.stateful import (
 
 from gdscache import CacheEngine, LoadReport, PageStatus
 from gdscache.errors import EngineClosedError, LoadFailedError, PoolFullError
-from gdscache.kernels.gpu import CopyRoute
+from gdscache.kernels.cuda import CopyRoute
 from gdscache.limits import EngineLimits
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.prefetch.handle import Prefetch

@@ -19,8 +19,17 @@ import torch
 from gdscache.engine import opening as build
 from gdscache.kernels.choice import Direction
 from gdscache.kernels.copies import PageCopies
-from gdscache.kernels.cuda import FORMS, SHORTEST, PlaneRuns, can_look, plane_runs
-from gdscache.kernels.gpu import ROUTES, CopyRoute, NativeGpu, StreamPoint
+from gdscache.kernels.cuda import (
+    FORMS,
+    ROUTES,
+    SHORTEST,
+    CopyRoute,
+    NativeGpu,
+    PlaneRuns,
+    StreamPoint,
+    can_look,
+    plane_runs,
+)
 from gdscache.pages.planes import PagedPlanes
 from tests.support.places import ROOT, tool
 from tests.support.shims import built_once
@@ -147,8 +156,7 @@ class FakeGpuCopies(PageCopies):
             _USERS[storage.data_ptr()] += 1
             if _USERS[storage.data_ptr()] == 1:
                 driver().fake_device(storage.data_ptr(), storage.nbytes())
-        values = [getattr(runs, name) for name in PlaneRuns.__slots__]
-        return PlaneRuns(values[0] | (1 << 56), *values[1:])
+        return runs._replace(base=runs.base | (1 << 56))
 
     def routes(self, direction: Direction, layers: range) -> tuple[int, int]:
         return ROUTES.index(self._route), ROUTES.index(self._route)

@@ -23,7 +23,7 @@ from typing import Any
 from tests.support import fuzz_base
 
 UNDER_TEST = (
-    *("gdscache.disk", "gdscache.gate.costs", "gdscache.disk.costs_file", "gdscache.gate.fit", "gdscache.mooncake.io"),
+    *("gdscache.disk", "gdscache.gate.costs", "gdscache.disk.kept", "gdscache.gate.fit", "gdscache.mooncake.tier"),
     *("gdscache.pages.checksum", "gdscache.pages.keys"),
 )
 

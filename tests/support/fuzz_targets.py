@@ -20,22 +20,23 @@ import struct
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 from unittest import mock
 
 import numpy as np
 import xxhash
 
-from gdscache.disk import catalog_file, directory, history_file, status_page, stripes
+from gdscache.disk import catalog_file, directory, kept, slab, status_page
 from gdscache.disk.catalog import Catalog, PageRecord, Recovered
-from gdscache.disk.costs_file import COSTS_NAME
+from gdscache.disk.kept import COSTS_NAME
+from gdscache.disk.status_page import SlowLoad, Summary
 from gdscache.errors import GdsCacheError
 from gdscache.index.index import PageIndex
-from gdscache.mooncake.io import TRAILER_BYTES, is_stored, trailer
+from gdscache.mooncake.tier import TRAILER_BYTES, is_stored, trailer
 from gdscache.pages.checksum import bound, layer_checksums
 from gdscache.pages.keys import Page
 from gdscache.policies import new_policy
-from gdscache.policies.sketch import RecentCounter
-from gdscache.runtime.latencies import SlowLoad, Summary
+from gdscache.policies.admission import RecentCounter
 from gdscache.tiers.fates import LEAST, PageFates
 from gdscache.tiers.ssd import _retentions
 from tests.support.disk_parts import COLUMNS, opened, served, store, sums_of
@@ -101,28 +102,28 @@ def strict_logs() -> None:
 
 
 def _history(data: bytes, folder: Path) -> None:
-    path = folder / history_file.HISTORY_NAME
+    path = folder / kept.HISTORY_NAME
     path.write_bytes(data)
-    found = history_file.read(folder)
+    found = kept.read_history(folder)
     if found is not None:
-        require(history_file.unpack(history_file.pack(found)).bad == found.bad, "what was read is not what is written")
+        require(kept.unpack(kept.pack(found)).bad == found.bad, "what was read is not what is written")
         require(found.evicted.nbytes <= len(data), "a filter larger than its file")
     fates = PageFates(LEAST)
-    mine = history_file.HistoryFile(folder, fates.evicted, fates.bad)
+    mine = kept.HistoryFile(folder, fates.evicted, fates.bad)
     mine.restore()
     fates.evict([bytes(32)])
     fates.bring_in()
     require(fates.told(bytes(32)).cause in ("evicted", "bad"), "an evicted page is forgotten")
     mine.hurry()
     mine.save()
-    require(history_file.read(folder) is not None, "it is not written anew")
+    require(kept.read_history(folder) is not None, "it is not written anew")
 
 
 def _history_seeds(folder: Path) -> Seeds:
-    evicted, bad = RecentCounter(64), {bytes(32): history_file.BadPage("ssd", "checksum", 3, "/dir", 1.0)}
+    evicted, bad = RecentCounter(64), {bytes(32): kept.BadPage("ssd", "checksum", 3, "/dir", 1.0)}
     for n in range(9):
         evicted.add(bytes([n]) * 32)
-    whole = history_file.pack(history_file.History(evicted, bad, 2.0))
+    whole = kept.pack(kept.History(evicted, bad, 2.0))
     return [
         whole,
         whole[:40],
@@ -131,13 +132,13 @@ def _history_seeds(folder: Path) -> Seeds:
 
 
 def _signed(rest: bytes) -> bytes:
-    return history_file.MAGIC + struct.pack("<Q", xxhash.xxh3_64_intdigest(rest)) + rest
+    return kept.MAGIC + struct.pack("<Q", xxhash.xxh3_64_intdigest(rest)) + rest
 
 
 def _stripe(data: bytes, folder: Path) -> None:
     (folder / catalog_file.STRIPE_NAME).write_bytes(data)
     with contextlib.suppress(GdsCacheError):
-        found = stripes.read(folder)
+        found = slab.read_stripe(folder)
         require(found is not None and found.directories, "an identity is there")
         for name in found.directories if found else ():
             with contextlib.suppress(OSError):
@@ -146,16 +147,16 @@ def _stripe(data: bytes, folder: Path) -> None:
     others[1].mkdir()
     for directories in (others[:1], others):
         with contextlib.suppress(GdsCacheError):
-            stripes.claim(directories)
+            slab.claim_stripes(directories)
             names = tuple(map(str, directories))
-            told = [stripes.read(where) for where in directories]
+            told = [slab.read_stripe(where) for where in directories]
             require(all(one is None or one.directories == names for one in told), "claimed under other names")
 
 
 def _stripe_seeds(folder: Path) -> Seeds:
     found = []
     for number, names in ((0, (str(folder), str(folder / "b"))), (1, ("/a", "/b"))):
-        stripes.write(folder, stripes.Stripe("ab" * 16, number, names))
+        slab.write_stripe(folder, slab.Stripe("ab" * 16, number, names))
         found.append((folder / catalog_file.STRIPE_NAME).read_bytes())
     return found + _hostile(found[0], b'"number": 0', b'"number": ')
 
@@ -178,10 +179,9 @@ def _hostile(whole: bytes, what: bytes, before: bytes = b"") -> Seeds:
 def _status(data: bytes, folder: Path) -> None:
     source = Source(data)
     sealed, whole = source.number() & 1, _status_page()
-    head = status_page._HEAD.size
     page = source.edits(whole, range(1024))
-    if sealed and len(page) > head:
-        page = page[:8] + struct.pack("<Q", xxhash.xxh3_64_intdigest(page[head:])) + page[head:]
+    if sealed and len(page) > 16:
+        page = page[:8] + struct.pack("<Q", xxhash.xxh3_64_intdigest(page[16:])) + page[16:]
     (folder / status_page.STATUS_NAME).write_bytes(page)
     with mock.patch.object(status_page, "_PAUSE", 0.0):
         found = status_page.read(folder)
@@ -194,7 +194,7 @@ def _status(data: bytes, folder: Path) -> None:
         return
     told = found.figures
     states = {told.state, *(rank.state for rank in told.ranks)}
-    require(states <= set(status_page.STATES), "a state that there is not")
+    require(states <= set(get_args(status_page.State)), "a state that there is not")
     require(1 <= len(told.ranks) + 1 <= status_page.RANKS + 1, "more ranks than there can be")
     json.dumps([found.pid, found.host, found.command, found.opened, found.written, found.age, told.stopped])
     json.dumps([told.ranks, told.latencies, list(found.causes.items())], allow_nan=False)
@@ -205,14 +205,14 @@ def _status(data: bytes, folder: Path) -> None:
 def _status_page() -> bytes:
     counts = {name: n for n, name in enumerate(status_page.COUNTS)}
     counts |= {("misses", "absent"): 40, ("dropped", "queue_full"): 3}
-    ranks = [status_page.RankState(123 + n, status_page.STATES[n % 3]) for n in range(status_page.RANKS)]
+    ranks = tuple(status_page.RankState(123 + n, get_args(status_page.State)[n % 3]) for n in range(status_page.RANKS))
     times = {what: Summary(9, 1e-3, 2e-2) for what in status_page.LATENCIES}
-    sizes = 6, 1, EXTENT, 100, 60, 40, 7, 0
-    tiers = [status_page.TierState(name, 9, 8, 7) for name in ("gpu", "cpu", "ssd", "fourth", "fifth")]
-    slow = [SlowLoad("ssd", NOW, 1.5, 1 << 30)] * status_page.SLOWEST
+    sizes = EXTENT, 7, 0
+    tiers = tuple(status_page.TierState(name, 9, 8, 7) for name in ("gpu", "cpu", "ssd", "fourth", "fifth"))
+    slow = (SlowLoad("ssd", NOW, 1.5, 1 << 30),) * status_page.SLOWEST
     told = "switched_off", "the disk failed", counts, 16, ranks, times, tiers, slow, "full: all tokens"
     figures = status_page.Figures(*sizes, *told)
-    return status_page.pack(status_page.Status(123, "host", "python serve.py", NOW, NOW + 60, 60, 1 << 20, 0, figures))
+    return status_page.pack(status_page.Status(123, "host", "python serve.py", NOW, NOW + 60, 60, figures))
 
 
 def _status_seeds(folder: Path) -> Seeds:
@@ -521,7 +521,7 @@ def _engine(data: bytes, folder: Path) -> None:
     (folder / catalog_file.CATALOG_NAME).write_bytes(source.edits(image, places))
     for name in (
         COSTS_NAME,
-        history_file.HISTORY_NAME,
+        kept.HISTORY_NAME,
         status_page.STATUS_NAME,
         directory.LOCK_NAME,
     ):

@@ -18,7 +18,7 @@ from gdscache.index.retention import DEFAULT, PRIORITIES, Retention
 from gdscache.index.table import Entry, PageState
 from gdscache.pages.keys import KEY, Page
 from gdscache.policies.base import LRU, EvictionPolicy
-from gdscache.policies.lifetime import Lifetime
+from gdscache.policies.guarded import Lifetime
 from tests.support.policy_models import MODELS, Model, Undeferred
 
 NAMESPACE = b"n" * 32

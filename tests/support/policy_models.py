@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gdscache.policies.base import LRU, EvictionPolicy
-from gdscache.policies.lifetime import Lifetime
+from gdscache.policies.guarded import Lifetime
 
 
 class Undeferred:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from gdscache.config.pools import PLAIN_DIRECTORY
-from gdscache.disk import catalog_file, stripes
+from gdscache.disk import catalog_file, slab
 from gdscache.disk.catalog import Catalog
 from gdscache.storage.base import Memory
 from tests.support.kill_record import Log
@@ -163,12 +163,12 @@ def recording() -> Iterator[Tape]:
         for name in ("_connect", "recover", "commit", "close"):
             patches.enter_context(mock.patch.object(Catalog, name, _recorded(name, getattr(Catalog, name))))
         patches.enter_context(mock.patch.object(catalog_file, "WAL_PAGES", SMALL_WAL))
-        patches.enter_context(mock.patch.object(stripes, "write", _claimed(stripes.write)))
+        patches.enter_context(mock.patch.object(slab, "write_stripe", _claimed(slab.write_stripe)))
         yield TAPE
 
 
-def _claimed(original: Callable[[Path, stripes.Stripe], None]) -> Callable[[Path, stripes.Stripe], None]:
-    def write(directory: Path, stripe: stripes.Stripe) -> None:
+def _claimed(original: Callable[[Path, slab.Stripe], None]) -> Callable[[Path, slab.Stripe], None]:
+    def write(directory: Path, stripe: slab.Stripe) -> None:
         original(directory, stripe)
         TAPE.add(Claimed(stripe.number, (directory / catalog_file.STRIPE_NAME).read_bytes()))
 

@@ -167,7 +167,7 @@ def test_json_says_the_same(init: Run) -> None:
 def test_sizes_follow_from_the_machine(
     init: Run, monkeypatch: pytest.MonkeyPatch, memory: int | None, free: int, cpu: int, ssd: int
 ) -> None:
-    monkeypatch.setattr("gdscache.runtime.allocation.host_bytes", lambda: memory)
+    monkeypatch.setattr("gdscache.cuda.host_memory.host_bytes", lambda: memory)
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=free >> 12, f_frsize=4096))
     said = json.loads(init("vllm", "--json")[1])
     assert (said["cpu_bytes"], said["ssd_bytes"]) == (cpu, ssd)

@@ -21,7 +21,6 @@ from gdscache.commands.doctor.report import Found, attempt
 from gdscache.config import Config
 from gdscache.cuda.numa import Placement
 from gdscache.errors import DeviceError, PinnedMemoryError
-from gdscache.kernels import calibration as calibrate
 from gdscache.kernels import choice as paths
 from tests.support.doctor_facts import H200, HINT, KEY, MEASURED, PLAIN, WHOLE, answered, changed, lacking
 from tests.support.places import ROOT
@@ -245,8 +244,8 @@ def test_the_gpu_to_look_at() -> None:
 def test_a_calibration_is_measured_once_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(gpu, "Driver", lambda device: SimpleNamespace())
     monkeypatch.setattr(gpu, "CopyEngine", lambda driver: SimpleNamespace(api="batch_13"))
-    monkeypatch.setattr(calibrate, "calibration_key", lambda driver, engine: dict(KEY))
-    monkeypatch.setattr(calibrate, "measure", lambda driver, key: MEASURED)
+    monkeypatch.setattr(paths, "calibration_key", lambda driver, engine: dict(KEY))
+    monkeypatch.setattr(paths, "measure", lambda driver, key: MEASURED)
     monkeypatch.setenv("GDSCACHE_CACHE_DIR", str(tmp_path))
     device, file = torch.device("cuda", 0), str(paths.cache_file(KEY))
 
@@ -350,7 +349,7 @@ def test_a_gpu_is_calibrated_once(run, tmp_path: Path) -> None:
     assert calibration["seconds"] > 0
     assert (calibration["cached"], calibration["kept"]) == (False, True)
     assert [str(file) for file in (tmp_path / "calibration").glob("*.json")] == [calibration["file"]]
-    for path, pieces in (("staged", calibrate.PIECES), ("copy engine", calibrate.ENGINE_PIECES)):
+    for path, pieces in (("staged", paths.PIECES), ("copy engine", paths.ENGINE_PIECES)):
         sizes = [row["data"]["bytes"] for name, row in first.items() if name.startswith(f"{path}, pieces of ")]
         assert sizes == sorted(pieces)
     again = by_name(run("--json")[1])["calibration"]["data"]

@@ -22,7 +22,7 @@ from gdscache import PageHashes
 from gdscache.commands.explain import Asked, explain, explain_tables, read_ids
 from gdscache.commands.inspect import reading
 from gdscache.config import Config
-from gdscache.disk import history_file
+from gdscache.disk import kept
 from gdscache.errors import IOFailedError, TokensError
 from gdscache.pages.keys import Page, as_tokens
 from tests.support.helpers import Host, flip_file, make_config, prompt, quiet
@@ -235,7 +235,7 @@ def test_a_copy_is_left_out_where_the_log_began_anew(tmp_path: Path, monkeypatch
     path = tmp_path / "c"
     host = opened(path)
     host.keep(prompt(1, 2))
-    copied, headers = reading.catalog_image.open_copy, [0]
+    copied, headers = reading.catalog_file.open_copy, [0]
 
     def torn(where: Path, progress: Any) -> Any:
         headers[0] += 1
@@ -249,7 +249,7 @@ def test_a_copy_is_left_out_where_the_log_began_anew(tmp_path: Path, monkeypatch
     shutil.copytree(path, tmp_path / "copy")
     host.engine.close()
     path = tmp_path / "copy"
-    monkeypatch.setattr(reading.catalog_image, "open_copy", torn)
+    monkeypatch.setattr(reading.catalog_file, "open_copy", torn)
     monkeypatch.setattr("gdscache.commands.inspect.reading.PAUSE", 0)
     with pytest.raises(IOFailedError):
         explain(path, asked(prompt(1, 2)))
@@ -328,15 +328,15 @@ def test_the_history_is_kept_over_restarts_and_refused_where_it_is_damaged(tmp_p
     assert host.engine.lookup(prompt(1, 3)).missing().cause == "evicted"
     host.engine.close()
     whole = (path / "history").read_bytes()
-    assert history_file.pack(history_file.read(path)) == whole
+    assert kept.pack(kept.read_history(path)) == whole
     changed = b"x" + whole[1:], whole.replace(b'"period": ', b'"period":0')
     for data in (whole[:-1], whole + b"x", b"", whole[:20], *changed):
         (path / "history").write_bytes(data)
-        assert history_file.read(path) is None
+        assert kept.read_history(path) is None
         explain(path, asked(prompt(1, 3)))
     (path / "history").unlink()
     (path / "history").symlink_to(tmp_path / "other")
-    assert history_file.read(path) is None
+    assert kept.read_history(path) is None
     host = opened(path, ssd=4)
     assert host.engine.lookup(prompt(1, 3)).missing().cause == "absent"
     host.engine.close()

@@ -17,8 +17,7 @@ import pytest
 
 from gdscache.commands import top
 from gdscache.disk import status_page
-from gdscache.disk.status_page import Queues, RankState, TierState
-from gdscache.runtime.latencies import SlowLoad, Summary
+from gdscache.disk.status_page import Queues, RankState, SlowLoad, Summary, TierState
 from tests.support.helpers import WAIT, Host, make_config, prompt, until
 from tests.support.hybrid import MODELS, HybridHost, hybrid_config
 from tests.support.terminal import on_terminal
@@ -48,18 +47,18 @@ def written(folder: Path, number: int, written: float, times: int = 1, pid: int 
     counts |= {("lookups", "requests"): 10 * times, ("lookups", "pages"): 100 * times, ("hits", "cpu"): 40 * times}
     counts |= {("hits", "ssd"): 10 * times, ("loaded", "ssd"): 10 * times, ("stored", "cpu"): 20 * times}
     counts |= {("misses", "absent"): 50 * times, ("misses", "checksum"): 7, ("refused", "second_offer"): 30 * times}
-    ranks = [RankState(4000 + n, "stopped" if n == 2 else "running") for n in range(4)]
-    tiers = [TierState("cpu", 8, 6, 5 * times), TierState("ssd", 12, 3, 0), TierState("archive", 50, 5, 0)]
+    ranks = tuple(RankState(4000 + n, "stopped" if n == 2 else "running") for n in range(4))
+    tiers = TierState("cpu", 8, 6, 5 * times), TierState("ssd", 12, 3, 0), TierState("archive", 50, 5, 0)
     told: dict[str, Any] = {
-        "format_version": 6, "directories": 1, "extent_bytes": BYTES, "slots": 12, "pages": 3, "free_slots": 9,
-        "evictions": 0, "late_requests": 0, "state": "running", "stopped": "", "counts": counts, "ranks": ranks,
+        "extent_bytes": BYTES, "evictions": 0, "late_requests": 0, "state": "running", "stopped": "", "counts": counts,
+        "ranks": ranks,
         "latencies": {what: Summary(9, 0.0125, 0.25) for what in status_page.LATENCIES}, "tiers": tiers,
-        "slowest": [SlowLoad("ssd", written - 60, 1.5, 3 << 30)], "groups": "full: all tokens, window: the last 1,024",
+        "slowest": (SlowLoad("ssd", written - 60, 1.5, 3 << 30),), "groups": "full: all tokens, window: the last 1,024",
         "queues": Queues(3 << 20, 1 << 20, 12 << 20, 2, 5),
     } | changes  # fmt: skip
     folder.mkdir(exist_ok=True)
     figures = status_page.Figures(**told)
-    page = status_page.Status(pid, "host", "vllm serve", 1.7e9, written, number, 0, 0, figures)
+    page = status_page.Status(pid, "host", "vllm serve", 1.7e9, written, number, figures)
     (folder / "status").write_bytes(status_page.pack(page))
 
 

@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "groups": "native pages",
     "events": "pages runtime",
     "index": "native pages policies",
-    "extents": "cuda pages runtime",
+    "extents": "cuda pages",
     "storage": "cuda native pages runtime",
     "testing": "cuda pages storage",
     "config": "groups pages",

@@ -88,7 +88,7 @@ struct GpuCopies {
 };
 
 struct OpenGpu {
-    // `spec`: an object with the fields of `GpuSpec` in kernels/gpu.py.
+    // `spec`: an object with the fields of `GpuSpec` in kernels/cuda.py.
     OpenGpu(const char* library, const nb::object& spec);
 
     std::shared_ptr<GpuCopies> copies;  // none after `close`

@@ -1,4 +1,4 @@
-// The eviction order by lifetimes (described in gdscache/policies/lifetime.py): pages on levels, and their classes.
+// The eviction order by lifetimes (described in gdscache/policies/guarded.py): pages on levels, and their classes.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// Ages at which watched pages of each class are used again: counted here, evaluated in policies/lifetime.py.
+// Ages at which watched pages of each class are used again: counted here, evaluated in policies/guarded.py.
 
 #pragma once
 

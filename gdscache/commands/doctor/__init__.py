@@ -17,10 +17,9 @@ from gdscache.commands.doctor.report import Found, Report, Row, Section, attempt
 from gdscache.commands.doctor.ssd import ssd_rows
 from gdscache.commands.doctor.storage import find_ssd
 from gdscache.config.pools import pool_parts
-from gdscache.cuda.driver import Driver
+from gdscache.cuda.driver import CopyEngine, Driver
 from gdscache.cuda.streams import resolve_device
 from gdscache.integrations.settings import TRIED
-from gdscache.kernels.copy_engine import CopyEngine
 from gdscache.kernels.jit import find_compiler
 
 __all__ = ["CHECKS", "Asked", "Facts", "Report", "Row", "Section", "defaults", "examine", "find", "tables"]

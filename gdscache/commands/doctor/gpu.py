@@ -15,16 +15,14 @@ import torch
 
 from gdscache.commands.doctor.facts import Asked, Facts
 from gdscache.commands.doctor.report import Found, Row, Verdict, answer, attempt, comes_to
-from gdscache.cuda.driver import Driver
+from gdscache.cuda.driver import CopyEngine, Driver
 from gdscache.cuda.host_memory import HostBuffer
 from gdscache.cuda.numa import Placement, gpu_address, placement
 from gdscache.errors import DeviceError
-from gdscache.kernels import calibration as calibrate
 from gdscache.kernels import choice as paths
 from gdscache.kernels import jit
 from gdscache.kernels.choice import Calibration
 from gdscache.kernels.copies import open_copies
-from gdscache.kernels.copy_engine import CopyEngine
 from gdscache.kernels.cuda import FORMS, SOURCE
 from gdscache.pages.planes import PagedPlanes
 from gdscache.runtime.files import text_of
@@ -174,11 +172,11 @@ def find_calibration(gpu: torch.device, *, recalibrate: bool) -> Row:
     """A GPU's calibration. Raises `KernelUnavailableError` and others if a new one fails."""
     driver = Driver(gpu)
     engine = CopyEngine(driver)
-    key = calibrate.calibration_key(driver, engine)
+    key = paths.calibration_key(driver, engine)
     found = None if recalibrate else paths.read(key)
     cached = found is not None
     if found is None:
-        found = calibrate.calibrated(driver, engine, fresh=True)
+        found = paths.calibrated(driver, engine, fresh=True)
     place = attempt(lambda: str(paths.cache_file(key)))
     return calibration_row(found, place.value or place.cause, cached=cached, kept=paths.read(key) == found)
 

@@ -22,10 +22,9 @@ import numpy as np
 
 from gdscache.arrays import Int64Array
 from gdscache.config.pools import PLAIN_DIRECTORY, POOL_PREFIX
-from gdscache.disk import catalog_file, catalog_image, stripes
-from gdscache.disk.catalog_file import CATALOG_NAME, SUSPECT_NAME, CorruptCatalogError
-from gdscache.disk.catalog_image import Progress
-from gdscache.disk.recovery import Recovered, descriptions, scan
+from gdscache.disk import catalog_file, slab
+from gdscache.disk.catalog import Recovered, descriptions, scan
+from gdscache.disk.catalog_file import CATALOG_NAME, SUSPECT_NAME, CorruptCatalogError, Progress
 from gdscache.disk.slab import Slab, first_missing, slab_files, stretch_slots
 from gdscache.errors import GdsCacheError, IOFailedError, NotADirectoryPathError, NotARegularFileError, StripeError
 from gdscache.pages.keys import namespace_digest
@@ -97,7 +96,7 @@ def regular_file(path: Path) -> os.stat_result:
 
 def slab_directories(directory: Path) -> tuple[Path, ...]:
     """`directory` and the slab's other directories. Raises `StripeError`, `IOFailedError`."""
-    first = stripes.read(directory)
+    first = slab.read_stripe(directory)
     if first is None:
         return (directory,)
     paths = (directory, *map(Path, first.directories[1:]))
@@ -109,7 +108,7 @@ def slab_directories(directory: Path) -> tuple[Path, ...]:
     for number, path in enumerate(paths):
         with os_errors(path):
             os.stat(path)
-        found = stripes.read(path)
+        found = slab.read_stripe(path)
         if found is None or (found.set, found.number) != (first.set, number):
             raise StripeError(
                 f"{path} is not directory {number} of the cache in {directory}",
@@ -164,10 +163,10 @@ def _version(directory: Path) -> tuple[bytes, int, int, int]:
     with contextlib.suppress(OSError):
         fd = os.open(f"{path}-wal", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            header = os.pread(fd, catalog_image.HEADER, 0)
+            header = os.pread(fd, catalog_file.HEADER, 0)
         finally:
             os.close(fd)
-    if len(header) == catalog_image.HEADER:
+    if len(header) == catalog_file.HEADER:
         return header, status.st_ino, 0, 0
     return b"", status.st_ino, status.st_size, status.st_mtime_ns
 
@@ -182,7 +181,7 @@ def open_catalog(directory: Path, progress: Progress) -> Iterator[sqlite3.Connec
     """
     path = directory / CATALOG_NAME
     size = regular_file(path).st_size
-    with _readable(path), os_errors(path), catalog_image.open_copy(path, progress) as connection:
+    with _readable(path), os_errors(path), catalog_file.open_copy(path, progress) as connection:
         connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, catalog_file.VALUE_BYTES)
         for pragma in ("trusted_schema = OFF", "cell_size_check = ON"):
             connection.execute(f"PRAGMA {pragma}")

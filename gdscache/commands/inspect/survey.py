@@ -14,9 +14,8 @@ import numpy as np
 from gdscache.commands.inspect.owner import LOG_NAME, find_owner
 from gdscache.commands.inspect.reading import Contents, existing, os_errors, read
 from gdscache.commands.inspect.tables import made_of
-from gdscache.disk.catalog_file import CATALOG_NAME, SIDECARS, kept_aside
-from gdscache.disk.catalog_image import Progress
-from gdscache.disk.recovery import Recovered
+from gdscache.disk.catalog import Recovered
+from gdscache.disk.catalog_file import CATALOG_NAME, SIDECARS, Progress, kept_aside
 
 SCHEMA = "gdscache.inspect/6"
 _NEVER = -(1 << 63)  # below any use

@@ -24,11 +24,9 @@ from gdscache.commands.inspect.reading import (
     regular_file,
     slab_directories,
 )
-from gdscache.disk.catalog import WHOLE_SUMS
-from gdscache.disk.catalog_file import CATALOG_NAME, CorruptCatalogError, sqlite_errors
-from gdscache.disk.catalog_image import Progress
+from gdscache.disk.catalog import NAMED, WHOLE_ROW, WHOLE_SUMS
+from gdscache.disk.catalog_file import CATALOG_NAME, CorruptCatalogError, Progress, sqlite_errors
 from gdscache.disk.directory import CacheDirectory, wanted
-from gdscache.disk.recovery import NAMED, WHOLE_ROW
 from gdscache.errors import DirectoryInUseError, IOFailedError
 from gdscache.pages.checksum import Checksums, first_bad_layer, unbound
 from gdscache.pages.layout import PageLayout

@@ -25,7 +25,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from gdscache.disk import catalog as catalog_module
 from gdscache.disk import catalog_file
-from gdscache.disk import recovery as catalog_recovery
 from gdscache.disk.catalog import Catalog, PageRecord, Recovered
 from gdscache.errors import (
     EngineClosedError,
@@ -157,7 +156,7 @@ def test_checksums_of_shards_come_one_after_the_other(tmp_path: Path) -> None:
 
 
 def test_recovery_crosses_its_own_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catalog_recovery, "SCAN_SLOTS", 16)
+    monkeypatch.setattr(catalog_module, "SCAN_SLOTS", 16)
     records = [page(slot, recency=-slot) for slot in [*range(0, 40), 63, 64, 95, 200]]
     with open_catalog(tmp_path) as catalog:
         catalog.commit(records, [], {})
@@ -171,7 +170,7 @@ def test_pages_of_several_namespaces_and_lengths_side_by_side(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
     """Rows of one namespace and length are read in another way than mixed ones."""
-    monkeypatch.setattr(catalog_recovery, "SCAN_SLOTS", chunk)
+    monkeypatch.setattr(catalog_module, "SCAN_SLOTS", chunk)
     other = name("other")
     records = [page(slot, namespace=NAMESPACE if slot < 16 or slot % 3 else other) for slot in range(40)]
     records = [r._replace(length=5 if 8 <= r.slot < 24 else r.length) for r in records]
@@ -194,7 +193,7 @@ def test_the_fast_reading_takes_no_row_that_is_not_whole(rows_: list[tuple[objec
         with raw(path) as connection:
             insert = "INSERT INTO pages(place, key, parent, namespace, length, recency) VALUES (?, ?, ?, ?, ?, ?)"
             connection.executemany(insert, [(i + 2, *values) for i, values in enumerate(rows_)])
-            whole = connection.execute(f"SELECT place FROM pages WHERE {catalog_recovery.WHOLE_ROW}").fetchall()
+            whole = connection.execute(f"SELECT place FROM pages WHERE {catalog_module.WHOLE_ROW}").fetchall()
         with open_catalog(path) as catalog:
             found = catalog.recover(100)
             assert found.dropped["row"] == len(rows_) + 2 - len(whole)
@@ -208,10 +207,10 @@ def test_two_rows_of_one_slot_are_damage() -> None:
         connection.execute("CREATE TABLE pages(place, key, parent, namespace, length, recency, packed)")
         insert = "INSERT INTO pages VALUES (?, randomblob(32), randomblob(32), 1, 5, 0, 0)"
         connection.executemany(insert, [(2,), (1,)])
-        assert sorted(catalog_recovery._read(connection, 8).slots.tolist()) == [1, 2]
+        assert sorted(catalog_module._read(connection, 8).slots.tolist()) == [1, 2]
         connection.execute(insert, (2,))
         with pytest.raises(catalog_file.CorruptCatalogError, match="two rows"):
-            catalog_recovery._read(connection, 8)
+            catalog_module._read(connection, 8)
 
 
 def test_closing(tmp_path: Path) -> None:

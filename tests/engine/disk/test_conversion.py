@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from gdscache.commands.inspect import inspect
-from gdscache.disk import catalog_file, catalog_image, slab
+from gdscache.disk import catalog_file, slab
 from gdscache.disk.catalog import Catalog, PageRecord, Recovered
 from gdscache.errors import IOFailedError, NoSpaceError
 from tests.support.disk_parts import raw, sums_of
@@ -47,7 +47,7 @@ def opened(path: Path, **options: Any) -> Catalog:
 
 def ends(path: Path) -> dict[bytes, tuple[int, float | None]]:
     """Key → priority and end, of a kept directory as it is."""
-    with catalog_image.open_copy(path / "catalog.sqlite") as copy:
+    with catalog_file.open_copy(path / "catalog.sqlite") as copy:
         catalog_file.present(copy, path / "catalog.sqlite", None)
         select = "SELECT key, priority, (written + lifetime) / 1000.0 FROM pages JOIN retention USING (place)"
         return {key: (priority, end) for key, priority, end in copy.execute(select)}
@@ -55,7 +55,7 @@ def ends(path: Path) -> dict[bytes, tuple[int, float | None]]:
 
 def state(path: Path) -> int:
     """The version of a catalogue as a kill has left it, which must have all tables of that version."""
-    with catalog_image.open_copy(path / "catalog.sqlite") as copy:
+    with catalog_file.open_copy(path / "catalog.sqlite") as copy:
         assert copy.execute("PRAGMA integrity_check").fetchone() == ("ok",)
         return catalog_file.check(copy, path / "catalog.sqlite", None).version
 

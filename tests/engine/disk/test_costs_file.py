@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gdscache.disk.costs_file import COSTS_NAME, CostsFile
+from gdscache.disk.kept import COSTS_NAME, CostsFile
 from gdscache.gate.costs import Costs, Prices
 from tests.support.helpers import drop_from, kept
 

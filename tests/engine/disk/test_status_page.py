@@ -1,8 +1,8 @@
-"""The status page of a directory in use, byte by byte as docs/format.md has it, and while the engine hangs."""
+"""The status page of a directory in use, field by field as docs/format.md has it, and while the engine hangs."""
 
 from __future__ import annotations
 
-import dataclasses
+import json
 import logging
 import os
 import struct
@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import xxhash
@@ -18,14 +19,15 @@ from gdscache.commands import cli
 from gdscache.commands.inspect import inspect
 from gdscache.commands.top import Watched
 from gdscache.disk import status_page
-from gdscache.disk.catalog_file import FORMAT_VERSION
+from gdscache.disk.status_page import SlowLoad, Summary
 from gdscache.errors import DirectoryInUseError, DirectoryNotWritableError, NotARegularFileError
 from gdscache.gate.costs import Costs
 from gdscache.gate.gate import Gate
-from gdscache.runtime.latencies import SlowLoad, Summary
 from gdscache.storage.base import Op
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import WAIT, Host, make_config, prompt, until
+
+STATES = get_args(status_page.State)
 
 
 @pytest.fixture(autouse=True)
@@ -52,8 +54,17 @@ def page_of(path: Path) -> bytes:
     return found[0]
 
 
+def told(page: bytes) -> dict[str, Any]:
+    """The JSON of a page."""
+    (length,) = struct.unpack_from("<I", page, 20)
+    assert page[24 + length :] == bytes(8192 - 24 - length)
+    found: dict[str, Any] = json.loads(page[24 : 24 + length])
+    return found
+
+
 def number_of(path: Path) -> int:
-    return int.from_bytes(page_of(path)[48:56], "little")
+    number: int = told(page_of(path))["number"]
+    return number
 
 
 def test_the_page_is_as_the_format_says(host: Host, tmp_path: Path) -> None:
@@ -64,45 +75,31 @@ def test_the_page_is_as_the_format_says(host: Host, tmp_path: Path) -> None:
     number = number_of(path)
     until(lambda: number_of(path) >= number + 2, "it is written again")
     page = page_of(path)
-    assert len(page) == 4096
+    assert len(page) == 8192
     assert page[:8] == b"gdscstat"
-    kind, version, pid, opened, written, _, state, directories = struct.unpack_from("<IIqQQQII", page, 16)
-    meta = version == FORMAT_VERSION
-    assert (kind, meta, pid, state, directories) == (3, True, os.getpid(), 0, 1)
-    assert time.time() - 60 < opened / 1000 <= written / 1000 <= time.time()
-    extent, slots, pages, free, evictions, late, catalog, log = struct.unpack_from("<8Q", page, 64)
-    assert (extent, slots, pages, free, evictions, late) == (host.layout.extent_bytes, 12, 3, 9, 0, 0)
-    assert catalog == (path / "catalog.sqlite").stat().st_size
-    assert log == (path / "catalog.sqlite-wal").stat().st_size
-    counts = struct.unpack_from("<15Q", page, 128)
-    assert counts == (2, 7, 0, 6, 0, 1, 0, 3, 0, 1, 0, 3, 3, 0, 0)
-    assert struct.unpack_from("<II", page, 248) == (1, 1)  # shards and ranks
-    assert page[256:384] == bytes(128)
-    assert page[384:448].rstrip(b"\0").decode() == os.uname().nodename[:64]
-    assert page[448:960].rstrip(b"\0")
-    assert page[960:1216] == bytes(256)
-    assert struct.unpack_from("<qII", page, 1216) == (os.getpid(), 0, 0)
-    assert page[1232:1472] == bytes(240)
-    for at in (1472, 1496, 1520):  # reads, writes, commits
-        samples, median, slow = struct.unpack_from("<3Q", page, at)
-        assert samples == (0 if at == 1472 else 1), "the load came from the CPU tier"
-        assert samples <= median <= slow < 60e9
-    for at, loads in ((1544, 1), (1568, 0)):  # from the CPU tier, and from the SSD
-        samples, median, slow = struct.unpack_from("<3Q", page, at)
-        assert samples == loads <= median + 1 <= slow + 1 < 60e9
-    assert page[1592:1600] == bytes(8)
-    assert page[1600:1640] == b"misses.absent".ljust(32, b"\0") + (1).to_bytes(8, "little")
-    assert page[1640:3520] == bytes(3520 - 1640)
-    tiers = [struct.unpack_from("<16s3Q", page, at) for at in (3520, 3560)]
-    assert tiers == [(b"cpu".ljust(16, b"\0"), 8, 3, 0), (b"ssd".ljust(16, b"\0"), 12, 3, 0)]
-    assert page[3600:3720] == bytes(120)
-    name, ended, took, nbytes = struct.unpack_from("<16s3Q", page, 3720)
-    assert (name, nbytes) == (b"cpu".ljust(16, b"\0"), 3 * host.layout.page_bytes)
-    assert opened <= ended <= written
-    assert took == struct.unpack_from("<3Q", page, 1544)[1]
-    assert page[3760:4040] == bytes(4040 - 3760)
-    assert struct.unpack_from("<5Q", page, 4040) == (0, 0, host.engine.config.store.queue, 0, 0)
-    assert page[4080:] == page[64:72] + bytes(8), "an extent that is not packed has these bytes, too"
+    assert struct.unpack_from("<I", page, 16) == (4,)
+    found = told(page)
+    figures = found.pop("figures")
+    assert time.time() - 60 < found["opened"] <= found["written"] <= time.time()
+    assert (found["pid"], found["host"]) == (os.getpid(), os.uname().nodename[:64])
+    assert found["command"]
+    assert found["causes"] == [["misses", "absent", 1]]
+    assert found.keys() == {"pid", "host", "command", "opened", "written", "number", "causes"}
+    extent = host.layout.extent_bytes
+    assert [n for *_, n in figures.pop("counts")] == [2, 7, 0, 6, 0, 1, 0, 3, 0, 1, 0, 3, 3, 0, 0]
+    for what, (samples, median, slow) in figures.pop("latencies").items():
+        assert samples == (what in ("write", "commit", "load_cpu")), "the load came from the CPU tier"
+        assert samples * 1e-9 <= median <= slow < 60
+    ((tier, ended, seconds, nbytes),) = figures.pop("slowest")
+    assert (tier, nbytes) == ("cpu", 3 * host.layout.page_bytes)
+    assert found["opened"] <= ended <= found["written"]
+    assert 0 < seconds < 60
+    assert figures == {
+        **{"extent_bytes": extent, "plain_extent_bytes": extent, "evictions": 0, "late_requests": 0, "shards": 1},
+        **{"state": "running", "stopped": "", "groups": "", "ranks": [[os.getpid(), "running"]]},
+        "tiers": [["cpu", 8, 3, 0], ["ssd", 12, 3, 0]],
+        "queues": [0, 0, host.engine.config.store.queue, 0, 0],
+    }
 
 
 def test_queues_are_those_of_stats(tmp_path: Path) -> None:
@@ -115,14 +112,15 @@ def test_queues_are_those_of_stats(tmp_path: Path) -> None:
             opened.store(prompt(1, 3))
             until(lambda: queues_of(tmp_path / "cache")[1] == page, "the page tells of stores on their way")
             found, stats = queues_of(tmp_path / "cache"), opened.engine.stats()["store_queue"]
-            assert found[:3] == (stats["bytes"], stats["to_ssd_bytes"], stats["limit_bytes"])
-        until(lambda: queues_of(tmp_path / "cache")[:2] == (0, 0), "the page tells that they have ended")
+            assert found[:3] == [stats["bytes"], stats["to_ssd_bytes"], stats["limit_bytes"]]
+        until(lambda: queues_of(tmp_path / "cache")[:2] == [0, 0], "the page tells that they have ended")
     finally:
         opened.engine.close()
 
 
-def queues_of(path: Path) -> tuple[int, ...]:
-    return struct.unpack_from("<5Q", page_of(path), 4040)
+def queues_of(path: Path) -> list[int]:
+    queues: list[int] = told(page_of(path))["figures"]["queues"]
+    return queues
 
 
 def test_it_is_private_and_goes_with_its_owner(host: Host, tmp_path: Path) -> None:
@@ -162,20 +160,44 @@ def test_an_engine_that_hangs_can_be_looked_at(host: Host, tmp_path: Path) -> No
 def test_a_page_that_is_not_whole_or_not_ours_is_none(host: Host, tmp_path: Path) -> None:
     page = page_of(tmp_path / "cache")
     assert status_page.unpack(page) is not None
-    for at in range(0, 4096, 61):
+    for at in range(0, 8192, 61):
         assert status_page.unpack(page[:at] + bytes([page[at] ^ 1]) + page[at + 1 :]) is None
-    for size in (0, 1, 15, 16, 4095, 4097):
-        assert status_page.unpack(page.ljust(4097, b"\0")[:size]) is None
-    states = len(status_page.STATES)
-    for at, value in ((56, states), (1224, states), (248, 257), (252, 17)):  # of another version, and whole
-        assert status_page.unpack(sealed(page, at, value)) is None
-    for other in (2, 4):
-        assert status_page.unpack(sealed(page, 16, other)) == status_page.OtherFormat(other)
+    for size in (0, 1, 15, 16, 8191, 8193):
+        assert status_page.unpack(page.ljust(8193, b"\0")[:size]) is None
+    for other, size in ((3, 4096), (5, 8192), (5, 16384)):
+        assert status_page.unpack(sealed(page, b"", other, size)) == status_page.OtherFormat(other)
 
 
-def sealed(page: bytes, at: int, value: int) -> bytes:
-    """A page with another number, whose checksum is right."""
-    rest = page[16:at] + value.to_bytes(4, "little") + page[at + 4 :]
+WRONG = {
+    "state": "gone", "stopped": None, "shards": 257, "evictions": -1, "late_requests": 1 << 63, "extent_bytes": True,
+    "queues": [1, 2, 3, 4, 5, 6], "ranks": [[1, "running"]] * 17, "tiers": [["cpu", 1, 1]], "counts": [["lookups", 1]],
+    "slowest": [["ssd", 1, 1, 0.5]],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_page_of_wrong_values_is_none(host: Host, tmp_path: Path, name: str) -> None:
+    """It is whole, and of another version, say."""
+    page = page_of(tmp_path / "cache")
+    figures = told(page)["figures"]
+    assert name in figures
+    assert status_page.unpack(sealed(page, figures=figures)) == status_page.unpack(page)
+    assert status_page.unpack(sealed(page, figures=figures | {name: WRONG[name]})) is None
+
+
+@pytest.mark.parametrize("text", [b"", b"{}", b"[]", b"{", b"NaN", b"\xff", b"[" * 4000])
+def test_a_page_of_other_text_is_none(host: Host, tmp_path: Path, text: bytes) -> None:
+    page = page_of(tmp_path / "cache")
+    assert status_page.unpack(sealed(page, text)) is None
+    for number in (b"NaN", b"Infinity", b"1e400", b"9" * 400):
+        opened = json.dumps(told(page)["opened"]).encode()
+        assert status_page.unpack(sealed(page, page[24:].rstrip(b"\0").replace(opened, number, 1))) is None
+
+
+def sealed(page: bytes, text: bytes | None = None, format: int = 4, size: int = 8192, **changes: Any) -> bytes:
+    """A page with another text, or other values, whose checksum is right."""
+    text = json.dumps(told(page) | changes).encode() if text is None else text
+    rest = (struct.pack("<II", format, len(text)) + text).ljust(size - 16, b"\0")
     return page[:8] + xxhash.xxh3_64_intdigest(rest).to_bytes(8, "little") + rest
 
 
@@ -200,29 +222,29 @@ def test_latencies_causes_and_ranks_are_told(host: Host, tmp_path: Path, capfd: 
 
 
 def test_all_that_a_page_can_say_comes_back() -> None:
-    ranks = [status_page.RankState(1000 + n, status_page.STATES[n % 3]) for n in range(20)]
+    ranks = [status_page.RankState(1000 + n, STATES[n % 3]) for n in range(20)]
     counts = {("misses", f"cause_{n:02}"): 1000 - n for n in range(60)} | {("lost", "slot"): 5, ("hits", "ssd"): 3}
     counts |= {("hits", "tier 1"): 4, ("stored", "tier 4"): 6}
     times = {what: Summary(n, n / 1000, n / 100) for n, what in enumerate(status_page.LATENCIES, 1)}
     tiers = [status_page.TierState(f"tier {n}", n + 2, n + 1, n) for n in range(7)]
     slow = [SlowLoad("ssd", 1e9 + n, 9 - n, n << 20) for n in range(9)]
     figures = status_page.Figures(
-        *(6, 2, 8192, 9, 8, 1, 0, 0, "stopped", "gone", counts, 16, ranks, times, tiers, slow, "full: all tokens" * 20)
+        *(8192, 0, 0, "stopped", "gone", counts, 16, tuple(ranks), times, tuple(tiers), tuple(slow)),
+        *("full: all tokens" * 20, status_page.Queues(1, 2, 3, 4, 5), 12288),
     )
-    figures = dataclasses.replace(figures, plain_extent_bytes=12288)
-    page = status_page.pack(status_page.Status(1, "host", "command", 5.0, 6.0, 7, 8, 9, figures))
+    page = status_page.pack(status_page.Status(1, "host", "command", 5.0, 6.0, 7, figures))
     found = status_page.unpack(page)
     assert isinstance(found, status_page.Status)
     assert (found.figures.ranks, found.figures.shards) == (tuple(ranks[:16]), 16)
     assert found.figures.latencies == times
     by_tier = [(group, f"tier {n}") for n in range(5) for group in ("hits", "loaded", "stored")]
     assert [found.figures.counts[name] for name in by_tier] == [counts.get(name, 0) for name in by_tier]
-    assert list(found.causes.items()) == [(("misses", f"cause_{n:02}"), 1000 - n) for n in range(48 - len(by_tier))]
+    assert list(found.causes.items()) == [(("misses", f"cause_{n:02}"), 1000 - n) for n in range(48)]
     assert found.figures.counts["misses", ""] == sum(range(941, 1001))
     assert found.figures.tiers == tuple(tiers[:5])
     assert found.figures.slowest == tuple(slow[:8])
     assert found.figures.groups == "full: all tokens" * 8
-    assert page[4040:] == bytes(40) + (12288).to_bytes(8, "little") + bytes(8)
+    assert found.figures.queues == (1, 2, 3, 4, 5)
     assert [found.figures.extent_of(tier) for tier in ("gpu", "ssd", "ssd_plain")] == [
         16 * n for n in (12288, 8192, 12288)
     ]
@@ -232,11 +254,11 @@ def test_a_page_of_another_format_is_named(host: Host, tmp_path: Path, capfd: py
     """As beside an engine of the next version."""
     path, page = tmp_path / "cache", page_of(tmp_path / "cache")
     (path / "status").unlink()
-    (path / "status").write_bytes(sealed(page, 16, 4))
-    assert Watched(path).look()["state"] == "a status page of format 4"
+    (path / "status").write_bytes(sealed(page, format=5))
+    assert Watched(path).look()["state"] == "a status page of format 5"
     with pytest.raises(SystemExit):
         cli.app(["top", str(path), "--once"])
-    assert "a status page of format 4: look with the gdscache that has it open" in " ".join(
+    assert "a status page of format 5: look with the gdscache that has it open" in " ".join(
         capfd.readouterr().out.split()
     )
 
@@ -312,11 +334,10 @@ def test_an_engine_without_an_ssd_has_a_page_where_the_configuration_names_one(t
         assert host.load(prompt(1, 3)).tokens == 12
         number = number_of(path)
         until(lambda: number_of(path) >= number + 2, "it is written again")
-        told = status_page.read(path)
-        assert isinstance(told, status_page.Status)
-        assert (told.figures.format_version, told.figures.slots, told.catalog_bytes) == (0, 0, 0)
-        assert told.figures.tiers == (("cpu", 8, 3, 0),)
-        assert told.figures.counts["loaded", "cpu"] == 3
+        found = status_page.read(path)
+        assert isinstance(found, status_page.Status)
+        assert found.figures.tiers == (("cpu", 8, 3, 0),)
+        assert found.figures.counts["loaded", "cpu"] == 3
         assert sorted(file.name for file in path.iterdir()) == ["lock", "status"]
         with pytest.raises(DirectoryInUseError, match=r"give each engine its own status\.path"):
             Host(make_config(cpu=8, status={"path": str(path)}))
@@ -348,3 +369,22 @@ def test_times_of_reads_are_told_whoever_measures_them(host: Host) -> None:
         manager.busy.tell()
         assert manager.latencies.summary("read", "ssd").samples == before + 1
     assert manager.costs is costs
+
+
+def test_a_page_is_full_before_its_rarest_causes() -> None:
+    """Every text is as long as can be, of characters that JSON writes as six; every number has 17 digits."""
+    most, long = 1 << 56, "\1" * 999
+    ranks = [status_page.RankState(most, "switched_off")] * 16
+    times = dict.fromkeys(status_page.LATENCIES, Summary(most, 1 / 3, 2 / 3))
+    tiers = tuple(status_page.TierState(f"{n}{long}", most, most, most) for n in range(5))
+    counts = {("misses", f"{n:02}{long}"): most - n for n in range(60)} | dict.fromkeys(status_page.COUNTS, most)
+    figures = status_page.Figures(
+        *(most, most, most, "switched_off", long, counts, 256, tuple(ranks), times, tiers),
+        *((SlowLoad("ssd" + "d" * 13, 1e9 + 1 / 3, 1 / 3, most),) * 8, long, status_page.Queues(*[most] * 5), most),
+    )
+    page = status_page.pack(status_page.Status(most, long, long, 1 / 3, 1 / 3, most, figures))
+    assert len(page) == 8192
+    found = status_page.unpack(page)
+    assert isinstance(found, status_page.Status)
+    assert 20 < len(found.causes) <= 48
+    assert min(found.causes.values()) > most - 60

@@ -17,8 +17,8 @@ import pytest
 from gdscache import CacheEngine, PageStatus
 from gdscache.commands.inspect import inspect, verify
 from gdscache.config import Config
+from gdscache.disk import slab
 from gdscache.disk import slab as slab_module
-from gdscache.disk import stripes
 from gdscache.disk.catalog import Catalog
 from gdscache.disk.catalog_file import STRIPE_NAME
 from gdscache.errors import DirectoryInUseError, GdsCacheError, InvalidValueError, NotARegularFileError, StripeError
@@ -195,7 +195,7 @@ def test_a_device_that_is_mounted_elsewhere_is_the_same(open_host: OpenHost, pat
     paths[1].rename(moved[1])
     host = open_host(**options(moved))
     assert host.load(tokens).tokens == 16 * 4
-    identity = stripes.read(moved[2])
+    identity = slab.read_stripe(moved[2])
     assert identity.directories == tuple(map(str, moved))
 
 
@@ -243,7 +243,7 @@ def test_an_identity_is_a_file(paths: list[Path], tmp_path: Path) -> None:
         path.mkdir()
     (paths[1] / "stripe.json").symlink_to(tmp_path / "victim")
     with pytest.raises(NotARegularFileError, match=r"stripe\.json"):
-        stripes.claim(paths)
+        slab.claim_stripes(paths)
     assert not (tmp_path / "victim").exists()
 
 

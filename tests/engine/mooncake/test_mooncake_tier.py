@@ -19,11 +19,9 @@ from gdscache.integrations.fetching import PinningCache
 from gdscache.integrations.sglang.loads import LoadTable
 from gdscache.integrations.sglang.pages import PageLinks
 from gdscache.integrations.vllm.requests import RequestTable
-from gdscache.mooncake import calls as pool_calls
 from gdscache.mooncake import client as pool_link
 from gdscache.mooncake import tier as pool_tier
-from gdscache.mooncake.io import SIDE_BY_SIDE, TRAILER_BYTES
-from gdscache.mooncake.tier import MooncakeTier
+from gdscache.mooncake.tier import SIDE_BY_SIDE, TRAILER_BYTES, MooncakeTier
 from gdscache.moves import PrefetchEnd
 from gdscache.tiers.manager import WATCH_S
 from tests.support.fake_pool import EXTENT, POOLS, FakeClient, FakePool, pool_entry
@@ -38,8 +36,8 @@ def master(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     name = f"fake:{next(_ports)}"
     POOLS[name] = FakePool()
     monkeypatch.setattr(pool_link.MooncakeLink, "reachable", lambda link: not POOLS[link.master].dead)
-    monkeypatch.setattr(pool_calls, "PROBE_S", 0.005)
-    monkeypatch.setattr(pool_calls, "PROBES_S", 0.05)
+    monkeypatch.setattr(pool_link, "PROBE_S", 0.005)
+    monkeypatch.setattr(pool_link, "PROBES_S", 0.05)
     yield name
     del POOLS[name]
 
@@ -179,7 +177,7 @@ def test_memory_is_registered_once_and_all_pieces_lie_in_it(opens: OpenHost, hos
 
 
 def test_a_call_has_as_many_pages_as_it_may(opens: OpenHost, pool: FakePool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gdscache.mooncake.io.BATCH_PAGES", 3)
+    monkeypatch.setattr("gdscache.mooncake.tier.BATCH_PAGES", 3)
     host, other = (opens(cpu=32, bounce=32) for _ in range(2))
     tokens = stored(host, pages=16)
     assert pool.largest == 3

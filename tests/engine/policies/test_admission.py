@@ -21,11 +21,13 @@ from gdscache.policies.admission import (
     ADMISSIONS,
     REMEMBERED,
     Admission,
+    BloomFilter,
     EnduranceBudget,
+    FrequencySketch,
+    RecentCounter,
     SecondOffer,
     TinyLFU,
 )
-from gdscache.policies.sketch import BloomFilter, FrequencySketch, RecentCounter
 from gdscache.runtime.limited_log import LimitedLog
 from tests.support.admission_models import DAY, ExactAdmission, ExactBudget, ExactFrequency, ExactRecent
 from tests.support.bare_manager import Clock

@@ -24,7 +24,7 @@ from gdscache.index.retention import Retention
 from gdscache.native import LruShadow, Victims
 from gdscache.pages.keys import Page
 from gdscache.policies import POLICIES, guarded
-from gdscache.policies.lifetime import Lifetime
+from gdscache.policies.guarded import Lifetime
 from gdscache.tiers import ssd as ssd_module
 from gdscache.tiers.clear import Clearing
 from gdscache.tiers.ssd import SsdTier

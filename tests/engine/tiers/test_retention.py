@@ -29,7 +29,7 @@ from gdscache.index.retention import DEFAULT, LONGEST_TTL, PRIORITIES, Retention
 from gdscache.index.table import Entry, PageState
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.load.planner import LoadPlanner
-from gdscache.moves.lanes import Blocking
+from gdscache.moves.native import Blocking
 from gdscache.pages.keys import Page
 from gdscache.policies import POLICIES, new_policy
 from gdscache.policies.base import EvictionPolicy

@@ -20,8 +20,7 @@ from pydantic import BaseModel
 import gdscache.config
 from gdscache import errors
 from gdscache.config import Config, GpuConfig, ModelConfig, config_schema, load_config
-from gdscache.config.file import read_mapping
-from gdscache.config.problems import known_keys, section_of
+from gdscache.config.file import known_keys, read_mapping, section_of
 from gdscache.metrics import FAMILIES
 from gdscache.pages.keys import namespace_digest
 from gdscache.pages.layout import MAX_PAGE_TOKENS, Plane

@@ -1,4 +1,4 @@
-"""A database and its log as `catalog_image` copies them, held against SQLite's own reading of the same files."""
+"""A database and its log as `catalog_file.open_copy` copies them, held against SQLite's own reading of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gdscache.disk import catalog_image
+from gdscache.disk import catalog_file
 from gdscache.errors import IOFailedError
 
 
@@ -52,7 +52,7 @@ def by_sqlite(path: Path) -> list[tuple[int, bytes]] | None:
 
 
 def by_us(path: Path) -> list[tuple[int, bytes]] | None:
-    with catalog_image.open_copy(path) as connection:
+    with catalog_file.open_copy(path) as connection:
         return rows(connection) if connection.execute("SELECT 1 FROM sqlite_master").fetchall() else None
 
 
@@ -79,13 +79,13 @@ def test_the_copy_has_no_name_and_needs_room(tmp_path: Path, monkeypatch: pytest
     path = written(tmp_path, 4096, random.Random(1))
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    monkeypatch.setattr(catalog_image.tempfile, "tempdir", str(temporary))
+    monkeypatch.setattr(catalog_file.tempfile, "tempdir", str(temporary))
     seen: list[tuple[int, int, str]] = []
-    with catalog_image.open_copy(path, lambda *told: seen.append(told)) as connection:
+    with catalog_file.open_copy(path, lambda *told: seen.append(told)) as connection:
         assert rows(connection)
         assert not os.listdir(temporary)
     size = path.stat().st_size
     assert seen[-1] == (size, size, "bytes of the catalogue")
-    monkeypatch.setattr(catalog_image.tempfile, "tempdir", str(tmp_path / "none"))
-    with pytest.raises(IOFailedError, match="TMPDIR"), catalog_image.open_copy(path):
+    monkeypatch.setattr(catalog_file.tempfile, "tempdir", str(tmp_path / "none"))
+    with pytest.raises(IOFailedError, match="TMPDIR"), catalog_file.open_copy(path):
         pass

@@ -217,7 +217,7 @@ def test_one_directory_that_is_too_small_undoes_the_others(tmp_path: Path, monke
 
 def test_the_directories_of_files_that_were_made_are_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flushed: list[Path] = []
-    monkeypatch.setattr(slab_module, "_flush_directory", flushed.append)
+    monkeypatch.setattr(slab_module, "flush_directory", flushed.append)
     first, *others = directories(tmp_path)
     slab = Slab.open(first, MANY, 17, others)
     assert flushed == [first, *others]

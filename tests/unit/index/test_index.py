@@ -16,7 +16,7 @@ from gdscache.index.table import PENDING, Entry, PageState
 from gdscache.pages.keys import Page
 from gdscache.policies import POLICIES, new_policy
 from gdscache.policies.base import EvictionPolicy
-from gdscache.policies.lifetime import Lifetime
+from gdscache.policies.guarded import Lifetime
 from tests.support.index_machine import NAMESPACE, IndexMachine, chain, name, put, restore, retentions, state
 from tests.support.policy_models import MODELS
 

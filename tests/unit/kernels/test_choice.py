@@ -20,7 +20,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gdscache.kernels import calibration as calibrate
 from gdscache.kernels import choice as paths
 from gdscache.kernels.choice import COPY_ENGINE_FROM, Calibration, Choice, Direction, Paths, Rates
 from gdscache.runtime import files
@@ -246,10 +245,10 @@ def measured_anew(monkeypatch: pytest.MonkeyPatch, *, fresh: bool = False) -> bo
         runs.append(key)
         return MEASURED
 
-    monkeypatch.setattr(calibrate, "calibration_key", lambda driver, engine: dict(KEY))
-    monkeypatch.setattr(calibrate, "measure", measure)
+    monkeypatch.setattr(paths, "calibration_key", lambda driver, engine: dict(KEY))
+    monkeypatch.setattr(paths, "measure", measure)
     nothing: Any = SimpleNamespace()
-    assert calibrate.calibrated(nothing, nothing, fresh=fresh) == MEASURED
+    assert paths.calibrated(nothing, nothing, fresh=fresh) == MEASURED
     return bool(runs)
 
 
@@ -414,6 +413,6 @@ def test_a_file_system_without_locks_keeps_nobody_from_measuring(monkeypatch: py
     def refuses(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(calibrate.fcntl, "flock", refuses)
+    monkeypatch.setattr(paths.fcntl, "flock", refuses)
     assert measured_anew(monkeypatch)
     assert not measured_anew(monkeypatch)

@@ -10,8 +10,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from gdscache.cuda.driver import CopyEngine
 from gdscache.errors import CaptureUnsupportedError, TransferArgumentError
-from gdscache.kernels.copy_engine import CopyEngine
 from gdscache.kvcacheio import (
     direct,
     transfer_kv_all_layer_direct_lf_pf,

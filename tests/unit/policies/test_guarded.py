@@ -16,8 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from gdscache.commands.replay.trace import Prompt, Request, Workload, expand
 from gdscache.native import LruShadow
 from gdscache.policies.base import LRU, EvictionPolicy
-from gdscache.policies.guarded import Bets, Guarded
-from gdscache.policies.lifetime import Lifetime
+from gdscache.policies.guarded import Bets, Guarded, Lifetime
 from tests.support.index_machine import name
 from tests.support.one_tier import simulate
 from tests.support.policy_models import SlowShadow

@@ -21,8 +21,7 @@ from hypothesis.stateful import (
 from gdscache.config import EvictionOrder
 from gdscache.policies import POLICIES
 from gdscache.policies.base import LRU, EvictionPolicy
-from gdscache.policies.guarded import Guarded
-from gdscache.policies.lifetime import Lifetime, ReuseMonitor
+from gdscache.policies.guarded import Guarded, Lifetime, ReuseMonitor
 from tests.support.index_machine import name
 from tests.support.policy_models import MODELS, Model, SlowLifetime
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gdscache.native import ReuseSample
-from gdscache.policies.lifetime import (
+from gdscache.policies.guarded import (
     AGES,
     CERTAIN,
     PRIOR,

@@ -10,7 +10,7 @@ import numpy as np
 
 from gdscache.errors import NativeCallError, ShortIOError
 from gdscache.moves import PLANES, End, Move, Priority, Steps, Way
-from gdscache.moves.lanes import drive
+from gdscache.moves.native import drive
 from gdscache.ranks.loads import MixedMoving, Verdicts, plain_rows
 from tests.support.helpers import raising
 

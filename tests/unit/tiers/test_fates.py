@@ -6,7 +6,7 @@ import hashlib
 
 import pytest
 
-from gdscache.disk.history_file import BAD_KEPT
+from gdscache.disk.kept import BAD_KEPT
 from gdscache.pages.hit import CAUSES, Reason, Told, joined, words
 from gdscache.tiers.fates import LEAST, PageFates
 
