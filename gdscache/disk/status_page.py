@@ -261,7 +261,7 @@ def unpack(page: bytes) -> Status | OtherFormat | None:
 def read(directory: Path) -> Status | OtherFormat | None:
     for _ in range(_TRIES):
         try:
-            page = kept.read(directory / STATUS_NAME, PAGE_BYTES)
+            page = kept.read(directory / STATUS_NAME, 8 * PAGE_BYTES)  # a later format may be longer
         except (OSError, ValueError, NotARegularFileError):
             return None
         if (status := unpack(page)) is not None:

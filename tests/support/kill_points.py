@@ -177,8 +177,8 @@ OPENING: dict[str, tuple[Any, str]] = {  # where an opening is ended: what death
     "the lock is held": (Catalog, "__init__"),
     "the catalogue has its tables": (Path, "replace"),
     "the catalogue is made": (catalog_file, "open_reader"),
-    "the slab has no bytes": (slab, "_allocate"),
-    "the slab is allocated": (slab, "_flush_directory"),
+    "the slab has no bytes": (os, "posix_fallocate"),
+    "the slab is allocated": (slab, "flush_directory"),
     "the transport is probed": (files, "_probe_sector"),
     "the catalogue is recovered": (Catalog, "recover"),
 }
