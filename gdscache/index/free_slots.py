@@ -59,11 +59,11 @@ class FreeSlots:
         slots: list[int] = []
         if after is not None and after + 1 in self._runs:
             self._cut(after + 1, n, slots)
-        while (left := n - len(slots)) > 0:
-            if self._mask.bit_length() > _bin(left):
-                self._cut(self._fitting(left), left, slots)
+        while len(slots) < n:
+            if self._mask.bit_length() > _bin(n - len(slots)):
+                self._cut(self._fitting(n - len(slots)), n - len(slots), slots)
             elif self._mask:
-                self._cut_longest(left, slots)
+                self._cut_longest(n - len(slots), slots)
             elif self._returned:
                 self._join(JOINED)
             else:
@@ -73,9 +73,14 @@ class FreeSlots:
     @classmethod
     def beside(cls, used: npt.NDArray[np.bool_]) -> FreeSlots:
         slots = cls(0)
-        edges = np.flatnonzero(np.diff(np.concatenate(([True], used, [True])))).tolist()
-        for start, end in zip(edges[::2], edges[1::2], strict=True):
-            slots._put(start, end - start)
+        edges = np.flatnonzero(np.diff(np.concatenate(([True], used, [True]))))
+        starts, ends = edges[::2], edges[1::2]
+        lengths = ends - starts
+        slots._runs = dict(zip(starts.tolist(), lengths.tolist(), strict=True))
+        slots._ends = dict(zip(ends.tolist(), starts.tolist(), strict=True))
+        slots._count = int(lengths.sum())
+        for start, length in slots._runs.items():
+            slots._file(start, length)
         return slots
 
     def runs(self) -> list[tuple[int, int]]:
@@ -100,41 +105,48 @@ class FreeSlots:
             problems.append("the mask of the sizes of free runs is wrong")
         return problems
 
-    def _put(self, start: int, length: int) -> None:
-        """Add a run that has no neighbours."""
+    def _file(self, start: int, length: int) -> None:
         size = _bin(length)
-        self._runs[start] = length
-        self._ends[start + length] = start
         self._bins[size][start] = None
         self._mask |= 1 << size
-        self._count += length
-
-    def _remove(self, start: int) -> int:
-        """Remove a run; returns its length."""
-        length = self._runs.pop(start)
-        size = _bin(length)
-        bin_ = self._bins[size]
-        del self._ends[start + length], bin_[start]
-        if not bin_:
-            self._mask ^= 1 << size
-        self._count -= length
-        return length
 
     def _add(self, start: int, length: int) -> None:
+        self._count += length
         before = self._ends.get(start)
         if before is not None:
             length += self._remove(before)
             start = before
         if start + length in self._runs:
             length += self._remove(start + length)
-        self._put(start, length)
+        self._runs[start] = length
+        self._ends[start + length] = start
+        self._file(start, length)
+
+    def _remove(self, start: int) -> int:
+        """Remove a run, without uncounting its slots; returns its length."""
+        size = _bin(self._runs[start])  # first: an interrupt in this call must leave the books consistent
+        length = self._runs.pop(start)
+        del self._ends[start + length]
+        bin_ = self._bins[size]
+        del bin_[start]
+        if not bin_:
+            self._mask ^= 1 << size
+        return length
 
     def _cut(self, start: int, n: int, out: list[int]) -> None:
-        length = self._remove(start)
+        length = self._runs[start]
         taken = min(n, length)
+        left = length - taken
+        size = _bin(left) if left else 0
+        self._remove(start)
         out.extend(range(start, start + taken))
-        if length > taken:
-            self._put(start + taken, length - taken)
+        self._count -= taken
+        if left:
+            start += taken
+            self._runs[start] = left
+            self._ends[start + left] = start
+            self._bins[size][start] = None
+            self._mask |= 1 << size
 
     def _take_all(self) -> list[int]:
         slots, self._returned = sorted(self), []
@@ -148,28 +160,33 @@ class FreeSlots:
 
     def _cut_longest(self, n: int, out: list[int]) -> None:
         """Move whole runs to `out`, the longest first, while the longest is shorter than the rest of `n`."""
+        runs, ends = self._runs, self._ends
         while 0 <= (size := self._mask.bit_length() - 1) < _bin(n):
             bin_ = self._bins[size]
             start = bin_.popitem()[0]
             if not bin_:
                 self._mask ^= 1 << size
-            length = self._runs.pop(start)
-            del self._ends[start + length]
+            length = runs.pop(start)
+            del ends[start + length]
             out.extend(range(start, start + length))
             self._count -= length
             n -= length
 
     def _fitting(self, n: int) -> int:
-        """The shortest run of at least `n` slots, or one of the longest, in whose bin all are shorter."""
         size = _bin(n)
-        if n > EXACT:
-            fits = [start for start in self._last(self._bins[size], TRIES) if self._runs[start] >= n]
+        if n > EXACT and self._mask >> size & 1:
+            bin_ = self._bins[size]
+            fits = [start for start in self._last(bin_, TRIES) if self._runs[start] >= n]
             if fits:
-                return min(fits, key=self._runs.__getitem__)
+                return min(fits, key=lambda start: self._runs[start])
+            size += 1
+        elif n > EXACT:
             size += 1
         longer = self._mask >> size
         found = size + (longer & -longer).bit_length() - 1 if longer else self._mask.bit_length() - 1
-        return self._last(self._bins[found], 1)[0]
+        start, _ = self._bins[found].popitem()
+        self._bins[found][start] = None
+        return start
 
     @staticmethod
     def _last(bin_: dict[int, None], most: int) -> list[int]:

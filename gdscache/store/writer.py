@@ -135,9 +135,12 @@ class TierWriter:
 
     def _next(self) -> _WriteBatch | None:
         with self._manager.lock:
-            if not self._starting and len(self._flying) < _FLIGHTS and (parts := self._batch()):
-                self._starting = True
-                return _WriteBatch(parts)
+            if not self._starting and len(self._flying) < _FLIGHTS:
+                batch = _WriteBatch([])  # before its pages are taken: an error then would lose them
+                batch.parts = self._batch()
+                if batch.parts:
+                    self._starting = True
+                    return batch
             if self._completing or not self._flying:
                 return None
             self._completing = True

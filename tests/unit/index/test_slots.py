@@ -126,7 +126,10 @@ def test_check_sees_runs_that_touch() -> None:
     slots = FreeSlots(10)
     slots.take(10)
     for start in (0, 5):
-        slots._put(start, 5)
+        slots._runs[start] = 5
+        slots._ends[start + 5] = start
+        slots._file(start, 5)
+    slots._count = 10
     assert slots.check() == ["free runs touch each other"]
 
 
