@@ -71,6 +71,29 @@ def read_json(path: Path) -> Any:
     return json.loads(read(path, MOST_JSON))
 
 
+_SEAL = struct.Struct("<8sQII")  # magic, XXH3-64 of all behind it, format, bytes of the JSON that follows
+_SEALED = 16  # bytes before the sealed ones
+HEAD_BYTES = _SEAL.size
+
+
+def sealed(magic: bytes, format: int, text: bytes, rest: bytes = b"") -> bytes:
+    """A head, JSON, and what follows it, under a checksum: the form of `history` and of the status page."""
+    whole = struct.pack("<II", format, len(text)) + text + rest
+    return magic + struct.pack("<Q", xxhash.xxh3_64_intdigest(whole)) + whole
+
+
+def unsealed(magic: bytes, data: bytes, most: int) -> tuple[int, bytes, bytes]:
+    """The format, the JSON, of `most` bytes at most, and what follows it. Raises `ValueError` for other bytes."""
+    if len(data) < HEAD_BYTES:
+        raise ValueError("too short")
+    found, digest, format, length = _SEAL.unpack_from(data)
+    if found != magic or length > most:
+        raise ValueError("not of this form")
+    if xxhash.xxh3_64_intdigest(memoryview(data)[_SEALED:]) != digest:
+        raise ValueError("its checksum is wrong")
+    return format, data[HEAD_BYTES : HEAD_BYTES + length], data[HEAD_BYTES + length :]
+
+
 COSTS_NAME = "costs.json"
 _VERSION = 1
 _MOST, _SHORTEST_S = 1 << 50, 1e-9  # most bytes or tokens, and fewest seconds, of an observation
@@ -144,8 +167,7 @@ MAGIC = b"gdschist"
 FORMAT = 1
 BAD_KEPT = 1024  # the last pages that were found bad
 MOST_BYTES = 1 << 32
-_HEAD = struct.Struct("<8sQII")
-_HEAD_BYTES = 1 << 20  # most bytes of the JSON after it
+_MOST_HEAD = 1 << 20  # bytes of its JSON
 _LEAST_S = 60.0  # seconds between two writes,
 _PACE = 100e3  # and most bytes a second
 
@@ -208,23 +230,15 @@ def pack(history: History) -> bytes:
     period, added, filters = history.evicted.dump()
     bad = [[key.hex(), *dataclasses.astuple(page)] for key, page in list(history.bad.items())[-BAD_KEPT:]]
     head = {"period": period, "added": added, "written": history.written, "bad": bad}
-    text = json.dumps(head).encode()
-    rest = struct.pack("<II", FORMAT, len(text)) + text + b"".join(filters)
-    return MAGIC + struct.pack("<Q", xxhash.xxh3_64_intdigest(rest)) + rest
+    return sealed(MAGIC, FORMAT, json.dumps(head).encode(), b"".join(filters))
 
 
 def unpack(data: bytes) -> History:
     """The history in the bytes. Raises `ValueError`, `KeyError`, `TypeError` or `RecursionError` for other bytes."""
-    if len(data) < _HEAD.size:
-        raise ValueError("too short")
-    magic, digest, format_, length = _HEAD.unpack_from(data)
-    if magic != MAGIC or format_ != FORMAT or length > _HEAD_BYTES:
+    format_, text, rest = unsealed(MAGIC, data, _MOST_HEAD)
+    if format_ != FORMAT:
         raise ValueError("not of this format")
-    if xxhash.xxh3_64_intdigest(memoryview(data)[16:]) != digest:
-        raise ValueError("its checksum is wrong")
-    at = _HEAD.size + length
-    head: dict[str, Any] = json.loads(data[_HEAD.size : at])
-    rest = data[at:]
+    head: dict[str, Any] = json.loads(text)
     half = len(rest) // 2
     evicted = RecentCounter.load(int(head["period"]), int(head["added"]), [rest[:half], rest[half:]])
     bad = {}

@@ -15,7 +15,6 @@ import logging
 import os
 import shlex
 import socket
-import struct
 import sys
 import threading
 import time
@@ -24,7 +23,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
-import xxhash
 from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, TypeAdapter
 
 from gdscache.disk import kept
@@ -112,8 +110,7 @@ LATENCIES = ("read", "write", "commit", "load_cpu", "load_ssd")
 TIERS = 5
 SLOWEST = 8  # loads
 CAUSES = 48
-_HEAD = struct.Struct("<8sQII")  # magic, XXH3-64 of all behind it, format, bytes of the JSON that follows
-_SEALED = 16  # bytes before the sealed ones
+_ROOM = PAGE_BYTES - kept.HEAD_BYTES  # bytes of the JSON
 _TRIES, _PAUSE = 5, 0.01  # reads of a page that is being written
 _CLOSE_S = 2.0  # seconds that `close` waits for a hanging write
 _log = logging.getLogger("gdscache.ssd")
@@ -236,24 +233,17 @@ def pack(status: Status) -> bytes:
         groups=_cut(f.groups, 128),
     )
     host, command, text = _cut(status.host, 64), _cut(status.command, 512), bytes(PAGE_BYTES)
-    while len(text) > PAGE_BYTES - _HEAD.size:
+    while len(text) > _ROOM:
         page = dataclasses.replace(status, host=host, command=command, figures=figures, causes=dict(causes))
         text, causes = _form().dump_json(page), causes[:-4]
-    whole = (_HEAD.pack(MAGIC, 0, PAGE_FORMAT, len(text)) + text).ljust(PAGE_BYTES, b"\0")[_SEALED:]
-    return MAGIC + struct.pack("<Q", xxhash.xxh3_64_intdigest(whole)) + whole
+    return kept.sealed(MAGIC, PAGE_FORMAT, text, bytes(_ROOM - len(text)))
 
 
 def unpack(page: bytes) -> Status | OtherFormat | None:
     """The status on a page; None for other or torn bytes. Pages of other formats have other sizes."""
-    if len(page) < _HEAD.size:
-        return None
-    magic, digest, format_, length = _HEAD.unpack_from(page)
-    if magic != MAGIC or digest != xxhash.xxh3_64_intdigest(memoryview(page)[_SEALED:]):
-        return None
-    if format_ != PAGE_FORMAT:
-        return OtherFormat(format_)
     try:
-        return _form().validate_json(page[_HEAD.size : _HEAD.size + length])
+        format_, text, _ = kept.unsealed(MAGIC, page, (1 << 32) - 1)
+        return _form().validate_json(text) if format_ == PAGE_FORMAT else OtherFormat(format_)
     except ValueError:
         return None
 

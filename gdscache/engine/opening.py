@@ -193,8 +193,12 @@ class Parts:
             index.coming = storer.under_way
         held, at_once = held_pages(manager, limits), self.ranks is not None
         loads = LoadPlanner(manager, due=[storer.offer_earned], prefetched=held, at_once=at_once)
-        how: dict[str, Any] = {"threads": limits.load_threads, "keep": not below.direct, "plain": executors[-1]}
-        self.loader = Loader(loads, self.executor, layout, config.load, config.deadline, **how)
+        self.loader = Loader(
+            *(loads, self.executor, layout, config.load, config.deadline),
+            threads=limits.load_threads,
+            keep=not below.direct,
+            plain=executors[-1],
+        )
         undo.callback(self.loader.close)
         self.prefetcher = Prefetcher(self.loader, held, layout, limits)
         undo.callback(self.prefetcher.close)

@@ -3,6 +3,7 @@ these are all pages that a hit needs in all groups, or none."""
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import itertools
 import time
@@ -29,21 +30,29 @@ if TYPE_CHECKING:
 ENDING_S = 5.0  # seconds; pins that end sooner are too old for a new load
 
 
-class Pinned:
+class Pinned(abc.ABC):
     """Pages of one request on their way to the CPU tier, and those pinned there for `seconds` at most, by a prefetch or
     by none. `_since`: its begin; `_until`: the end of its pins."""
 
-    asking = False  # whether a tier beyond this machine is still asked for more pages
-    wanted = 0
     _prefetch: Prefetch | HybridPrefetch | None
 
     def __init__(self, seconds: float) -> None:
         self._since = time.monotonic()
         self._until = self._since + seconds
 
+    @property
+    def asking(self) -> bool:
+        """Whether a tier beyond this machine is still asked for more pages."""
+        return False
+
+    @property
+    @abc.abstractmethod
+    def wanted(self) -> int:
+        """The number of the first pages that are worth loading."""
+
+    @abc.abstractmethod
     def verified(self) -> int:
         """The number of the first pages that are checked and pinned."""
-        raise NotImplementedError
 
     def done(self) -> bool:
         """Whether no more pages come, or all wanted ones have come."""
@@ -88,7 +97,7 @@ class PinnedFetch(Pinned):
         self._slow: list[int] = []  # running bytes of the first pages that only files had, once they are known
 
     @property
-    def asking(self) -> bool:  # type: ignore[override]
+    def asking(self) -> bool:
         return self._beyond and self._prefetch is not None and self._prefetch.asking
 
     @property
@@ -97,8 +106,8 @@ class PinnedFetch(Pinned):
         return max(self._cached, self._told)
 
     @property
-    def wanted(self) -> int:  # type: ignore[override]
-        """The number of these that are worth loading. Without room in the CPU tier: those that a load sees itself."""
+    def wanted(self) -> int:
+        """Without room in the CPU tier: those that a load sees itself."""
         return self._here if self._told <= self._here or self.crowded() else min(self._pages, self._told)
 
     @property
@@ -168,6 +177,7 @@ class GroupFetch(Pinned):
     """See `PinnedFetch`. A page is `alignment` tokens of all groups; the cached pages are wanted and verified as a
     whole."""
 
+    wanted = 0
     _prefetch: HybridPrefetch | None
 
     def __init__(
@@ -261,7 +271,7 @@ class PinningCache:
         self.pin_seconds = pin_seconds
         self._ends: list[Flag] = []
 
-    def fetch(self, hashes: PageHashes, pages: int) -> PinnedFetch:
+    def fetch(self, hashes: PageHashes, pages: int) -> Fetch:
         """Begin to bring the first `pages` pages, as far as they are cached."""
         return PinnedFetch(self.engine, hashes, pages, self.pin_seconds, self.salt)
 

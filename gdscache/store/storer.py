@@ -244,11 +244,11 @@ class Storer:
         if event is not None:
             yield self._executor.happened(event)
         pages, blocks, numbers = [job.pages[i] for i in places], take_rows(job.blocks, places), job.numbers_of(places)
-        about = job.receipt, pages, job.epoch, job.retention, blocks, job.after, job.sources, numbers
+        rest = StoreJob(job.receipt, pages, job.epoch, job.retention, blocks, job.after, job.sources, numbers)
         with self._manager.lock:
             self._planner.pass_on(job, places)
             job.sources = None
-            going = unfit.store(StoreJob(*about))
+            going = unfit.store(rest)
             if going:
                 job.after = None  # its mark has one user, the other store
                 self._forget(job)

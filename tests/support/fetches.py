@@ -17,10 +17,12 @@ def names_of(hashes: PageHashes) -> list[bytes]:
 class FakeFetch:
     """A fetch whose pages come when the test says so. `loads`: how often its pages were asked for, to be loaded."""
 
+    asking = False
+
     def __init__(self, names: list[bytes], cached: int, wanted: int, clock: Callable[[], float]) -> None:
         self.names, self.cached, self.wanted = names, cached, wanted
         self.there, self.ended, self.released, self.loads = 0, wanted == 0, 0, 0
-        self.no_room = self.asking = self.too_slow = False
+        self.no_room = self.too_slow = False
         self.clock, self.until = clock, clock() + PIN
 
     def done(self) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 
 from gdscache.commands import top
 from gdscache.disk import status_page
@@ -171,7 +172,7 @@ def test_directories_without_a_page(tmp_path: Path, gdscache: Gdscache) -> None:
     written(tmp_path / "next", 1, time.time())
     page = bytearray((tmp_path / "next" / "status").read_bytes())
     page[16:20] = (9).to_bytes(4, "little")
-    page[8:16] = status_page.xxhash.xxh3_64_intdigest(bytes(page[16:])).to_bytes(8, "little")
+    page[8:16] = xxhash.xxh3_64_intdigest(bytes(page[16:])).to_bytes(8, "little")
     (tmp_path / "next" / "status").write_bytes(page)
     status, said, _ = gdscache("top", tmp_path / "free", tmp_path / "next", "--once")
     words = " ".join(said.replace("│", " ").split())

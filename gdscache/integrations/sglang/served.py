@@ -137,7 +137,7 @@ class SeveralPools(PinningCache):
         self._hybrid, self._size, self._ranked = engine, engine.alignment, ranked
         self._pools, self._places = [*planes.pools()], planes.places()
 
-    def fetch(self, hashes: PageHashes, pages: int) -> LinkedFetch:  # type: ignore[override]
+    def fetch(self, hashes: PageHashes, pages: int) -> LinkedFetch:
         names, start = self._named(hashes, self.salt)
         return LinkedFetch(self._hybrid, names, start + pages * self._size, names.tokens, self.pin_seconds, start)
 

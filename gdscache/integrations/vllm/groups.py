@@ -187,7 +187,7 @@ class GroupTable(RequestTable):
         return _GroupKnown(request, refused, names=self._cache.names())
 
     def _fetch(self, known: Any, most: int) -> Any:
-        return self._cache.fetch(known.names, most * self.page_tokens, known.request.num_tokens)
+        return self._cache.fetch_groups(known.names, most * self.page_tokens, known.request.num_tokens)
 
     def _reach(self, known: Any, fetch: Any, most: int) -> int:
         """See `RequestTable._reach`. Notes in the fetch where the request parts from others by now."""

@@ -81,7 +81,7 @@ class GroupSession(VllmSession):
         """Names for a new request, under the inference engine's present weights."""
         return self._hybrid.group_names(self.salt, self._digest_tokens)
 
-    def fetch(self, names: GroupNames, most: int, tokens: int) -> GroupFetch:  # type: ignore[override]
+    def fetch_groups(self, names: GroupNames, most: int, tokens: int) -> GroupFetch:
         """Begin to bring the pages of a hit of up to `most` tokens, for a request of `tokens`."""
         return GroupFetch(self._hybrid, names, most, tokens, self.pin_seconds)
 

@@ -97,7 +97,7 @@ class Hybrid:
 
     def fetch(self, seed: int, tokens: int) -> GroupFetch:
         """Of a request that has one token more."""
-        return self.cache.fetch(self.names(seed, tokens), tokens, tokens + 1)
+        return self.cache.fetch_groups(self.names(seed, tokens), tokens, tokens + 1)
 
     def orders(
         self, fetch: GroupFetch, numbers: Sequence[Sequence[int]], *, between: bool = False
