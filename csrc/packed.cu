@@ -169,7 +169,9 @@ struct Shared {
     u64 secret[24];
     u64 saved[8];
     u32 times[256];
-    u32 best, counts[2][WARPS];
+    // Aligned: a vector load of one row would otherwise take in a word of the other, which a warp may be writing.
+    alignas(16) u32 counts[2][WARPS];
+    u32 best;
 };
 
 // What a lane adds to the sums of two neighbouring blocks: words at one position of their stripes.

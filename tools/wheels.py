@@ -9,7 +9,8 @@ A wheel without such a Python is reported at the end as not built.
 The wheels are built from the sdist, so a file that the sdist lacks is missed at once; ziglang compiles for both
 architectures. This machine's are tried away from the tree. With this Python a new environment has the requirements of
 gdscache itself, under tools/constraints.txt, and no extra; there the command answers, the native library computes, and
-an example runs. With every other found Python, the native library computes beside numpy.
+an example runs; then once more with the lowest versions that pyproject.toml allows, torch's aside. With every other
+found Python, the native library computes beside numpy.
 """
 
 from __future__ import annotations
@@ -114,14 +115,31 @@ def build(target: Path, work: Path, builders: dict[str, Path]) -> dict[str, Path
     return {kind: file for kind in builders for file in ours if f"-{kind}-" in file.name}
 
 
+def lowest() -> list[str]:
+    """The lowest version of each of gdscache's own requirements but torch, whose builds are gigabytes."""
+    asked = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
+    return [one.replace(">=", "==") for one in asked if not one.startswith("torch")]
+
+
 def try_out(python: Path, wheel: Path, work: Path) -> None:
-    """Install the wheel into a new environment; the command, README's ten lines and the first example run there."""
+    """Install the wheel into a new environment, and try it there; again with the lowest versions."""
     own = environment(python, work / "env", wheel)
+    try_commands(own, work)
+    run(own, "-m", "pip", "install", "-q", *lowest(), cwd=work)
+    (work / "lowest").mkdir()
+    try_commands(own, work / "lowest")
+
+
+def try_commands(own: Path, work: Path) -> None:
+    """The commands, a bench, README's ten lines and the first example."""
     run(own.with_name("gdscache"), "--version", cwd=work)
-    run(own.with_name("gdscache"), "config", "init", "llama3_8b", "other.yaml", cwd=work)  # the wheel has configs/
+    shipped = subprocess.run(
+        [own.with_name("gdscache"), "config", "print", "cpu_only"], capture_output=True, check=True
+    )
+    (work / "gdscache.yaml").write_bytes(shipped.stdout)  # the wheel has configs/
+    run(own.with_name("gdscache"), "bench", "io", "--quick", "--dir", work, "--report", work / "io.json", cwd=work)
     run(own, "-c", COMPUTE, cwd=work)
     lines = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Ten lines")[2].split("```python\n")[1]
-    run(own.with_name("gdscache"), "config", "init", "cpu_only", cwd=work)
     home = {**os.environ, "HOME": str(work)}  # the directory of the SSD tier is below it
     for cached in (0, 992):
         said = subprocess.run(

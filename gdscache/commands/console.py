@@ -142,10 +142,10 @@ def progress_bar(*, lines: bool = False) -> Iterator[Progress]:
 
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    if lines and not console.is_terminal:
-        yield _lines(time.monotonic())
+    if not console.is_terminal:
+        yield _lines(time.monotonic()) if lines else silent
         return
-    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Bar(*columns, console=console, transient=True) as bar:
         task = bar.add_task("starting", total=None)
         yield lambda done, total, text: bar.update(task, completed=done, total=total, description=text)
 

@@ -59,6 +59,8 @@ def make_model(folder: Path, seed: int = 0, kind: str = "mha", heads: int = 2) -
         model = transformers.DeepseekV2ForCausalLM(config)
     elif kind in HYBRIDS:
         model = _hybrid(kind, {**shape, "head_dim": 128})
+    elif kind not in ("mha", "uneven", "one"):
+        raise ValueError(f"{kind} names no model")
     else:
         if kind == "uneven":
             shape |= {"num_attention_heads": 4, "num_key_value_heads": 4}

@@ -60,7 +60,6 @@ def bench() -> None:
 
 @bench_app.command("copy")
 def copy(
-    ctx: typer.Context,
     total: Annotated[int | None, size_option("--total", "Bytes that a run moves each way. Default: 1GiB.")] = None,
     pairs: Annotated[int | None, _option("Pairs of runs for each figure. Default: 30.", min=1)] = None,
     json_file: Json = None,
@@ -72,14 +71,14 @@ def copy(
 
     Needs a GPU. The bench takes four times --total of page-locked memory and six times --total of GPU memory.
     """
+    options = dict(locals())
     from gdscache.commands.bench.copy import BENCH
 
-    BENCH.command(**ctx.params)
+    BENCH.command(**options)
 
 
 @bench_app.command("io")
 def io(
-    ctx: typer.Context,
     directory: Dir = Path(),
     transports: Annotated[list[str] | None, _option(_TRANSPORTS, "--transport")] = None,
     total: Annotated[int | None, size_option("--total", "Bytes that a round moves. Default: 512MiB.")] = None,
@@ -103,9 +102,10 @@ def io(
     The bench needs three times --total and 1 GiB of disk, and three times --total and 1 GiB of host memory. For other
     sizes, depths, mixes and latencies of a disk use fio. For GPUDirect Storage use NVIDIA's gdsio.
     """
+    options = dict(locals())
     from gdscache.commands.bench.io import BENCH
 
-    BENCH.command(**ctx.params)
+    BENCH.command(**options)
 
 
 @bench_app.command("ttft")
@@ -149,21 +149,22 @@ def ttft(
     disk; with --all 75, 40 and 45 GiB. A server takes about ten minutes, 25 GiB of GPU memory for each engine that is
     open, and 40 GiB of host memory. A RAM disk takes host memory too.
     """
+    options = dict(locals())
     from gdscache.commands.bench import serving, ttft
     from gdscache.cuda.streams import resolve_device
 
-    given = ctx.params | {"directory": ttft.place(directory)}
+    del options["ctx"]
+    options["directory"] = ttft.place(directory)
     if engine == _TRANSFORMERS:
         _refuse(ctx, _SERVERS)
-        ttft.BENCH.command(**given | {"device": str(resolve_device(device or "auto", "--device"))})
+        ttft.BENCH.command(**options | {"device": str(resolve_device(device or "auto", "--device"))})
     else:
         _refuse(ctx, _TRANSFORMERS)
-        serving.BENCH.command(**given)
+        serving.BENCH.command(**options)
 
 
 @bench_app.command("links")
 def links(
-    ctx: typer.Context,
     ranks: Annotated[
         int | None, _option("Processes with planes. Default: the number of GPUs, and 1 without.", min=1)
     ] = None,
@@ -181,9 +182,10 @@ def links(
     ranks; latents are kept once for all of them. The bench takes four times --total of memory on each GPU, and for
     each rank twice --total of page-locked memory.
     """
+    options = dict(locals())
     from gdscache.commands.bench.links import BENCH
 
-    BENCH.command(**ctx.params)
+    BENCH.command(**options)
 
 
 @bench_app.command("report")
@@ -236,6 +238,6 @@ def compare(
 def _refuse(ctx: typer.Context, panel: str) -> None:
     """Raises `InvalidValueError` for a given option of another engine, by the panel of its help."""
     for option in ctx.command.params:
-        if getattr(option, "rich_help_panel", None) == panel and ctx.params[option.name or ""] not in (None, ()):
+        if getattr(option, "rich_help_panel", None) == panel and ctx.params[option.name or ""] not in (None, (), []):
             message = f"{option.opts[0]} is an option of --engine {panel.lower()}"
             raise InvalidValueError(message, "leave it out, or choose that engine")
