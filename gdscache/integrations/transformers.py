@@ -23,6 +23,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
+import transformers
+from packaging.version import Version
 from transformers import DynamicCache, GenerationMixin, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
@@ -51,6 +53,8 @@ from gdscache.limits import MAX_COUNT
 from gdscache.pages.keys import as_tokens
 from gdscache.pages.layout import DTYPE_BYTES
 from gdscache.store.handle import StoreHandle
+
+OLDEST = "5.18"  # before it, MLA models keep expanded keys, and calls behind a cached prefix get other tokens and masks
 
 
 def model_section(
@@ -121,11 +125,16 @@ class PrefixCache:
     If the model's rotation depends on the sequence's length (longrope, dynamic), requests are kept to one side of the
     length at which it changes: see `open`.
 
-    Thread-safe; the caller closes the engine. Raises `GeometryError` for other layouts, and `RopeByLengthError` for an
-    unknown kind of rope.
+    Thread-safe; the caller closes the engine. Raises `GeometryError` for other layouts, `RopeByLengthError` for an
+    unknown kind of rope, `UnsupportedRequestError` for a model that is no module, or a transformers before `OLDEST`.
     """
 
     def __init__(self, engine: CacheEngine | HybridEngine, model: torch.nn.Module) -> None:
+        if Version(transformers.__version__) < Version(OLDEST):
+            raise UnsupportedRequestError(
+                f"transformers {transformers.__version__} is older than {OLDEST}",
+                f'pip install "transformers>={OLDEST}"',
+            )
         states = {n for g in getattr(engine, "groups", ()) if g.keeps == "state" for n in g.layers}
         for number, planes in enumerate(engine.config.model.layout().layers):
             if len(planes) != 2 and number not in states:

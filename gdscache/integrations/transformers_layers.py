@@ -148,7 +148,7 @@ _KEPT: dict[type, tuple[Keeps, ...]] = {
     DynamicSlidingWindowLayer: ("window",),
     LinearAttentionLayer: ("state",),
     LinearAttentionAndFullAttentionLayer: ("all", "state"),
-    **({cache_utils.DummyLayer: ()} if hasattr(cache_utils, "DummyLayer") else {}),  # versions before 5.13 have none
+    **({cache_utils.DummyLayer: ()} if hasattr(cache_utils, "DummyLayer") else {}),  # 5.18 has none
 }
 
 

@@ -14,9 +14,10 @@ from transformers import DynamicCache, LlamaConfig, PreTrainedModel
 from gdscache import CacheEngine
 from gdscache.config import ModelConfig
 from gdscache.errors import GeometryError, PoolFullError, SequenceStateError, TokensError, UnsupportedRequestError
-from gdscache.integrations.transformers import PrefixCache, model_section
+from gdscache.integrations.transformers import OLDEST, PrefixCache, model_section
 from gdscache.integrations.transformers_rows import PoolRows
 from tests.support.helpers import flip_file
+from tests.support.places import ROOT
 from tests.support.tiny_transformers import (
     CONFIGS,
     NEW,
@@ -329,6 +330,14 @@ def test_commit_takes_the_tokens_of_the_cache_and_no_others(llama: Any) -> None:
     with pytest.raises(SequenceStateError):
         cache.commit(ids)
     cache.close()
+
+
+def test_an_older_transformers_is_refused(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, engine, _ = llama
+    assert f'"transformers>={OLDEST}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    monkeypatch.setattr("gdscache.integrations.transformers.transformers.__version__", "5.17.2")
+    with pytest.raises(UnsupportedRequestError, match=f"5.17.2 is older than {OLDEST}"):
+        PrefixCache(engine, model)
 
 
 def test_an_engine_of_another_model_is_refused(tmp_path: Path) -> None:
