@@ -15,6 +15,7 @@ import torch
 
 from gdscache import arguments
 from gdscache.config import Config
+from gdscache.config.pools import PoolPart
 from gdscache.cuda.streams import Event, on_stream_of_caller
 from gdscache.engine.closing import EngineClosing, at_exit_of_child, serving
 from gdscache.engine.opening import Parts, layer_groups, read_config
@@ -95,10 +96,12 @@ class CacheEngine:
         ranks: Sequence[RankAddress] | None = None,
         timeline: Timeline | None = None,
         limits: EngineLimits = LIMITS,
+        pool: PoolPart | None = None,
     ) -> None:
         """`ranks`: addresses of the processes that have the planes (`Rank`); this one decides, and needs no device.
         `timeline` records events; None: OpenTelemetry with the key `traces`, else NVTX ranges if a profiler is
-        attached, else nothing. `limits`: constants without a setting, for trials of small tiers."""
+        attached, else nothing. `limits`: constants without a setting, for trials of small tiers. `pool`: of a
+        `HybridEngine`, that this engine serves."""
         self.groups: tuple[Group, ...] = layer_groups(config)
         if timeline is not None and not isinstance(timeline, Timeline):
             raise InvalidValueError(f"timeline is {arguments.shown(timeline)}", "pass a Timeline, or None")
@@ -120,7 +123,7 @@ class CacheEngine:
             raise InvalidValueError("planes are given beside ranks", "make a Rank of them, and pass its address")
 
         def opened() -> tuple[Parts, EngineClosing]:
-            parts = Parts(config, planes, timeline=timeline, calls=calls, limits=limits, addresses=ranks)
+            parts = Parts(config, planes, timeline=timeline, calls=calls, limits=limits, addresses=ranks, pool=pool)
             closing = EngineClosing(parts, calls, config.deadline)
             calls.closing = functools.partial(closing.run, False)
             return parts, closing

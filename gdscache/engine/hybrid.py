@@ -45,7 +45,6 @@ from gdscache.engine.hybrid_states import StandingStates
 from gdscache.engine.opening import layer_groups, read_config
 from gdscache.engine.packing import as_directory
 from gdscache.errors import (
-    CapacityError,
     GdsCacheError,
     InvalidValueError,
     PlanesError,
@@ -625,13 +624,11 @@ def _opened(
     limits: EngineLimits,
 ) -> CacheEngine:
     try:
-        engine = CacheEngine(part.config, planes, ranks=ranks, timeline=timeline, limits=limits)
+        with part.shares():
+            engine = CacheEngine(part.config, planes, ranks=ranks, timeline=timeline, limits=limits, pool=part)
     except PlanesError as error:
         where = f"groups {part.names}, whose layers are {list(part.pool.layers)} of the model"
         raise PlanesError(f"{where}: {error.message}", error.hint) from None
-    except CapacityError as error:
-        where = f"groups {part.names}, which have {100 * part.share:.1f} % of each size"
-        raise CapacityError(f"{where}: {error.message}", error.hint) from None
     sections = ("cpu", part.config.cpu), ("ssd", part.config.ssd)
     sizes = ", ".join(f"{name} {about(one.capacity)}" for name, one in sections if one is not None)
     layers = len(part.pool.layers)
