@@ -280,9 +280,14 @@ class CacheEngine:
             return hit
 
     def lookup_pages(self, pages: Sequence[Page]) -> Hit:
-        """`lookup` of pages with known names, without a gate: the leading ones that are cached."""
+        """`lookup` of pages with known names, without a gate: the leading ones that are cached.
+
+        Raises `InvalidValueError` if a page is there twice, which a load could not bring.
+        """
         with self.calls:
             manager = self.manager
+            if len({page.key for page in pages}) < len(pages):
+                raise InvalidValueError("a page is there twice", "name each page once")
             manager.have_watched()
             tiers = tuple(manager.lookup(pages, 0))
             return Hit(0, len(tiers) * self.layout.page_tokens, tiers, None, tuple(pages[: len(tiers)]))

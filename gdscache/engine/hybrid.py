@@ -21,7 +21,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -71,9 +71,6 @@ from gdscache.sizes import about
 from gdscache.tiers.measures import TokenCounts
 from gdscache.tiers.pins import Pin
 from gdscache.tracing import Timeline
-
-if TYPE_CHECKING:
-    from gdscache.metrics.collector import MetricsServer
 
 Slots = Mapping[str, Any]
 _SALTS_KEPT = 4096
@@ -161,8 +158,9 @@ class HybridEngine:
         first = self.engines[0]
         self._tokens = TokenCounts(tier for engine in self.engines for tier in engine.manager.tiers)
         self.gate = Gate(config.load.gate, first.gate.costs, first.layout.page_tokens, first.layout.bytes_in)
-        self._server: MetricsServer | None = None  # `close` looks at it
-        self._server = serving(self, config.metrics)
+        for engine in self.engines:
+            engine.calls.others = [other.calls for other in self.engines if other is not engine]
+        self.engines[-1]._closing.server = serving(self, config.metrics)  # the pool that `close` begins with
 
     @classmethod
     def from_config(
@@ -515,8 +513,6 @@ class HybridEngine:
         with contextlib.ExitStack() as all_of_them:
             for engine in self.engines:
                 all_of_them.callback(engine.close, drain)
-            if self._server is not None:
-                all_of_them.callback(self._server.close)
 
     def __enter__(self) -> Self:
         return self
