@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -56,7 +57,7 @@ class Borrower:
         self._left = False  # the lender was closed
         self._loads = 0
         self._late = 0  # late rows
-        self._closed = False
+        self._closed, self._pid = False, os.getpid()
         with contextlib.ExitStack() as undo:
             connection = connected(address, "the rank that has the directory")
             self._channel = Channel(connection, f"borrower-{rank}", self._heard, self._lost)
@@ -208,7 +209,10 @@ class Borrower:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Read nothing more, and free everything; memory and files of hanging reads are kept. May be called again."""
+        """Read nothing more, and free everything; memory and files of hanging reads are kept. May be called again. Does
+        nothing in a forked child, which has the same sockets."""
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             if self._closed:
                 return

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import os
 import secrets
 import socket
 import threading
@@ -75,7 +76,7 @@ class Lender:
         self._served: list[_Served] = []
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
-        self._closed = False
+        self._closed, self._pid = False, os.getpid()
         with contextlib.ExitStack() as undo:
             self._workers = Workers(2, "gdscache-lender")
             undo.callback(self._workers.shutdown)
@@ -83,7 +84,10 @@ class Lender:
             undo.pop_all()
 
     def close(self) -> None:
-        """Lend nothing more, and take lent pages back. Call it before the engine is closed; may be called again."""
+        """Lend nothing more, and take lent pages back. Call it before the engine is closed; may be called again. Does
+        nothing in a forked child, which has the same sockets."""
+        if os.getpid() != self._pid:
+            return
         self._closed = True
         self._door.close()
         with self._lock:

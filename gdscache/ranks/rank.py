@@ -528,7 +528,7 @@ class Rank:
         self.address = RankAddress(name, rank, rank if shard is None else shard)
         self._service: Service | None = None
         self._layout: PageLayout | None = None
-        self._closed = False
+        self._closed, self._pid = False, os.getpid()
         self._door = Door(name, "gdscache-rank", self._serve)
 
     def load(self, order: bytes, blocks: Sequence[int] | None = None) -> LayerwiseLoad:
@@ -603,8 +603,8 @@ class Rank:
 
     def close(self) -> None:
         """End moves, free memory and files, and disconnect. The leader's pages miss from then on. May be called
-        again."""
-        if not self._closed:
+        again. Does nothing in a forked child, which has the same sockets."""
+        if not self._closed and os.getpid() == self._pid:
             self._closed = True
             self._door.shut()
             service = self._service

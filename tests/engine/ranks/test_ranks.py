@@ -319,6 +319,17 @@ def test_a_rank_that_dies_while_another_waits_for_its_order_costs_no_time(
         assert what == "store" or GOOD.value not in answer[0]
 
 
+def test_a_rank_that_a_forked_child_closes_serves_on(ranks_host: Open) -> None:
+    host = ranks_host([0, 1])
+    tokens = prompt(1, 4)
+    assert all(host.store(tokens).tiers)
+    assert host.every("close in a fork") == [0, 0]
+    assert host.load_all(tokens)
+    host.engine.close()  # and the ranks' sockets take another leader
+    host.engine = host.open()
+    assert host.load_all(tokens)
+
+
 def test_a_rank_that_is_closed_first_finishes_what_it_has(ranks_host: Open, caplog: pytest.LogCaptureFixture) -> None:
     """As Ctrl-C ends processes: it takes leave, and is not missed."""
     host, tokens = ranks_host([0, 1]), prompt(1, 4)
