@@ -102,6 +102,7 @@ COUNTS = (
     ("dropped", ""),
     ("refused", ""),
 )
+HITS = ("lookups", "hits")  # on a page: the hits of all tiers
 # Groups with a count for each tier.
 BY_TIER = ("hits", "loaded", "stored")
 CAUSED = ("misses", "dropped", "refused", "lost")  # groups with a count for each cause, the most frequent first
@@ -219,17 +220,18 @@ def _form() -> TypeAdapter[Status]:
 def pack(status: Status) -> bytes:
     """The page. Texts and lists are cut to the lengths that are read, and the rarest causes left out if it is full."""
     f = status.figures
-    tiers = tuple(tier._replace(name=_cut(tier.name, 16)) for tier in f.tiers[:TIERS])
-    names = dict.fromkeys((*COUNTS, *((group, tier.name) for tier in tiers for group in BY_TIER)))
+    short = {tier.name: _short(tier.name, number) for number, tier in enumerate(f.tiers[:TIERS], 1)}
+    counts = {name: _count(f.counts, *name) for name in COUNTS} | {HITS: _count(f.counts, "hits", "")}
+    counts |= {(group, short[name]): _count(f.counts, group, name) for name in short for group in BY_TIER}
     causes = [((group, _cut(cause, 32)), n) for (group, cause), n in f.counts.items() if n > 0 and group in CAUSED]
     causes = sorted(causes, key=lambda one: (-one[1], one[0]))[:CAUSES]
     figures = dataclasses.replace(
         f,
         stopped=_cut(f.stopped, 256),
-        counts={name: _count(f.counts, *name) for name in names},
+        counts=counts,
         ranks=tuple(f.ranks[:RANKS]),
-        tiers=tiers,
-        slowest=tuple(f.slowest[:SLOWEST]),
+        tiers=tuple(tier._replace(name=short[tier.name]) for tier in f.tiers[:TIERS]),
+        slowest=tuple(load._replace(tier=short.get(load.tier, _short(load.tier, 0))) for load in f.slowest[:SLOWEST]),
         groups=_cut(f.groups, 128),
     )
     host, command, text = _cut(status.host, 64), _cut(status.command, 512), bytes(PAGE_BYTES)
@@ -334,6 +336,11 @@ class StatusWriter:
 
 def _count(counts: Mapping[tuple[str, str], int], group: str, name: str) -> int:
     return counts.get((group, name), 0) if name else sum(n for (g, _), n in counts.items() if g == group)
+
+
+def _short(tier: str, number: int) -> str:
+    """A tier's name in 16 bytes, another one for each number."""
+    return tier if tier == _cut(tier, 16) else f"{_cut(tier, 14)}~{number}"
 
 
 def _cut(text: str, most: int) -> str:
