@@ -113,7 +113,8 @@ SLOWEST = 8  # loads
 CAUSES = 48
 _ROOM = PAGE_BYTES - kept.HEAD_BYTES  # bytes of the JSON
 _TRIES, _PAUSE = 5, 0.01  # reads of a page that is being written
-_CLOSE_S = 2.0  # seconds that `close` waits for a hanging write
+_CLOSE_S = 2.0  # seconds that `close` waits for a hanging write of the page
+_SAVE_S = 60.0  # and for one of the files for after a kill, which may be large
 _log = logging.getLogger("gdscache.ssd")
 
 State = Literal["running", "switched_off", "stopped"]
@@ -265,9 +266,9 @@ def read(directory: Path) -> Status | OtherFormat | None:
 class StatusWriter:
     """Rewrites the status page of an owned directory until `close`, which then calls `released`.
 
-    `figures` must take no lock. `save` is called every minute and at the end, to write files for after a kill. Raises
-    `NotARegularFileError` (the page is a link, also a hard one, or a directory), `DirectoryNotWritableError`,
-    `ThreadStartError`.
+    `figures` must take no lock. `save` is called every minute and at the end, to write files for after a kill; `owned`
+    tells whether the directory still is its owner's. Raises `NotARegularFileError` (the page is a link, also a hard
+    one, or a directory), `DirectoryNotWritableError`, `ThreadStartError`.
     """
 
     def __init__(
@@ -276,11 +277,14 @@ class StatusWriter:
         figures: Callable[[], Figures],
         save: Callable[[], object] = lambda: None,
         released: Callable[[], object] = lambda: None,
+        owned: Callable[[], bool] = lambda: True,
     ) -> None:
         self._path = path = directory / STATUS_NAME
         self._figures = figures
         self._save = save
         self._released = released
+        self._owned = owned
+        self._writing = threading.Lock()
         self._about = (os.getpid(), socket.gethostname(), shlex.join(sys.orig_argv))
         self._opened = time.time()
         self._number = 0
@@ -298,27 +302,35 @@ class StatusWriter:
         self._write()
 
     def close(self) -> None:
-        """Stop, and delete the page if its name is still ours; may be called twice. Waits 2 s at most for a write."""
-        if self._end.is_set():
-            return
+        """Stop, and delete the page if its name is still ours; may be called twice. Waits 2 s at most for a write of
+        the page, and a minute for the last `save`; one that is late keeps the descriptor until it has ended."""
         self._end.set()
-        self._thread.join(_CLOSE_S)
-        if self._thread.is_alive():  # its write hangs, and keeps the descriptor
+        if not self._writing.acquire(timeout=_CLOSE_S):
             _log.error("%s: a write of the status page hangs", self._path)
             return
+        self._writing.release()
+        self._thread.join(_SAVE_S)
+        if self._thread.is_alive():
+            _log.error("%s: files for after a restart are not written after %g s", self._path.parent, _SAVE_S)
+
+    def _run(self) -> None:
+        try:
+            while not self._end.wait(PERIOD_S):
+                with self._writing:
+                    self._write()
+                if self._number % _SAVED_EVERY == 0:
+                    self._save()
+            self._save()
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
         with contextlib.suppress(OSError):
             ours, named = os.fstat(self._descriptor), os.stat(self._path, follow_symlinks=False)
-            if (ours.st_dev, ours.st_ino) == (named.st_dev, named.st_ino):
+            if (ours.st_dev, ours.st_ino) == (named.st_dev, named.st_ino) and self._owned():
                 self._path.unlink()
         os.close(self._descriptor)
         self._released()
-
-    def _run(self) -> None:
-        while not self._end.wait(PERIOD_S):
-            self._write()
-            if self._number % _SAVED_EVERY == 0:
-                self._save()
-        self._save()
 
     def _write(self) -> None:
         """Write one page. A failure is logged once: the cache does without."""

@@ -385,6 +385,10 @@ class SsdTier(DurableTier):
             self._lost = self._directory.lost(thorough=thorough)
         return self._lost
 
+    def owned(self) -> bool:
+        """Whether the directory is this engine's, and open."""
+        return not (self._directory.closed or self.lock_lost())
+
     def _keep_out(self) -> None:
         if why := self.lock_lost(thorough=True):
             raise LockLostError(f"{why}: {self.path} is not this engine's alone any more", LOST_HINT)
