@@ -16,7 +16,7 @@ import torch
 from gdscache import arguments
 from gdscache.config import Config
 from gdscache.cuda.streams import Event, on_stream_of_caller
-from gdscache.engine.closing import EngineClosing, at_exit_of_child, serving
+from gdscache.engine.closing import EngineClosing, at_exit_of_child, settled
 from gdscache.engine.opening import Parts, layer_groups, read_config
 from gdscache.engine.packing import as_directory
 from gdscache.engine.sequence import Sequence as TokenSequence
@@ -95,10 +95,12 @@ class CacheEngine:
         ranks: Sequence[RankAddress] | None = None,
         timeline: Timeline | None = None,
         limits: EngineLimits = LIMITS,
+        alone: bool = True,
     ) -> None:
         """`ranks`: addresses of the processes that have the planes (`Rank`); this one decides, and needs no device.
         `timeline` records events; None: OpenTelemetry with the key `traces`, else NVTX ranges if a profiler is
-        attached, else nothing. `limits`: constants without a setting, for trials of small tiers."""
+        attached, else nothing. `limits`: constants without a setting, for trials of small tiers. `alone`: False for one
+        of a `HybridEngine`'s pools, which it settles together."""
         self.groups: tuple[Group, ...] = layer_groups(config)
         if timeline is not None and not isinstance(timeline, Timeline):
             raise InvalidValueError(f"timeline is {arguments.shown(timeline)}", "pass a Timeline, or None")
@@ -135,7 +137,7 @@ class CacheEngine:
         self._namespaces: dict[tuple[str, Group | None], bytes] = {}
         self._described: set[bytes] = set()
         self.names = PageNames(self.layout.page_tokens)
-        self._closing.server = serving(self, config.metrics)
+        self._closing.server = settled(self, config.metrics, [self._parts] if alone else ())
 
     @classmethod
     def from_config(

@@ -31,7 +31,7 @@ from gdscache.arguments import remaining
 from gdscache.config import Config
 from gdscache.config.pools import PoolPart, pool_parts, window_every
 from gdscache.cuda.streams import Event, resolve_device
-from gdscache.engine.closing import serving
+from gdscache.engine.closing import settled
 from gdscache.engine.engine import CacheEngine, CheckReport, hits_and_slots
 from gdscache.engine.hybrid_handles import (
     HybridHit,
@@ -163,7 +163,7 @@ class HybridEngine:
         self._tokens = TokenCounts(tier for engine in self.engines for tier in engine.manager.tiers)
         self.gate = Gate(config.load.gate, first.gate.costs, first.layout.page_tokens, first.layout.bytes_in)
         self._server: MetricsServer | None = None  # `close` looks at it
-        self._server = serving(self, config.metrics)
+        self._server = settled(self, config.metrics, [engine._parts for engine in self.engines])
 
     @classmethod
     def from_config(
@@ -625,7 +625,7 @@ def _opened(
     limits: EngineLimits,
 ) -> CacheEngine:
     try:
-        engine = CacheEngine(part.config, planes, ranks=ranks, timeline=timeline, limits=limits)
+        engine = CacheEngine(part.config, planes, ranks=ranks, timeline=timeline, limits=limits, alone=False)
     except PlanesError as error:
         where = f"groups {part.names}, whose layers are {list(part.pool.layers)} of the model"
         raise PlanesError(f"{where}: {error.message}", error.hint) from None

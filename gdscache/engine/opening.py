@@ -220,6 +220,12 @@ class Parts:
         pages = self.planes.blocks // self.planes.blocks_per_page
         self.concerns = tuple(concerns(config, pages, on_gpu=self.planes.device.type == "cuda"))
 
+    def settle(self) -> None:
+        """See `SsdTier.settle`: nothing refuses the open any more."""
+        for tier in self.manager.files:
+            if isinstance(tier, SsdTier):
+                tier.settle()
+
     def close(self, *, drain: bool) -> None:
         """End prefetches, stores (finished with `drain`, else dropped) and loads; then close the tiers and free the
         buffers. Each step runs even if earlier ones raise."""
