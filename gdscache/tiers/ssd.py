@@ -169,14 +169,8 @@ class SsdTier(DurableTier):
         self._clock = min(int(found.recency.max(initial=0)), _CLOCK_LIMIT) + 1
         self._set_aside = found.set_aside
         self.lost.update(found.dropped)
-        if found.dropped:
-            expected = found.dropped.keys() <= {"expired"}
-            log = _log.info if expected else _log.warning
-            log(
-                "%s: recovery gave up pages: %s",
-                self.path,
-                ", ".join(f"{n:,} ({cause})" for cause, n in found.dropped.items()),
-            )
+        if self._spared is None:
+            self._say_lost()
         _log.info("%s: %d pages of %d bytes recovered", self.path, len(found.slots), self.layout.extent_bytes)
 
     def settle(self) -> None:
@@ -185,8 +179,15 @@ class SsdTier(DurableTier):
         if self._spared is not None:  # the rows first: none may lead to bytes that are gone
             self._catalog.clean(self._spared, self.index.slots)
             self._spared = None
+            self._say_lost()
         self.io.cut()
         self._made = []
+
+    def _say_lost(self) -> None:
+        if self.lost:
+            log = _log.info if self.lost.keys() <= {"expired"} else _log.warning
+            causes = ", ".join(f"{n:,} ({cause})" for cause, n in self.lost.items())
+            log("%s: recovery gave up pages: %s", self.path, causes)
 
     @property
     def direct(self) -> bool:

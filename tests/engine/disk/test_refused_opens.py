@@ -65,13 +65,19 @@ def sizes(paths: list[Path]) -> list[int]:
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("cause", CAUSES)
 def test_a_lower_capacity_that_is_refused_costs_no_page(
-    open_host: OpenHost, paths: list[Path], port: int, cause: str, count: int
+    open_host: OpenHost,
+    paths: list[Path],
+    port: int,
+    caplog: pytest.LogCaptureFixture,
+    cause: str,
+    count: int,
 ) -> None:
     paths = paths[:count]
     tokens, before = filled(paths), sizes(paths)
     for _ in range(2):
         refuse(cause, paths, port, ssd=FEWER)
     assert sizes(paths) == before
+    assert "gave up pages" not in caplog.text
     host = open_host(**options(paths, cpu=None))
     assert host.engine.stats()["tiers"]["ssd"]["lost_at_recovery"] == {}
     assert host.load(tokens).pages == (PageStatus.LOADED,) * PAGES
@@ -79,6 +85,7 @@ def test_a_lower_capacity_that_is_refused_costs_no_page(
     host = open_host(**options(paths, ssd=FEWER, cpu=None))
     assert sum(sizes(paths)) == FEWER * host.layout.extent_bytes, "a capacity is a hard cap once the engine is open"
     assert host.engine.stats()["tiers"]["ssd"]["lost_at_recovery"] == {"slot": PAGES - FEWER}
+    assert f"gave up pages: {PAGES - FEWER} (slot)" in caplog.text
     assert host.engine.check().ok
 
 
