@@ -19,7 +19,7 @@ from gdscache.commands.console import App, Table, progress_bar, say
 from gdscache.commands.replay.commands import plan_tiers, replay
 from gdscache.commands.top import top
 from gdscache.config import Config, config_schema, load_config
-from gdscache.config.pools import concerns, plain_parts, pool_parts
+from gdscache.config.pools import concerns, plain_parts, pool_parts, without_sizes
 from gdscache.groups.base import Group
 from gdscache.pages.keys import namespace_digest
 from gdscache.pages.layout import PLAIN, PageLayout
@@ -222,11 +222,13 @@ def describe(config: Config) -> dict[str, Any]:
 def _concerns(config: Config) -> list[str]:
     """Warnings of an engine that has planes of its own, as far as the file alone tells them."""
     found: list[str] = []
-    for part in [part.config for part in pool_parts(config)] or [config]:
-        layout = part.model.layout()
-        pages, on_gpu = part.gpu.capacity // layout.plane_bytes, part.gpu.device.startswith("cuda")
-        found += concerns(plain_parts(part)[0] if layout.packed else part, pages, on_gpu=on_gpu)
-    return [*dict.fromkeys(found)]
+    for pool in [*pool_parts(config)] or (None,):
+        one = config if pool is None else pool.config
+        layout = one.model.layout()
+        pages, on_gpu = one.gpu.capacity // layout.plane_bytes, one.gpu.device.startswith("cuda")
+        part = plain_parts(one)[0] if layout.packed else one
+        found += concerns(part, pages, on_gpu=on_gpu, whole=config, pool=pool)
+    return found
 
 
 def describe_sizes(config: Config) -> dict[str, Any]:
@@ -237,7 +239,7 @@ def describe_sizes(config: Config) -> dict[str, Any]:
         "tiers": {name: None if size is None else {"bytes": size, "pages": None} for name, size in sizes.items()},
         "ssd_path": str(config.ssd.path) if config.ssd else None,
         "groups": [],
-        "concerns": [],
+        "concerns": list(without_sizes(config)),
     }
 
 
@@ -263,7 +265,8 @@ def _groups(config: Config) -> list[dict[str, Any]]:
     for part in pool_parts(config):
         own = part.config
         layout = own.model.layout()
-        extent, sizes = layout.extent_bytes, _sizes(own, layout)
+        with part.shares():
+            extent, sizes = layout.extent_bytes, _sizes(own, layout)
         pages = {name: None if size is None else size // one for name, (size, one) in sizes.items()}
         for group, local in zip(part.groups, own.model.layer_groups(), strict=True):
             namespace = namespace_digest(own.model.namespace_fields(group=local)).hex()

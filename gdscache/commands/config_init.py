@@ -16,8 +16,8 @@ import typer
 
 from gdscache.arguments import shown
 from gdscache.commands.console import size_of
-from gdscache.config import Config, described_elsewhere, load_config
-from gdscache.config.file import read_mapping
+from gdscache.config import Config, assembled, described_elsewhere, load_config
+from gdscache.config.file import read_places
 from gdscache.errors import ConfigFileError, GdsCacheError, InvalidValueError
 from gdscache.sizes import GIB, MIB, about, format_size
 
@@ -71,9 +71,9 @@ def init(
     """Write a configuration file for an inference engine, and print the command that uses the file.
 
     An inference engine describes its model itself, so its file has no model section. Sizes that you leave out are
-    chosen for this machine: a quarter of the available memory, and half of the free disk space. The file is checked
-    before it is written. An existing file is replaced only with --force. `gdscache config print` has other files to
-    begin with.
+    chosen for this machine: a quarter of the available memory, at most 64 GiB, and half of the free disk space, at most
+    512 GiB; 256 MiB at least. The file is checked before it is written. An existing file is replaced only with --force.
+    `gdscache config print` has other files to begin with.
     """
     if directory is None:
         directory = _DIRECTORY.format(engine=engine)
@@ -104,9 +104,10 @@ def init(
 def load_any(file: Path) -> tuple[Config, bool]:
     """The configuration of a file, and whether the file describes its model. If an inference engine does that, a small
     model stands in, and paths are those of the first replica. Raises a `ConfigError`."""
-    if described_elsewhere(read_mapping(file).get("model")):
-        return load_config(file, model=_SAMPLE, variables=_FIRST_REPLICA), False
-    return load_config(file), True
+    data, places = read_places(file)  # once: a pipe has it no second time
+    if described_elsewhere(data.get("model")):
+        return assembled(data, places, str(file), _SAMPLE, _FIRST_REPLICA), False
+    return assembled(data, places, str(file)), True
 
 
 def _size(text: str | None, option: str, choose: Callable[[], tuple[int, str]]) -> tuple[int, str]:
@@ -120,7 +121,7 @@ def _of_memory() -> tuple[int, str]:
     there = host_bytes()
     if there is None:
         return 4 * GIB, "the system does not report its memory"
-    return _whole(there // 4, _MOST_CPU), f"a quarter of the memory that is available, {about(there)}"
+    return _part(there, 4, _MOST_CPU, "a quarter of the available memory")
 
 
 def _of_disk(directory: str) -> tuple[int, str]:
@@ -129,12 +130,17 @@ def _of_disk(directory: str) -> tuple[int, str]:
         place = os.path.dirname(place)
     status = os.statvfs(place)
     free = status.f_bavail * status.f_frsize
-    return _whole(free // 2, _MOST_SSD), f"half of the free space there, {about(free)}"
+    return _part(free, 2, _MOST_SSD, "half of the free space there")
 
 
-def _whole(nbytes: int, most: int) -> int:
-    step = GIB if nbytes >= 4 * GIB else _STEP
-    return max(_LEAST, min(most, nbytes // step * step))
+def _part(there: int, by: int, most: int, words: str) -> tuple[int, str]:
+    """A part of bytes in whole steps, between `_LEAST` and `most`, and the reason in `words`."""
+    step = GIB if there // by >= 4 * GIB else _STEP
+    part = there // by // step * step
+    reason = f"{words}, {about(there)}"
+    if part > most:
+        return most, f"{reason}, at most {about(most)}"
+    return (part, reason) if part >= _LEAST else (_LEAST, f"{reason}, at least {about(_LEAST)}")
 
 
 def _write(file: Path, text: str, *, force: bool) -> str:
@@ -252,7 +258,8 @@ Cssd:                          # take the section out to have no SSD tier: then 
 Hssd:
 |  # On a fast local disk, a directory for each server. ~ and $VARS are replaced.
 |  path: {directory}
-|  {ssd:<27} # reserved when {name} starts, and never exceeded: {ssd_reason}
+|  {ssd:<27} # reserved when {name} starts, and never exceeded:
+|                              # {ssd_reason}
 |  durability: process         # a stored page survives: process (any kill) | power (a power cut; slower stores)
 |  endurance: null             # bytes that may be written in any 24 hours, e.g. 2TiB; null is no limit
 

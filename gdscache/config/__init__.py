@@ -393,7 +393,8 @@ def _sizes(name: str, value: Any) -> Iterator[tuple[tuple[int | str, ...], int]]
     """The sizes of a field, each with its place below the field. `value`: a checked value, or plain data."""
     given: list[tuple[tuple[int | str, ...], Any]]
     if name == "tiers":
-        given = [((number, "capacity"), _get(tier, "capacity")) for number, tier in enumerate(value or ())]
+        tiers = value if isinstance(value, (list, tuple)) else ()
+        given = [((number, "capacity"), _get(tier, "capacity")) for number, tier in enumerate(tiers)]
     else:
         given = [(key[1:], _get(value, *key[1:])) for key in SIZES if key[0] == name]
     for loc, size in given:
@@ -433,11 +434,21 @@ def load_config(
     """
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
         raise ConfigFileError(f"a configuration was given as {type(path).__name__}", "name a YAML file, or a mapping")
-    data, places = read_places(Path(path))
+    return assembled(*read_places(Path(path)), str(path), model, variables)
+
+
+def assembled(
+    data: Mapping[Any, Any],
+    places: Mapping[tuple[int | str, ...], int],
+    source: str,
+    model: Mapping[str, object] | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> Config:
+    """The configuration of a file that was read (`read_places`); otherwise as `load_config`."""
     data = replaced(data, variables or {})
     if model is not None:
-        data = {**data, "model": {**model, **labels(data.get("model"), str(path))}}
-    return Config._checked(data, str(path), places)
+        data = {**data, "model": {**model, **labels(data.get("model"), source)}}
+    return Config._checked(data, source, places)
 
 
 def replaced(data: Mapping[Any, Any], variables: Mapping[str, str]) -> dict[Any, Any]:

@@ -5,6 +5,7 @@ Groups in the same planes are one pool, served by one engine. The sizes of a fil
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -31,16 +32,27 @@ _SHARED = {tuple(map(str, key)): pages for key, (pages, _) in SIZES.items() if k
 
 @dataclasses.dataclass(frozen=True)
 class PoolPart:
-    """One pool. `config`: of an engine for its layers alone. `share`: of every size, more than 0 and at most 1."""
+    """One pool. `config`: of an engine for its layers alone. `share`: of every size of `whole`, more than 0 and at most
+    1."""
 
     pool: Pool
     groups: tuple[Group, ...]
     share: float
     config: Config
+    whole: Config
 
     @property
     def names(self) -> str:
         return ", ".join(group.name for group in self.groups)
+
+    @contextlib.contextmanager
+    def shares(self) -> Iterator[None]:
+        """A `CapacityError` inside is of a size's share, and says so."""
+        try:
+            yield
+        except CapacityError as error:
+            where = f"groups {self.names}, which have {100 * self.share:.1f} % of each size"
+            raise CapacityError(f"{where}: {error.message}", error.hint) from None
 
 
 def pool_parts(config: Config) -> list[PoolPart]:
@@ -59,7 +71,7 @@ def pool_parts(config: Config) -> list[PoolPart]:
     models = [_model(config, groups, pool, layout, alone=alone) for pool, layout in zip(pools, layouts, strict=True)]
     if alone:
         whole = Config.from_dict({**config.dump(), "model": models[0], "metrics": None})
-        return [PoolPart(pools[0], groups, 1.0, whole)]
+        return [PoolPart(pools[0], groups, 1.0, whole, config)]
     if config.events is not None and config.events.endpoint is not None:
         raise InvalidValueError(
             f"events.endpoint is {config.events.endpoint}, and groups with planes of their own are several engines",
@@ -76,12 +88,13 @@ def pool_parts(config: Config) -> list[PoolPart]:
             f"gpu.capacity is {config.gpu.capacity:,} bytes, and a page of each group has {sum(page_bytes):,}",
             "raise gpu.capacity",
         )
-    return [
-        PoolPart(pool, some, share, Config.from_dict(_part(config, pool, model, share, max(count * size, extent))))
-        for pool, some, model, share, count, size, extent in zip(
-            pools, own, models, each, pages, page_bytes, extents, strict=True
-        )
-    ]
+    found: list[PoolPart] = []
+    for pool, some, model, share, count, size, extent in zip(
+        pools, own, models, each, pages, page_bytes, extents, strict=True
+    ):
+        part = Config.from_dict(_part(config, pool, model, share, max(count * size, extent)))
+        found.append(PoolPart(pool, some, share, part, config))
+    return found
 
 
 def plain_parts(config: Config, shards: int = 1, replicas: int = 1) -> tuple[Config, Config]:
@@ -223,18 +236,30 @@ SEGMENTS = 3  # least number of pages in half of the staging ring for copies and
 _BOUNCED_BYTES = 32 << 20  # for half of the bounce reserve, so that reads are large enough
 
 
-def concerns(config: Config, gpu_pages: int, *, on_gpu: bool) -> list[str]:
+def concerns(
+    config: Config, gpu_pages: int, *, on_gpu: bool, whole: Config | None = None, pool: PoolPart | None = None
+) -> list[str]:
     """Settings that are allowed but probably unintended, one sentence each, with the figures and the setting to change.
 
     `gpu_pages`: pages that the planes hold, attached or owned. `on_gpu`: they lie on a GPU, not in host memory.
+    `whole`: the configuration that `config` has a part of: its sizes are advised. `pool`: the engine's, if a model has
+    several. The sentences about all of them are those of the first.
     """
-    found = [*_pools(config, gpu_pages), *_buffers(config, on_gpu), *_policies(config)]
-    if config.ssd is not None and config.status is not None:
-        found.append(f"status.path has no effect: the status page is in {config.ssd.path}. Take status out")
-    return found
+    whole = (whole or config) if pool is None else pool.whole
+    found = [*_pools(config, gpu_pages, whole), *_buffers(config, on_gpu, whole)]
+    if pool is not None and pool.share < 1:
+        found = [f"groups {pool.names}: {sentence}" for sentence in found]
+    return found if pool is not None and 0 not in pool.pool.groups else [*found, *without_sizes(whole)]
 
 
-def _pools(config: Config, gpu_pages: int) -> Iterator[str]:
+def _advised(whole: Config, config: Config, key: str, size: int) -> str:
+    """The value of a key of `whole` with which `config`, a part of it, has `size` bytes."""
+    given, own = (dict(shared_sizes(one))[tuple(key.split("."))] for one in (whole, config))
+    unit = 10 if given == own else 20
+    return format_size(-(-size * given // (own << unit)) << unit)
+
+
+def _pools(config: Config, gpu_pages: int, whole: Config) -> Iterator[str]:
     extent = config.model.layout().extent_bytes
     states = [group.keeps == "state" for group in config.model.layer_groups()]
     # A state's planes have as many blocks as those of other layers, and few of them hold a state.
@@ -247,33 +272,35 @@ def _pools(config: Config, gpu_pages: int) -> Iterator[str]:
         if fewer < more:
             yield (
                 f"{below} holds {_pages(fewer)} and {above} {more:,}: most pages evicted from {above} "
-                f"have left {below} as well. Raise {setting} above {format_size(more * extent)}"
+                f"have left {below} as well. Raise {setting} above {_advised(whole, config, setting, more * extent)}"
             )
 
 
-def _buffers(config: Config, on_gpu: bool) -> Iterator[str]:
+def _buffers(config: Config, on_gpu: bool, whole: Config) -> Iterator[str]:
     layout = config.model.layout()
     extent, below = layout.extent_bytes, config.cpu is not None or config.ssd is not None
     fit = config.gpu.staging // 2 // extent
     if below and on_gpu and fit < SEGMENTS:
+        size = _advised(whole, config, "gpu.staging", 2 * SEGMENTS * extent)
         yield (
             f"half of gpu.staging holds {_pages(fit)} of {format_size(extent)}: copies and kernels overlap only if it "
-            f"holds {SEGMENTS}. Raise gpu.staging to {format_size(2 * SEGMENTS * extent)}, or lower model.page_tokens"
+            f"holds {SEGMENTS}. Raise gpu.staging to {size}, or lower model.page_tokens"
         )
     bounced = config.host_buffer // 2 // extent
     if config.ssd is not None and bounced < 2:
         yield (
             f"half of host_buffer holds {_pages(bounced)}: pages pass through it one at a time. "
-            f"Raise host_buffer to {format_size(2 * max(4 * extent, _BOUNCED_BYTES))}"
+            f"Raise host_buffer to {_advised(whole, config, 'host_buffer', 2 * max(4 * extent, _BOUNCED_BYTES))}"
         )
-    if below and config.store.queue < min(SMALL_BATCH_BYTES, 16 * extent):
+    if below and config.store.queue < (least := min(SMALL_BATCH_BYTES, 16 * extent)):
         yield (
             f"store.queue holds {_pages(config.store.queue // extent)}: long "
-            f"prompts are stored in part. Raise it above {format_size(min(SMALL_BATCH_BYTES, 16 * extent))}"
+            f"prompts are stored in part. Raise it above {_advised(whole, config, 'store.queue', least)}"
         )
 
 
-def _policies(config: Config) -> Iterator[str]:
+def without_sizes(config: Config) -> Iterator[str]:
+    """The `concerns` that no page's size has a part in."""
     ssd = config.ssd
     if ssd is not None and ssd.endurance is not None and ssd.endurance < ssd.capacity // 100:
         yield (
@@ -288,6 +315,8 @@ def _policies(config: Config) -> Iterator[str]:
     if (events := config.events) is not None and events.endpoint is None and (events.replay or events.topic):
         key = "replay" if events.replay else "topic"
         yield f"events.{key} is given, but no endpoint: it has no effect. Add events.endpoint"
+    if ssd is not None and config.status is not None:
+        yield f"status.path has no effect: the status page is in {ssd.path}. Take status out"
 
 
 def _pages(n: int) -> str:

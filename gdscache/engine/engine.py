@@ -15,6 +15,7 @@ import torch
 
 from gdscache import arguments
 from gdscache.config import Config
+from gdscache.config.pools import PoolPart
 from gdscache.cuda.streams import Event, on_stream_of_caller
 from gdscache.engine.closing import EngineClosing, at_exit_of_child, settled
 from gdscache.engine.opening import Parts, layer_groups, read_config
@@ -95,12 +96,12 @@ class CacheEngine:
         ranks: Sequence[RankAddress] | None = None,
         timeline: Timeline | None = None,
         limits: EngineLimits = LIMITS,
-        alone: bool = True,
+        pool: PoolPart | None = None,
     ) -> None:
         """`ranks`: addresses of the processes that have the planes (`Rank`); this one decides, and needs no device.
         `timeline` records events; None: OpenTelemetry with the key `traces`, else NVTX ranges if a profiler is
-        attached, else nothing. `limits`: constants without a setting, for trials of small tiers. `alone`: False for one
-        of a `HybridEngine`'s pools, which it settles together."""
+        attached, else nothing. `limits`: constants without a setting, for trials of small tiers. `pool`: of a
+        `HybridEngine`, that this engine serves; it settles all of its pools."""
         self.groups: tuple[Group, ...] = layer_groups(config)
         if timeline is not None and not isinstance(timeline, Timeline):
             raise InvalidValueError(f"timeline is {arguments.shown(timeline)}", "pass a Timeline, or None")
@@ -122,7 +123,7 @@ class CacheEngine:
             raise InvalidValueError("planes are given beside ranks", "make a Rank of them, and pass its address")
 
         def opened() -> tuple[Parts, EngineClosing]:
-            parts = Parts(config, planes, timeline=timeline, calls=calls, limits=limits, addresses=ranks)
+            parts = Parts(config, planes, timeline=timeline, calls=calls, limits=limits, addresses=ranks, pool=pool)
             closing = EngineClosing(parts, calls, config.deadline)
             calls.closing = functools.partial(closing.run, False)
             return parts, closing
@@ -137,7 +138,7 @@ class CacheEngine:
         self._namespaces: dict[tuple[str, Group | None], bytes] = {}
         self._described: set[bytes] = set()
         self.names = PageNames(self.layout.page_tokens)
-        self._closing.server = settled(self, config.metrics, [self._parts] if alone else ())
+        self._closing.server = settled(self, config.metrics, [self._parts] if pool is None else ())
 
     @classmethod
     def from_config(
@@ -279,9 +280,14 @@ class CacheEngine:
             return hit
 
     def lookup_pages(self, pages: Sequence[Page]) -> Hit:
-        """`lookup` of pages with known names, without a gate: the leading ones that are cached."""
+        """`lookup` of pages with known names, without a gate: the leading ones that are cached.
+
+        Raises `InvalidValueError` if a page is there twice, which a load could not bring.
+        """
         with self.calls:
             manager = self.manager
+            if len({page.key for page in pages}) < len(pages):
+                raise InvalidValueError("a page is there twice", "name each page once")
             manager.have_watched()
             tiers = tuple(manager.lookup(pages, 0))
             return Hit(0, len(tiers) * self.layout.page_tokens, tiers, None, tuple(pages[: len(tiers)]))

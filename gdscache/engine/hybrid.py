@@ -21,7 +21,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -45,7 +45,6 @@ from gdscache.engine.hybrid_states import StandingStates
 from gdscache.engine.opening import layer_groups, read_config
 from gdscache.engine.packing import as_directory
 from gdscache.errors import (
-    CapacityError,
     GdsCacheError,
     InvalidValueError,
     PlanesError,
@@ -72,9 +71,6 @@ from gdscache.sizes import about
 from gdscache.tiers.measures import TokenCounts
 from gdscache.tiers.pins import Pin
 from gdscache.tracing import Timeline
-
-if TYPE_CHECKING:
-    from gdscache.metrics.collector import MetricsServer
 
 Slots = Mapping[str, Any]
 _SALTS_KEPT = 4096
@@ -162,8 +158,11 @@ class HybridEngine:
         first = self.engines[0]
         self._tokens = TokenCounts(tier for engine in self.engines for tier in engine.manager.tiers)
         self.gate = Gate(config.load.gate, first.gate.costs, first.layout.page_tokens, first.layout.bytes_in)
-        self._server: MetricsServer | None = None  # `close` looks at it
-        self._server = settled(self, config.metrics, [engine._parts for engine in self.engines])
+        for engine in self.engines:
+            engine.calls.others = [other.calls for other in self.engines if other is not engine]
+        self.engines[-1]._closing.server = settled(  # of the pool that `close` begins with
+            self, config.metrics, [engine._parts for engine in self.engines]
+        )
 
     @classmethod
     def from_config(
@@ -516,8 +515,6 @@ class HybridEngine:
         with contextlib.ExitStack() as all_of_them:
             for engine in self.engines:
                 all_of_them.callback(engine.close, drain)
-            if self._server is not None:
-                all_of_them.callback(self._server.close)
 
     def __enter__(self) -> Self:
         return self
@@ -625,13 +622,11 @@ def _opened(
     limits: EngineLimits,
 ) -> CacheEngine:
     try:
-        engine = CacheEngine(part.config, planes, ranks=ranks, timeline=timeline, limits=limits, alone=False)
+        with part.shares():
+            engine = CacheEngine(part.config, planes, ranks=ranks, timeline=timeline, limits=limits, pool=part)
     except PlanesError as error:
         where = f"groups {part.names}, whose layers are {list(part.pool.layers)} of the model"
         raise PlanesError(f"{where}: {error.message}", error.hint) from None
-    except CapacityError as error:
-        where = f"groups {part.names}, which have {100 * part.share:.1f} % of each size"
-        raise CapacityError(f"{where}: {error.message}", error.hint) from None
     sections = ("cpu", part.config.cpu), ("ssd", part.config.ssd)
     sizes = ", ".join(f"{name} {about(one.capacity)}" for name, one in sections if one is not None)
     layers = len(part.pool.layers)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from gdscache.arguments import remaining
-from gdscache.errors import GdsCacheError
+from gdscache.errors import ForkedProcessError, GdsCacheError
 from gdscache.groups.names import Chain
 from gdscache.groups.reasons import GroupReasons
 from gdscache.load.handle import LayerwiseLoad
@@ -286,7 +287,8 @@ class HybridPrefetch(_Handle[list[PrefetchReport]]):
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.cancel()
+        with contextlib.suppress(ForkedProcessError):
+            self.cancel()
 
 
 class HybridPin:
@@ -309,7 +311,8 @@ class HybridPin:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.release()
+        with contextlib.suppress(ForkedProcessError):
+            self.release()
 
 
 def all_begun(stores: Iterable[StoreHandle], *, wait: bool = True) -> list[StoreHandle]:

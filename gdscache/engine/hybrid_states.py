@@ -41,6 +41,7 @@ class StandingStates:
     def stand(self, names: GroupNames, wanted: Sequence[Sequence[int]]) -> None:
         """These pages of each group are stored now, or are a hit. States whose page has gone meanwhile go."""
         for whole, manager in self._whole:
+            self._leave(manager)  # first: a page that comes again has its state again
             size = self._groups[whole].page_tokens
             for g, states in self._states:
                 for number in wanted[g]:
@@ -55,7 +56,6 @@ class StandingStates:
             with self._lock:
                 while len(self._behind) > self._most:
                     self._behind.pop(next(iter(self._behind)))
-            self._leave(manager)
 
     def _leave(self, pages: TierManager) -> None:
         while key := self._next_gone():

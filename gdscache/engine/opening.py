@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 
 from gdscache.config import Config, EventsConfig, load_config
-from gdscache.config.pools import concerns, plain_parts
+from gdscache.config.pools import PoolPart, concerns, plain_parts
 from gdscache.cuda.host_memory import PageLocking
 from gdscache.cuda.numa import near
 from gdscache.cuda.streams import resolve_device
@@ -119,9 +119,11 @@ class Parts:
         calls: Caller,
         limits: EngineLimits,
         addresses: Sequence[RankAddress] | None,
+        pool: PoolPart | None = None,
     ) -> None:
-        """Open all parts, or raise and leave none open. `addresses`: of the ranks that have the planes."""
-        self._config, self._limits = config, limits
+        """Open all parts, or raise and leave none open. `addresses`: of the ranks that have the planes. `pool`: of a
+        `HybridEngine`, that `config` is of."""
+        self._config, self._limits, self._pool = config, limits, pool
         self.ranks: RankSet | None = None
         self.status: StatusWriter | None = None
         self.history: HistoryFile | None = None
@@ -144,8 +146,8 @@ class Parts:
         _log.info("tiers %s, pages of %d bytes, device %s", tiers, planes.layout.page_bytes, planes.device)
 
     def _open(self, timeline: Timeline, calls: Caller, gpu: GpuTier | None) -> None:
-        config, limits, undo, layout = self._config, self._limits, self._undo, self.planes.layout
-        rest = None
+        whole = config = self._config
+        limits, undo, layout, rest = self._limits, self._undo, self.planes.layout, None
         if layout.packed:
             config, rest = plain_parts(config, layout.shards, 1 if self.ranks is None else self.ranks.replicas)
             self._config = config
@@ -218,7 +220,8 @@ class Parts:
                 self.events.watch(manager.tiers.values())
         self.bounces = [one.bounce for one in both if one.bounce is not None]
         pages = self.planes.blocks // self.planes.blocks_per_page
-        self.concerns = tuple(concerns(config, pages, on_gpu=self.planes.device.type == "cuda"))
+        on_gpu = self.planes.device.type == "cuda"
+        self.concerns = tuple(concerns(config, pages, on_gpu=on_gpu, whole=whole, pool=self._pool))
 
     def settle(self) -> None:
         """See `SsdTier.settle`: nothing refuses the open any more."""

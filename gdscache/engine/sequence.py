@@ -248,7 +248,7 @@ class Sequence:
             return slots
 
     def _publish(self, pages: int, retention: Retention) -> tuple[list[Page], Lease]:
-        """Put the first `pages` pages into the GPU index. Returns the present pages, and a lease on them.
+        """Put the first `pages` pages into the GPU index. Returns these pages, none after a clear, and a lease on them.
 
         A page that another sequence has published meanwhile is taken from its slot.
         """
@@ -273,7 +273,6 @@ class Sequence:
                     gpu.used((slot,), event)
                 elif self._held.entries[i] is None:
                     gpu.order_after((entry.slot,))  # another sequence's stream may still compute it
-                if not entry.dropped:
-                    sources.add(index, entry)
+                sources.add(index, entry)  # also one that has expired: its bytes are there until the last lease ends
             index.touch([page.key for page in reversed(self._pages[:pages])])
             return [entry.page for _, entry in sources], sources

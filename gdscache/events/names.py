@@ -75,15 +75,19 @@ class NamedEvents:
             missed, self._next = batch.seq != self._next, batch.seq + 1
             for event in batch.events:
                 if isinstance(event, AllBlocksCleared):
-                    for key, (_, tiers) in list(self._there.items()):
-                        for tier in list(tiers):
-                            self._lost(key, tier)
+                    self._lose_all()
                 elif event.ownership in self._media:
                     change = self._got if isinstance(event, BlockStored) else self._lost
                     for key in event.block_hashes:
                         change(key, event.ownership)
             if missed:
                 self._look_again()
+
+    def forget_all(self) -> None:
+        """Report all blocks as lost, and forget their names: with new weights, an engine gives these to other pages."""
+        with self._lock:
+            self._lose_all()
+            self._expected.clear()
 
     def take(self) -> list[NamedRun]:
         """The changes since the last call, in order."""
@@ -130,6 +134,11 @@ class NamedEvents:
             if not tiers:  # it may come back
                 del self._there[key]
                 self._expect(key, name)
+
+    def _lose_all(self) -> None:
+        for key, (_, tiers) in list(self._there.items()):
+            for tier in list(tiers):
+                self._lost(key, tier)
 
     def _has(self, tiers: Iterable[str], tier: str) -> bool:
         return any(self._media[other] == self._media[tier] for other in tiers)

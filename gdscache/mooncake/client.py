@@ -179,19 +179,25 @@ class MooncakeLink:
     """The connection to the pool: one client that moves bytes, with the memory registered with it, and one that asks.
 
     `probe`: a name to ask for, to see whether the pool answers. `come_back(client)` is called when it answers
-    (again), before calls begin; False keeps them back. Threads of `Lines` call these, one at a time.
+    (again), before calls begin. `paid()`: whether they may begin then. Threads of `Lines` call these, one at a time.
 
     Memory is registered once: when it is announced, or when the connection is made.
     """
 
     def __init__(
-        self, address: MooncakeAddress, connect: Connect, probe: str, come_back: Callable[[MooncakeClient], bool]
+        self,
+        address: MooncakeAddress,
+        connect: Connect,
+        probe: str,
+        come_back: Callable[[MooncakeClient], object],
+        paid: Callable[[], bool],
     ) -> None:
         self.address = address
         self.master = address.master
         self._connect = connect
         self._probe = probe
         self.come_back = come_back
+        self.paid = paid
         self._memory: dict[int, int] = {}  # address -> bytes
         self._registering = threading.Lock()
         self._client: MooncakeClient | None = None
@@ -345,9 +351,10 @@ class Lines:
         """`begin`, and wait for the call, `deadline` seconds at most; None if it was refused or has not ended."""
         answer: list[_T] = []
         over = Flag()
-        if not self.ready:
-            self.counts["refused"] += 1
-            return None
+        with self.changed:  # `_probe` finds the removals that the caller owes, or has ended
+            if not self.ready:
+                self.counts["refused"] += 1
+                return None
         self.begin(lambda client: answer.append(work(client)), over.set)
         over.wait(self._deadline)
         return answer[0] if over.is_set() and answer else None
@@ -416,13 +423,12 @@ class Lines:
                     return
             elif not self._pool.alive():
                 return
-            if not self._pool.come_back(self.client):
-                return
+            self._pool.come_back(self.client)
         except GdsCacheError as error:
             _log.error("the shared pool %s cannot be used: %s", self._pool.master, error)
             return
         with self.changed:
-            if self.state != "ended" and ((left := self._left()) is None or left > 0):
+            if self.state != "ended" and ((left := self._left()) is None or left > 0) and self._pool.paid():
                 words = "is connected" if self.state == "connecting" else "answers again"
                 _log.info("the shared pool %s %s", self._pool.master, words)
                 self.state = "ready"

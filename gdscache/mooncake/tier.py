@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import itertools
 import logging
-import re
 import struct
 import threading
 import time
@@ -103,7 +102,7 @@ class MooncakeFiles(Transport):
     key: any reader of the object can verify it. Pages are put from and got into their own memory, without a copy.
 
     `sums[slot]`: checksums, uint64 (slots, layers): expected ones of written slots, actual ones of read slots, which
-    are compared with the trailer. `written(slots)` is called when pages are in the pool.
+    are compared with the trailer. `written(slots, pages)` is called when a put has ended, well or not.
     """
 
     name = "mooncake"
@@ -116,7 +115,7 @@ class MooncakeFiles(Transport):
         slots: int,
         lines: Lines,
         name_of: Callable[[Page], str],
-        written: Callable[[Sequence[int]], None],
+        written: Callable[[Sequence[int], Sequence[Page]], None],
     ) -> None:
         super().__init__(2 * SIDE_BY_SIDE + 1)  # if all calls hang, one thread is left to refuse others
         self.pages: list[Page | None] = [None] * slots
@@ -204,10 +203,14 @@ class MooncakeFiles(Transport):
         tails = b"".join(trailer(page, self._layout.page_bytes, sums) for page, sums in zip(pages, stored, strict=True))
         self._trailers.view[area : area + len(tails)] = tails
         names, objects, ends = [self._name_of(page) for page in pages], self._objects(places, area), dict[int, _End]()
-        try:
-            self._lines.call("puts", lambda client: self._put_all(client, names, objects, ends))
-        finally:
-            self._written([slots[n] for n, (_, error) in ends.items() if error is None])
+
+        def put(client: MooncakeClient) -> None:
+            try:
+                self._put_all(client, names, objects, ends)
+            finally:
+                self._written(slots, pages)
+
+        self._lines.call("puts", put)
         return [ends[n] for n in range(len(slots))]
 
     def _put_all(self, client: MooncakeClient, names: list[str], objects: list[_Pieces], ends: dict[int, _End]) -> None:
@@ -279,6 +282,8 @@ def _failed(cause: str, hint: str, code: int = errno.EIO) -> IOFailedError:
 
 PREFIX = "gdscache1"  # prefix of all names in the pool; the digit is the trailer's format
 _ASKED = 512  # pages a query
+_NAMESPACES = 4096  # most removals that are owed apart
+_PATTERNS = 64  # patterns of names a removal
 _OPEN_S = 1.5  # seconds that opening an engine waits for the pool
 _log = logging.getLogger("gdscache.mooncake")
 
@@ -323,12 +328,15 @@ class MooncakeTier(DurableTier):
         self.layout = layout
         self.lock = lock
         self.index = PageIndex(capacity // layout.extent_bytes)
-        self._owed: dict[bytes | None, str] = {}  # namespaces that are still to be removed from the pool; lock
-        self._namespaces: set[bytes] = set()  # namespaces of this engine's pages
+        self._owed: dict[str, object] = {}  # patterns of names that are still to be removed from the pool; lock
         self._cleared = 0  # clears so far
+        self._namespaces: dict[bytes, int] = {}  # of this engine's pages, the first ones: clears up to their last one
+        self._taken = [0] * self.index.slots  # clears up to when the slot was taken
         self._asked = self._found = 0
         address = MooncakeAddress(master, protocol, devices, metadata, hostname, size_of(segment), replicas, tenant)
-        self._link = MooncakeLink(address.checked(), self.connection(), f"{PREFIX}/probe", self._come_back)
+        self._link = MooncakeLink(
+            address.checked(), self.connection(), f"{PREFIX}/probe", self._come_back, lambda: not self._owed
+        )
         self._lines = Lines(self._link, deadline=deadline, most=SIDE_BY_SIDE)
         self.io = MooncakeFiles(layout, self.index.slots, self._lines, self._name_of, self._written)
         self._link.register(*self.io.buffer)
@@ -350,13 +358,12 @@ class MooncakeTier(DurableTier):
         if isinstance(memory, memoryview):
             self._link.register(address_of(memory), memory.nbytes)
 
-    def _come_back(self, client: MooncakeClient) -> bool:
+    def _come_back(self, client: MooncakeClient) -> None:
         """The pool answers (again), and may have lost everything: forget its pages, and do the removals that are still
         owed."""
         with self.lock:
             self.index.evict(len(self.index))
         self._pay(client)
-        return not self._owed
 
     # -- asking ------------------------------------------------------------------------------------------------------
 
@@ -399,8 +406,9 @@ class MooncakeTier(DurableTier):
     def _insert(self, pages: Sequence[Page], slots: Sequence[int], kept: Sequence[Retention]) -> list[Entry]:
         entries = self.index.insert_all(pages, slots, PageState.PENDING, kept, leases=1)
         for entry in entries:
-            self.io.pages[entry.slot] = entry.page
-            self._namespaces.add(entry.namespace)
+            self.io.pages[entry.slot], self._taken[entry.slot] = entry.page, self._cleared
+        for namespace in {entry.namespace for entry in entries}:
+            self.describe_namespace(namespace, {})
         return entries
 
     def checksums(self, entries: Sequence[Entry]) -> None:
@@ -425,18 +433,25 @@ class MooncakeTier(DurableTier):
         with self.lock:
             return [self.index.commit(entry) for entry in entries]
 
-    def _written(self, slots: Sequence[int]) -> None:
-        """Pages are in the pool: remove pages that were cleared meanwhile."""
+    def _written(self, slots: Sequence[int], pages: Sequence[Page]) -> None:
+        """Pages are in the pool, or may be: owe the removal of pages that a clear dropped since `reserve`."""
         with self.lock:
-            pages = [page for slot in slots if (page := self.io.pages[slot]) is not None]
-            cleared = [page for slot, page in zip(slots, pages, strict=True) if self.index.slot(page.key) != slot]
-        self._remove(cleared)
+            late = [
+                self._name_of(page)
+                for slot, page in zip(slots, pages, strict=True)
+                if self.index.slot(page.key) != slot
+                and self._namespaces.get(page.namespace, self._cleared) > self._taken[slot]
+            ]
+            self._owe(late)
+        if late:
+            self._lines.begin(self._pay)
 
     # -- removing ----------------------------------------------------------------------------------------------------
 
     def describe_namespace(self, digest: bytes, description: dict[str, object]) -> None:
         with self.lock:  # a clear goes through them
-            self._namespaces.add(digest)
+            if len(self._namespaces) <= _NAMESPACES:
+                self._namespaces.setdefault(digest, self._cleared)
 
     def commit_all_deletions(self, namespace: bytes | None = None) -> None:
         """Remove the pages of a namespace (None: of all namespaces of this engine) from the pool, for every engine.
@@ -445,25 +460,33 @@ class MooncakeTier(DurableTier):
         """
         with self.lock:
             self._cleared += 1
-            for digest in self._namespaces if namespace is None else (namespace,):
-                self._owed[digest] = f"^{re.escape(_directory(digest))}.*"
+            digests = [*self._namespaces] if namespace is None else [namespace]
+            self._namespaces |= dict.fromkeys(self._namespaces.keys() & digests, self._cleared)
+            self._owe([f"{_directory(digest)}.*" for digest in digests])
         self._lines.finish(self._pay)
 
+    def _owe(self, patterns: Sequence[str]) -> None:
+        self._owed |= {pattern: object() for pattern in patterns}
+        if len(self._owed) > _NAMESPACES:  # at other models' cost rather than leave pages that were cleared
+            self._owed = {f"{PREFIX}/.*": object()}
+
+    def _some_owed(self) -> dict[str, object]:
+        with self.lock:
+            return dict(itertools.islice(self._owed.items(), _PATTERNS))
+
     def _pay(self, client: MooncakeClient) -> None:
-        for digest, pattern in list(self._owed.items()):
-            cleared = self._cleared
-            code = client.remove_matching(pattern)
+        while some := self._some_owed():
+            try:
+                code = client.remove_matching(f"^({'|'.join(some)})")
+            except Exception as error:  # noqa: BLE001 - the client's library may raise any error
+                log_failure(error)
+                self._lines.open("pages that were cleared cannot be removed: see the log")
+                return
             if code < 0:
                 self._lines.open(f"pages that were cleared cannot be removed: code {code}")
                 return
-            with self.lock:
-                if cleared == self._cleared:  # else a later clear may owe it again, and pays
-                    self._owed.pop(digest, None)
-
-    def _remove(self, pages: Sequence[Page]) -> None:
-        names = [self._name_of(page) for page in pages]
-        if names:
-            self._lines.begin(lambda client: self._lines.answered(client.remove(names)))
+            with self.lock:  # patterns that were owed again meanwhile stay
+                self._owed = dict(self._owed.items() - some.items())
 
     @property
     def capacity(self) -> int:
@@ -490,7 +513,7 @@ class MooncakeTier(DurableTier):
         client, self._lines.client = self._lines.client, None
         if client is not None:
             self._link.leave(client)
-            self.io.close()
+        self.io.close()
 
 
 def _directory(namespace: bytes) -> str:

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from gdscache.errors import InvalidValueError
 from gdscache.pages.keys import Page
 
 CACHED = "cached"
@@ -120,6 +121,8 @@ class Hit:
         return words(self.reasons())
 
     def part(self, numbers: Sequence[int]) -> Hit:
-        """Some of its pages, by number, for a load into their blocks."""
+        """Some of its pages, each once, by number, for a load into their blocks. Raises `InvalidValueError`."""
+        if len({*numbers}) < len(numbers):
+            raise InvalidValueError("a page is there twice", "name each page once")
         pages, tiers = self.pages, self.tiers
         return dataclasses.replace(self, pages=tuple(pages[i] for i in numbers), tiers=tuple(tiers[i] for i in numbers))

@@ -76,9 +76,10 @@ class Prefetch:
         claim, page_tokens = self._request.claim, self._owner.layout.page_tokens
         if self._request.pin is None:
             raise InvalidValueError("this prefetch has no pins", "pass pin=SECONDS to prefetch()")
-        start = self._start if start is None else start
-        first = arguments.start_page(start, page_tokens) - self._start // page_tokens
-        if first < 0:
+        first = 0
+        if start is None:
+            start = self._start  # a hit of groups may begin within a page of the planes
+        elif (first := arguments.start_page(start, page_tokens) - self._start // page_tokens) < 0:
             message = f"start is {start}, the prefetch begins with token {self._start}"
             raise TokensError(message, "pass that, or a later token at a page boundary")
         tiers = () if claim is None else tuple(tier.name for tier in claim.tiers[first : claim.good])

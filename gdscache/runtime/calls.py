@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from types import FrameType
 from typing import Any, TypeVar
@@ -105,6 +105,7 @@ class Calls(Caller):
         self.pid = os.getpid()
         self.broken_by = ""  # the exception that interrupted a call which changes the engine
         self.closing: Callable[[], object] | None = None  # closes the engine after such a call, once it is open
+        self.others: Sequence[Calls] = ()  # of pools that end with this one
         self._main = threading.main_thread().ident
         self._inside: FrameType | None = None  # the frame of the main thread's call that changes the engine
         self._asked: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
@@ -173,8 +174,9 @@ class Calls(Caller):
         self.check_whole()
 
     def _break(self, by: str) -> None:
-        self.broken_by = self.broken_by or by
-        self._close_soon()
+        for calls in (*self.others, self):  # itself last: a second signal before that is found by the next call
+            calls.broken_by = calls.broken_by or by
+            calls._close_soon()
 
     def _close_soon(self) -> None:
         closing = self.closing

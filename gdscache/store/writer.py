@@ -172,7 +172,7 @@ class TierWriter:
             reserved = self._tier.reserve(pages, self._retentions(batch.parts))
             batch.held = {entry.key: entry for entry in reserved}
         except StorageError as error:
-            self._say("takes no pages", error, len(pages))
+            self._say("takes no pages", error, sum(len(rows) for _, rows in batch.parts))
             cause = self._refused(error)
         self._admit(batch, cause)
         if batch.parts:
@@ -301,7 +301,7 @@ class TierWriter:
                 )
             return ["" if there else "cleared" for there in visible]
         except StorageError as error:
-            self._say("commits no pages", error, len(rows))
+            self._say("commits no pages", error, max(1, len(rows)))
             return [self._refused(error)] * len(rows)
 
     def _say(self, what: str, error: StorageError, pages: int) -> None:

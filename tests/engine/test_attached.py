@@ -15,7 +15,14 @@ import pytest
 import torch
 
 from gdscache import CacheEngine, Hit, PageStatus
-from gdscache.errors import EngineClosedError, PlanesError, SequenceStateError, SlotCountError, SlotRangeError
+from gdscache.errors import (
+    EngineClosedError,
+    InvalidValueError,
+    PlanesError,
+    SequenceStateError,
+    SlotCountError,
+    SlotRangeError,
+)
 from gdscache.storage.base import Op
 from gdscache.store import parcel
 from tests.support.faulty import PLAN, Fault
@@ -161,6 +168,18 @@ def test_a_batch_of_loads_with_a_prefix_twice(open_host: OpenHost, device: str) 
         for mine in blocks:
             host.give(mine)
         settle(host.engine)
+
+
+@pytest.mark.parametrize("cpu", [None, 8])
+def test_a_page_that_is_named_twice_is_in_no_hit(open_host: OpenHost, cpu: int | None) -> None:
+    host, tokens = kept(open_host, 3, cpu=cpu)
+    drop_from(host.engine, *({"cpu"} & {*host.engine.tiers}))
+    first, second, third = host.engine.pages(tokens)
+    whole = host.engine.lookup_pages([third, first, second])
+    for call in (lambda: host.engine.lookup_pages([first, second, first]), lambda: whole.part([0, 1, 0])):
+        with pytest.raises(InvalidValueError, match="a page is there twice"):
+            call()
+    assert host.engine.load(whole.part([2, 0]), host.take(2)).result(WAIT).tokens == 8
 
 
 def test_a_page_is_written_once_however_often_it_is_offered(open_host: OpenHost) -> None:

@@ -162,6 +162,22 @@ def test_a_page_that_is_lost_while_it_is_named_is_not_told_as_there() -> None:
     assert [run.stored for run in events.take()] == [True, False]
 
 
+def test_of_new_weights_only_the_new_pages_are_told() -> None:
+    """The engine's names stay with new weights, and the keys do not."""
+    old, new, there = bytes([1]), bytes([2]), {bytes([1])}
+    tier: Any = SimpleNamespace(name="cpu", kind="memory", served=True, index=SimpleNamespace(has=lambda k: k in there))
+    events, name = NamedEvents([tier], threading.Lock()), BlockName(b"a", None, array("I", [1, 2, 3, 4]))
+    events.heard(KVEventBatch(0, 0.0, []))
+    events.name([old], [name])
+    events.forget_all()
+    assert [run.stored for run in events.take()] == [True, False]
+    there.add(new)
+    events.name([new], [name])
+    events.heard(KVEventBatch(1, 0.0, [BlockRemoved([old], "CPU", "LOCAL", "cpu")]))
+    events.heard(KVEventBatch(3, 0.0, []))  # all tiers are looked at
+    assert [run.stored for run in events.take()] == [True]
+
+
 def test_behind_a_missing_number_the_tiers_are_looked_at_again() -> None:
     there = {bytes([n]) for n in range(3)}
     tier: Any = SimpleNamespace(name="cpu", kind="memory", served=True, index=SimpleNamespace(has=lambda k: k in there))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -18,7 +19,9 @@ import pytest
 from gdscache import CacheEngine
 from gdscache.errors import ForkedProcessError
 from tests.support.helpers import WAIT, Host, fill, make_config, prompt, run, settle
+from tests.support.hybrid import MODELS, PROMPT, HybridHost, hybrid_config
 from tests.support.processes import Child
+from tests.support.prometheus import free_port
 
 PAGES = 4
 Config = dict[str, Any]
@@ -182,6 +185,31 @@ def test_a_forked_child_is_told_whose_engine_it_is_and_changes_nothing(slab: Pat
     with CacheEngine.from_config(config) as engine:
         assert engine.lookup(tokens).tokens == 4 * PAGES, "pages are gone after a restart"
         settle(engine)
+
+
+def pools(pipe: Connection, config: Config) -> None:
+    host = HybridHost(config)
+    host.store(PROMPT)
+    with host.engine as engine:
+        pin, prefetch = engine.pin(PROMPT, 100.0), engine.prefetch(PROMPT, pin=100.0)
+        calls: dict[str, Callable[[], object]] = {
+            "lookup": lambda: engine.lookup(PROMPT),
+            "clear": engine.clear,
+            "release": pin.release,
+            "cancel": prefetch.cancel,
+        }
+        for handle in (engine, pin, prefetch):
+            pipe.send(_in_fork(calls, functools.partial(handle.__exit__, None, None, None)))
+        prefetch.result(WAIT)
+        pipe.send((pin.tokens, prefetch.verified, engine.check().problems))
+
+
+def test_a_forked_child_leaves_the_pools_of_groups_and_their_metrics_alone() -> None:
+    config = hybrid_config(None, MODELS["apart"], metrics={"port": free_port()})
+    with Child(pools, config) as owner:
+        assert [owner.receive(60) for _ in range(3)] == ["", "", ""]
+        assert owner.receive(60) == (48, 48, ())
+        owner.end()
 
 
 def opens_its_own(pipe: Connection, config: Config, theirs: Config, tokens: list[int]) -> None:

@@ -567,6 +567,25 @@ def test_a_close_in_the_middle_ends_what_is_under_way(open_hybrid: OpenHybrid) -
             call()
 
 
+@pytest.mark.parametrize("pool", [0, 1])
+def test_ctrl_c_in_a_call_of_one_pool_ends_all(
+    open_hybrid: OpenHybrid, monkeypatch: pytest.MonkeyPatch, pool: int
+) -> None:
+    host = open_hybrid("apart")
+    engines = host.engine.engines
+    host.store(PROMPT)
+    with monkeypatch.context() as patched:
+        patched.setattr(engines[pool].manager, "lookup", raising(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            host.engine.lookup(PROMPT)
+    for engine in engines:
+        with pytest.raises(EngineClosedError, match="interrupted by KeyboardInterrupt"):
+            engine.clear()
+    until(lambda: all(engine._closing._over.is_set() for engine in engines), "all are closed, without a call of close")
+    host.engine.close()
+    assert open_hybrid("apart").load(PROMPT).tokens == 48
+
+
 def test_a_load_that_one_pool_cannot_begin_leaves_none_behind(
     open_hybrid: OpenHybrid, monkeypatch: pytest.MonkeyPatch
 ) -> None:

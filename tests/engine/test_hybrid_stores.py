@@ -195,6 +195,20 @@ def test_a_prefetch_of_a_hit_and_what_it_refuses(open_hybrid: OpenHybrid) -> Non
     assert host.engine.prefetch(prompt(5, 4)).wait() == 0
 
 
+def test_a_prefetch_of_a_hit_that_begins_within_a_page_of_the_planes(open_hybrid: OpenHybrid) -> None:
+    groups = [FULL | {"layers": [0, 1], "page_tokens": 2}, WINDOW | {"layers": [0, 1], "page_tokens": 6}]
+    host = open_hybrid(KV | {"layers": 2, "groups": groups}, cpu=60, ssd=60)
+    tokens = prompt(1, 9)
+    host.store(tokens)
+    for start in (6, 12):
+        drop(host, "cpu")
+        with host.engine.prefetch(host.engine.lookup(tokens, start), pin=WAIT) as prefetch:
+            prefetch.result(WAIT)
+            hit = prefetch.hit()
+            assert (hit.start, hit.tokens) == (start, 36 - start)
+            assert host.finish(hit, *host.begin(hit), tokens).tokens == 36 - start
+
+
 def test_a_pinned_page_that_is_cleared_is_no_part_of_a_hit(open_hybrid: OpenHybrid) -> None:
     host = open_hybrid("apart", cpu=40)
     host.store(PROMPT)
@@ -311,6 +325,18 @@ def test_a_state_leaves_with_the_page_that_it_stands_behind(open_hybrid: OpenHyb
     assert (host.found(PROMPT), len(states.cpu.index)) == (32, 2 + 1)
     host.store(PROMPT)
     assert (host.found(PROMPT), len(states.cpu.index)) == (48, 3 + 1)
+
+
+def test_a_state_that_comes_again_with_its_page_leaves_with_it_again(open_hybrid: OpenHybrid) -> None:
+    host = open_hybrid("state", ssd=None)
+    full, states = (host.engine.by_groups[name].manager for name in ("full", "state"))
+    for _ in range(2):
+        host.store(PROMPT)
+        assert len(states.cpu.index) == 3
+        with full.lock:
+            full.cpu.index.evict(12)
+    host.store(prompt(2, 2))
+    assert len(states.cpu.index) == 1
 
 
 def test_a_state_that_is_read_stays_until_then(open_hybrid: OpenHybrid) -> None:

@@ -224,6 +224,17 @@ def test_a_full_disk_is_one_line_a_minute(
     until(lambda: "(13 more of this cause" in caplog.text, "what was left unsaid is counted")
 
 
+def test_pages_for_a_tier_that_has_stopped_are_counted(
+    open_host: OpenHost, slab: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    host = open_host(cpu=None)
+    (slab / "lock").unlink()
+    assert set(host.store(prompt(1, 2)).result(20).dropped.values()) == {"lock_lost"}
+    host.engine.close()
+    (line,) = (record.message for record in caplog.records if "takes no pages" in record.message)
+    assert "(1 more of this cause" in line
+
+
 def test_refusals_are_said_once_a_minute(open_host: OpenHost, caplog: pytest.LogCaptureFixture) -> None:
     host = open_host(cpu=16, ssd=64, store={"admission": "second_offer"})
     pass_by = clock(host)

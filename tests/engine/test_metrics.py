@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 
-from gdscache import CacheEngine
+from gdscache import CacheEngine, HybridEngine
 from gdscache.errors import MetricsAddressError
 from gdscache.metrics import FAMILIES, EngineCollector
 from gdscache.metrics.mirror import Differences, merged, unborn
@@ -28,6 +28,7 @@ from tests.support.helpers import (
     quiet,
     until,
 )
+from tests.support.hybrid import MODELS, hybrid_config
 from tests.support.prometheus import fetched, free_port
 
 TOKENS = list(range(17))  # 4 full pages of 4 tokens, and one token
@@ -426,9 +427,15 @@ def test_a_host_that_can_be_no_name_is_refused_in_words(open_engine: OpenEngine)
         open_engine(metrics={"port": free_port(), "host": "a" * 64})
 
 
-def test_an_engine_that_is_dropped_is_closed_whoever_scrapes_it() -> None:
+@pytest.mark.parametrize("pools", [1, 2])
+def test_an_engine_that_is_dropped_is_closed_whoever_scrapes_it(pools: int) -> None:
     port = free_port()
-    engine = CacheEngine.from_config(make_config(metrics={"port": port}))
+    at = {"metrics": {"port": port}}
+    engine: CacheEngine | HybridEngine = (
+        CacheEngine.from_config(make_config(**at))
+        if pools == 1
+        else HybridEngine.from_config(hybrid_config(None, MODELS["apart"], **at))
+    )
     assert "gdscache_open 1.0" in fetched(f"http://127.0.0.1:{port}/metrics")
     with pytest.warns(ResourceWarning, match="dropped without close"):
         del engine

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gdscache import CacheEngine
+from gdscache import CacheEngine, HybridEngine
 from gdscache.config import Config
-from gdscache.config.pools import concerns
+from gdscache.config.pools import concerns, plain_parts, pool_parts
+from gdscache.sizes import format_size, parse_size
 from tests.support.helpers import make_config
+from tests.support.hybrid import MODELS, hybrid_config
 
 EXTENT = 8192
 ROOMY: dict[str, Any] = {"gpu": 8, "cpu": 16, "ssd": 64, "bounce": 8}
@@ -71,3 +74,54 @@ def test_an_engine_says_it_once_and_shows_it(tmp_path: Path, caplog: pytest.LogC
         expected = [r.getMessage() for r in caplog.records if "the CPU pool holds 4 pages" in r.getMessage()]
         assert len(expected) == 1
         assert engine.stats()["concerns"] == expected
+
+
+def advised(config: dict[str, Any]) -> list[str]:
+    """The concerns of all pools, whose planes are on a GPU."""
+    whole = Config.from_dict(config)
+    found: list[str] = []
+    for pool in [*pool_parts(whole)] or (None,):
+        one = whole if pool is None else pool.config
+        layout = one.model.layout()
+        part = plain_parts(one)[0] if layout.packed else one
+        pages = one.gpu.capacity // layout.plane_bytes
+        found += concerns(part, pages, on_gpu=True, whole=whole, pool=pool)
+    return found
+
+
+@pytest.mark.parametrize("pack", ["off", "on"])
+@pytest.mark.parametrize("groups", ["", "apart", "state", "together"])
+def test_a_file_with_the_sizes_that_are_advised_gives_no_concern(tmp_path: Path, groups: str, pack: str) -> None:
+    """Also where a pool has a share of each size, and packed pages a part of that."""
+    sizes = {"gpu": 64, "cpu": 24, "ssd": 22, "bounce": 3 if pack == "off" else 5}
+    if groups:
+        config = hybrid_config(tmp_path, MODELS[groups] | {"pack": pack}, **sizes)
+    else:
+        config = make_config(tmp_path, **sizes)
+        config["model"] |= {"pack": pack, "dtype": "bfloat16"}
+    config["gpu"]["staging"], config["store"]["queue"] = config["host_buffer"], config["host_buffer"]
+    heard = set[str]()
+    for _ in range(12):
+        now = Config.from_dict(config).dump()  # of several pools that advise a size the last one is taken
+        for sentence in advised(config):
+            assert not groups or groups == "together" or sentence.startswith("groups "), sentence
+            key, size = re.findall(r"([a-z_.]+|it) (?:above|to) (\w+)", sentence)[-1]
+            key = "store.queue" if key == "it" else key
+            heard.add(key)
+            section, _, name = key.partition(".")
+            assert parse_size(size) > (now[section][name] if name else now[section]), sentence
+            config[section] = config[section] | {name: size} if name else size
+    assert heard | {"host_buffer"} == {"gpu.staging", "cpu.capacity", "host_buffer", "store.queue", "ssd.capacity"}
+    assert advised(config) == []
+
+
+def test_pools_name_themselves_and_say_once_what_is_of_all(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = hybrid_config(tmp_path, MODELS["state"], gpu=64, cpu=24, ssd=6400)
+    config["ssd"]["endurance"] = config["ssd"]["capacity"] // 200
+    with caplog.at_level(logging.WARNING, "gdscache.config"), HybridEngine.from_config(config):
+        heard = [r.getMessage() for r in caplog.records if r.name == "gdscache.config"]
+    ours = [sentence for sentence in heard if not sentence.startswith("groups ")]
+    [sentence] = [one for one in ours if one.startswith("ssd.endurance")]
+    assert f"is {format_size(config['ssd']['endurance'])} a day" in sentence
+    assert ours == [sentence]
+    assert {one.split(":")[0] for one in heard} - {sentence.split(":")[0]}

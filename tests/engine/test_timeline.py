@@ -182,7 +182,8 @@ def test_tracks_have_the_names_of_what_they_do(traced: OpenHost, tmp_path: Path)
     assert by_kind["lookup"] == by_kind["plan"] == "model thread"  # who calls carries it out
     assert by_kind["load"].startswith("load ")
     assert by_kind["read"].startswith("SSD reads")
-    assert (by_kind["gather"], by_kind["commit"], by_kind["write"]) == ("copies", "write 0", "SSD writes")
+    assert (by_kind["gather"], by_kind["write"]) == ("copies", "SSD writes")
+    assert by_kind["commit"] in ("write 0", "write 1")  # a second batch has a track of its own
 
 
 @pytest.mark.parametrize("bounce", [2, 4])

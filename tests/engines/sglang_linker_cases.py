@@ -51,6 +51,29 @@ def events_say_what_tiers_have(folder: Path) -> None:
     again.close()
 
 
+@case
+def events_of_new_weights(folder: Path) -> None:
+    """SGLang's hashes stay: blocks of the old weights are told of as removed at once, and not when their pages go."""
+    found, long, index = rig.Rig(folder, kv_events=True), rig.prompt(1, 62), Index()
+    for turn in range(2):
+        assert found.serve(long) == (0, 0)
+        found.settle()
+        rig.until(lambda: index.hear(found.tree.take_events()) or index.prefix("DISK", long) == 60, "it is on the SSD")
+        if not turn:
+            change_weights()
+            index.hear(found.tree.take_events())
+            assert [index.prefix(medium, long) for medium in ("GPU", "CPU_PINNED", "DISK")] == [60, 0, 0]
+            found.flush()
+    engine = found.linker.engine
+    batches = engine.stats()["events"]["batches"]
+    assert engine.invalidate(engine.namespace())["ssd"]
+    rig.until(lambda: engine.stats()["events"]["batches"] > batches, "their removals were heard of")
+    found.settle()
+    index.hear(found.tree.take_events())
+    assert [index.prefix(medium, long) for medium in ("GPU", "CPU_PINNED", "DISK")] == [60] * 3
+    found.close()
+
+
 class Index:
     """Blocks by medium, as a router has them: hash, parent and tokens."""
 

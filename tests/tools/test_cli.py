@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import typer.main
 
-from gdscache import CacheEngine
+from gdscache import CacheEngine, HybridEngine
 from gdscache.commands import cli
 from gdscache.config import config_schema, load_config
 from gdscache.pages.keys import namespace_digest
@@ -184,3 +185,33 @@ def test_in_its_own_process(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert namespace_digest(load_config(CONFIGS / "cpu_only.yaml").model.namespace_fields()).hex() in done.stdout
     assert program("-c", WARNED, cwd=tmp_path).stderr == "WARNING gdscache.config: ssd.endurance is 9 pages\n"
+
+
+def test_a_pipe_is_read_once(gdscache) -> None:
+    for text in ("cpu: {capacity: 1GiB}\n", (CONFIGS / "cpu_only.yaml").read_text()):
+        reader, writer = os.pipe()
+        os.write(writer, text.encode())
+        os.close(writer)
+        status, out, _ = gdscache("config", "check", f"/dev/fd/{reader}")
+        os.close(reader)
+        assert (status, out.splitlines()[0]) == (0, f"/dev/fd/{reader}: valid")
+
+
+def test_a_file_for_an_engine_is_told_all_that_needs_no_model(gdscache, tmp_path: Path) -> None:
+    ssd = f"ssd: {{path: {tmp_path}/kv, capacity: 1GiB, endurance: 1MiB}}\n"
+    text = f"{ssd}status: {{path: {tmp_path}/page}}\nevents: {{topic: abc}}\n"
+    said = []
+    for name, model in (("engine", ""), ("own", "model: {name: x, layers: 1, kv_heads: 1, head_dim: 64}\n")):
+        (file := tmp_path / f"{name}.yaml").write_text(model + text)
+        said.append(json.loads(gdscache("config", "check", file, "--json")[1])["concerns"])
+    assert said[0] == said[1]
+    assert [sentence.split(" ")[0] for sentence in said[0]] == ["ssd.endurance", "events.topic", "status.path"]
+
+
+def test_concerns_of_a_hybrid_model_are_those_of_its_engine(gdscache, tmp_path: Path) -> None:
+    config = hybrid_config(tmp_path / "kv", MODELS["state"], gpu=64, cpu=24)
+    (file := tmp_path / "c.yaml").write_text(json.dumps(config), encoding="utf-8")
+    with HybridEngine.from_config(file) as engine:
+        expected = [sentence for one in engine.engines for sentence in one.stats()["concerns"]]
+    assert expected
+    assert json.loads(gdscache("config", "check", file, "--json")[1])["concerns"] == expected

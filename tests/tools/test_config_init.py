@@ -172,6 +172,21 @@ def test_sizes_follow_from_the_machine(
     said = json.loads(init("vllm", "--json")[1])
     assert (said["cpu_bytes"], said["ssd_bytes"]) == (cpu, ssd)
     assert sizes(load_config("gdscache.yaml", model=MHA))[:2] == (cpu, ssd)
+    assert max(map(len, Path("gdscache.yaml").read_text().splitlines())) <= 120
+
+
+def test_a_size_says_which_bound_decided(init: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def said(memory: int, free: int) -> list[str]:
+        monkeypatch.setattr("gdscache.cuda.host_memory.host_bytes", lambda: memory)
+        monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=free >> 12, f_frsize=4096))
+        status, out, _ = init("vllm", "--force")
+        reasons = [line.rpartition(": ")[2] for line in out.splitlines() if ".capacity " in line]
+        assert (status, all(reason in Path("gdscache.yaml").read_text() for reason in reasons)) == (0, True)
+        return [reason.partition("B, ")[2] for reason in reasons]
+
+    assert said(1 << 40, 2 << 40) == said(260 * GIB, 1026 * GIB) == ["at most 64 GiB", "at most 512 GiB"]
+    assert said(259 * GIB, 1025 * GIB) == said(GIB, GIB // 2) == ["", ""]
+    assert said(1000 * MIB, 500 * MIB) == ["at least 256 MiB", "at least 256 MiB"]
 
 
 def test_every_file_of_configs_is_shipped() -> None:

@@ -254,6 +254,9 @@ def test_an_engine_in_the_directory_is_named(tmp_path: Path) -> None:
         found = storage.find_directory(tmp_path, tmp_path)
     assert f"process {os.getpid()}" in found.data["holder"]
     assert storage.find_directory(tmp_path, tmp_path).data["holder"] == ""
+    (tmp_path / "groups-1").mkdir()
+    with CacheDirectory.open(tmp_path / "groups-1"):
+        assert f"process {os.getpid()}" in storage.find_directory(tmp_path, tmp_path).data["holder"]
 
 
 @pytest.mark.parametrize(("version", "said"), [("5", "format 5, which the next engine makes 6"), ("6", "format 6")])
@@ -265,6 +268,10 @@ def test_the_format_of_a_cache_is_told(version: str, said: str, tmp_path: Path) 
     assert found.data["format"] == int(version)
     assert said in judged(directory=found)["directory"].value
     assert {file.name: file.read_bytes() for file in (tmp_path / "a").iterdir()} == before
+    (tmp_path / "a").rename(tmp_path / "groups-0")
+    (tmp_path / "groups-1").mkdir()
+    assert storage.find_directory(tmp_path, tmp_path).data["format"] == int(version)
+    (tmp_path / "groups-0").rename(tmp_path / "a")
     (tmp_path / "a" / "catalog.sqlite-wal").touch()
     assert storage.find_directory(tmp_path / "a", tmp_path / "a").data["format"] is None
     (tmp_path / "catalog.sqlite").write_bytes(b"no database")
@@ -283,6 +290,16 @@ def test_free_space_counts_the_slab_that_is_there(tmp_path: Path) -> None:
         os.posix_fallocate(file.fileno(), 0, 4 * MIB)
     assert storage.find_space(tmp_path, tmp_path, 2).slab >= 7 * MIB
     assert storage.find_space(tmp_path, tmp_path, 0).slab < 4 * MIB
+
+
+def test_free_space_counts_the_slabs_of_all_pools_and_of_pages_that_do_not_fit(tmp_path: Path) -> None:
+    for number, below in enumerate(("", "plain", "groups-0", "groups-1-2/plain"), start=1):
+        (tmp_path / below).mkdir(parents=True, exist_ok=True)
+        for name in (slab_name(0), slab_name(0, 1)):
+            with (tmp_path / below / name).open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, number * MIB)
+    assert 20 * MIB <= storage.find_space(tmp_path, tmp_path).slab < 21 * MIB
+    assert storage.find_space(tmp_path, tmp_path, 1).slab == 0
 
 
 def test_what_is_tried_is_what_the_config_asks_for(no_children: list[trial.Trial], tmp_path: Path) -> None:

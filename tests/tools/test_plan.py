@@ -178,8 +178,7 @@ def test_wear_is_that_of_the_simulation() -> None:
     assert {name: chosen[name] for name in found} == found
     ssd = found["ssd"]
     assert ssd["written_bytes"] == found["tiers"]["ssd"]["stored_pages"] * PAGE > 0
-    span = max(found["virtual_seconds"], times[-1])
-    assert ssd["written_bytes_per_day"] == pytest.approx(ssd["written_bytes"] * 86_400 / span)
+    assert ssd["written_bytes_per_day"] == pytest.approx(ssd["written_bytes"] * 86_400 / times[-1])
     assert ssd["drive_writes_per_day"] == pytest.approx(ssd["written_bytes_per_day"] / chosen["ssd_bytes"])
 
 
@@ -206,9 +205,35 @@ def test_a_limit_of_wear_is_kept_and_says_that_it_binds() -> None:
     none = planned(loop(), Limits(cpu=8 * PAGE, written=PAGE), points=2)
     assert none["recommended"]["ssd_bytes"] == 0
     assert "wear" in none["binds"]
-    fixed = ("eviction=lru", "store.admission=tinylfu")
-    some = planned(loop(), Limits(cpu=8 * PAGE, written=int(written)), points=2, sets=fixed)
-    assert {row["admission"] for row in some["candidates"] if row["ssd_bytes"]} == {"tinylfu"}
+    for fixed in ("store.admission=tinylfu", "store.admission = tinylfu", "store={admission: tinylfu}"):
+        some = planned(loop(), Limits(cpu=8 * PAGE, written=int(written)), points=2, sets=("eviction=lru", fixed))
+        assert {row["admission"] for row in some["candidates"] if row["ssd_bytes"]} == {"tinylfu"}
+
+
+@pytest.mark.parametrize("model", ["gemma-3-4b", "gpt-oss-20b", "qwen3-next-80b", "lfm2-1.2b"])
+@pytest.mark.parametrize("pack", ["off", "on"])
+def test_infinite_tiers_hold_the_pages_of_all_groups(model: str, pack: str) -> None:
+    """The same hits as in more memory than all pages take. The grid's sizes without room for a page are left out."""
+    base, sets = base_of(None, model), [f"model.pack={pack}"]
+    work, times = of([[n, *range(100 + 10 * n, 106 + 10 * n)] for n in (*range(8), *range(8))])
+    found = plan(work, times, base, sets, MACHINE, NO_LIMITS, points=5)
+    rich = reports.replay(work, times, config_of(base, [*sets, "cpu.capacity=512GiB"]), MACHINE)
+    assert found["infinite"]["first_token_seconds"] == rich["first_token_seconds"]
+    assert rich["hit_tokens"] > 0
+    roomy = [row for row in found["candidates"] if row["token_hit_rate"] == rich["token_hit_rate"]]
+    assert {bool(row["ssd_bytes"]) for row in roomy} == {False, True}, "an SSD that holds all pages is tried, too"
+
+
+def test_sizes_without_room_for_a_page_of_each_kind_are_left_out() -> None:
+    work = of([[0], [0], [1]])
+    for sets in (["model.pack=on"], []):
+        base = base_of(None, "llama-3-8b" if sets else "qwen3-next-80b")
+        found = plan(*work, base, sets, MACHINE, NO_LIMITS)
+        assert found["met"]
+        assert len({row["cpu_bytes"] for row in found["candidates"]}) > 1
+        page = found["model"]["page_bytes"]
+        with pytest.raises(CapacityError, match=r"cpu\.capacity"):
+            plan(*work, base, sets, MACHINE, Limits(cpu=page))
 
 
 def test_without_times_there_is_no_wear_and_no_limit_of_it() -> None:
@@ -260,6 +285,13 @@ def test_the_command_prints_a_plan(gdscache, trace: Path, options: tuple[str, ..
     for word in ("CPU pool", "SSD", "tokens hit", "TTFT mean", "TTFT p99", "target", "limited by", "infinite"):
         assert word in out
     assert len(out.splitlines()) < 50
+
+
+def test_a_policy_that_needs_a_cpu_tier_has_one(gdscache, trace: Path, options: tuple[str, ...]) -> None:
+    wanted = ("--set", "store.write_policy=write_back", "--writes-a-day", "5TB", "--json")
+    status, out, err = gdscache("plan", trace, *options, *wanted)
+    assert (status, err) == (0, "")
+    assert all(row["write_policy"] == "write_back" for row in json.loads(out)["candidates"] if row["ssd_bytes"])
 
 
 def test_the_json_of_a_plan(gdscache, trace: Path, options: tuple[str, ...]) -> None:

@@ -410,6 +410,38 @@ def test_every_model_can_be_replayed_in_any_pages_of_a_trace(model: str) -> None
         assert found["hit_tokens"] >= 1024 - tokens
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_the_tokens_of_the_tiers_are_those_of_the_hits(model: str) -> None:
+    """Also where a hit has pages of several groups."""
+    prompts = [[n, *range(100 + 10 * n, 104 + 10 * n)] for n in (1, 2, 3, 1, 2, 3)]
+    config = config_of(base_of(None, model), ["cpu.capacity=0.6GiB", "ssd.capacity=8GiB"])
+    found = reports.replay(work_of(*prompts), [*map(float, range(6))], config, INSTANT, serial=True)
+    tiers = found["tiers"].values()
+    assert found["hit_tokens"] == sum(tier["hit_tokens"] for tier in tiers) > 0
+    assert found["token_hit_rate"] == pytest.approx(sum(tier["token_hit_rate"] for tier in tiers))
+    assert found["hit_rate"] == pytest.approx(found["hit_tokens"] / 512 / 30)
+    if not config.model.groups:
+        assert all(tier["hit_tokens"] == 512 * tier["hit_pages"] for tier in tiers)
+
+
+def test_directories_of_another_machine_are_not_needed(gdscache, trace: Path, tiny: Path) -> None:
+    ssd = "{path: /a/$GDSCACHE_DP_RANK, stripes: [/b/$GDSCACHE_DP_RANK], capacity: 20KiB}"
+    tiny.write_text(f"{tiny.read_text()}\nssd: {ssd}\nstatus: {{path: /c/$GDSCACHE_DP_RANK}}\n")
+    assert gdscache("replay", trace, "--config", tiny)[::2] == (0, "")
+
+
+def test_wear_is_of_the_time_that_is_said(gdscache, trace: Path, tiny: Path) -> None:
+    """Computing takes far longer than the trace."""
+    for options in ([], ["--serial"]):
+        slow = ["--config", tiny, "--ssd", "20KiB", "--prefill-tokens-per-second", "5", *options]
+        run = json.loads(gdscache("replay", trace, *slow, "--json")[1])["run"]
+        assert run["virtual_seconds"] > 40
+        assert run["ssd"]["written_bytes_per_day"] == run["ssd"]["written_bytes"] * 86_400 / 4
+        assert "as these 4 s" in gdscache("replay", trace, *slow)[1]
+    at_once = write(trace, *[line([n]) for n in range(5)])
+    assert "as these 512 s" in gdscache("replay", at_once, *slow)[1]
+
+
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
     """A configuration of a model with pages of 4 KiB."""

@@ -20,9 +20,8 @@ from gdscache.commands.doctor.facts import Asked, FreeSpace, Place, Ssd
 from gdscache.commands.doctor.report import Found, Row, Verdict, attempt
 from gdscache.commands.doctor.trial import Moved, Trial, try_transport
 from gdscache.commands.inspect.owner import find_owner
-from gdscache.config.pools import PLAIN_DIRECTORY
+from gdscache.commands.inspect.reading import caches_below
 from gdscache.disk.catalog_file import FORMAT_VERSION, OLD_VERSION, format_version
-from gdscache.disk.slab import slab_name
 from gdscache.errors import DirectoryNotWritableError
 from gdscache.runtime.files import text_of
 from gdscache.storage.base import Switch
@@ -123,11 +122,12 @@ def find_directory(directory: Path, place: Path) -> Row:
     except OSError as error:
         problem, hint = f"{place} cannot be looked at: {error.strerror}", "set ssd.path to a directory"
     exists = place == Path(os.path.abspath(directory))
-    if exists and not problem:
-        owner = find_owner(place)
+    caches = caches_below(place) if exists and not problem else []
+    for owner in map(find_owner, caches):
         if owner.state == "in use":
             holder = f"process {owner.pid}" + (f": {owner.command}" if owner.command else "")
-    found = format_version(place) if exists and not problem else None
+    versions = {version for one in caches if (version := format_version(one)) is not None}
+    found = min(versions, key=lambda version: (version in (OLD_VERSION, FORMAT_VERSION), version), default=None)
     about = {"path": str(directory), "exists": exists, "place": str(place), "holder": holder, "problem": problem}
     return directory_row({**about, "hint": hint, "format": found})
 
@@ -173,8 +173,7 @@ def find_space(directory: Path, place: Path, number: int = 0) -> FreeSpace:
     """Free space for this user, and bytes of the slab files in directory `number`. Raises `OSError`."""
     system = os.statvfs(place)
     slab = 0
-    plain = directory / PLAIN_DIRECTORY / slab_name(number)
-    for path in [directory / slab_name(number), plain, *directory.glob(f"slab-{number}.*.*.bin")]:
+    for path in (file for own in caches_below(directory) for file in own.glob(f"slab-{number}.*bin")):  # of all shards
         with contextlib.suppress(OSError):
             slab += os.lstat(path).st_blocks * 512
     return FreeSpace(system.f_bavail * system.f_frsize, slab)

@@ -62,13 +62,19 @@ class Contents:
     names: dict[bytes, Namespace]
 
 
+def caches_below(directory: Path) -> list[Path]:
+    """`directory`, those of a hybrid model's pools, and of each that of pages that do not fit into packed extents. They
+    need not exist."""
+    own = [directory, *sorted(directory.glob(f"{POOL_PREFIX}*"))]
+    return [path for one in own for path in (one, one / PLAIN_DIRECTORY)]
+
+
 def directories_of(directory: Path) -> list[Path]:
     """The cache directories: `directory` itself, and those below it of a hybrid model's pools, and of pages that do not
     fit into packed extents, if they have a catalogue. A directory without any is returned as it is, and `existing`
     raises for it."""
     try:
-        own = [directory, *sorted(directory.glob(f"{POOL_PREFIX}*"))]
-        found = [path for one in own for path in (one, one / PLAIN_DIRECTORY) if (path / CATALOG_NAME).exists()]
+        found = [path for path in caches_below(directory) if (path / CATALOG_NAME).exists()]
     except OSError:
         found = []
     return found or [directory]

@@ -125,6 +125,8 @@ def plan_tiers(
         )
     machine = _model(ssd_read, ssd_write, link, prefill)
     base = base_of(config, model)
+    if base.get("cpu") is None:  # every pair of sizes has a CPU pool
+        base["cpu"] = {"capacity": 1 << 50}
 
     from gdscache.commands.replay.plan import Limits, plan
     from gdscache.commands.replay.report import plan_tables

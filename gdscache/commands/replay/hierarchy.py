@@ -142,8 +142,11 @@ class _Handle:
 
 def open_pools(config: Config, machine: MachineModel, clock: Clock) -> list[Hierarchy]:
     """The tiers of each pool of a model's groups, as in `pool_parts`; without groups, those of the model."""
-    configs = [part.config for part in pool_parts(config)] or [config]
-    return [Hierarchy(one, machine, clock) for one in configs]
+    found: list[Hierarchy] = []
+    for part in pool_parts(config):
+        with part.shares():
+            found.append(Hierarchy(part.config, machine, clock))
+    return found or [Hierarchy(config, machine, clock)]
 
 
 class Hierarchy:

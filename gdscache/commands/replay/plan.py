@@ -72,13 +72,15 @@ def plan(
     seconds.
     """
     config = config_of(base, sets)
-    page, unique = report.page_bytes(config.model), len(workload.names)
+    page = report.page_bytes(config.model)
     limits.check(page)
-    cpu = grid(unique, points, None if limits.cpu is None else limits.cpu // page)
-    # An SSD for `n` pages needs its reserve, at most an eighth of it, in addition.
-    wanted = [n + min(LIMITS.ssd_reserve, n // 7 + 1) for n in grid(unique, points, None)]
+    every = all_pages(config, len(workload.names), page)
+    cpu = grid(every, points, None if limits.cpu is None else limits.cpu // page)
+    # An SSD for `n` pages needs its reserve, at most an eighth of it, in addition; each pool's share of it is whole.
+    reserve = LIMITS.ssd_reserve * every // len(workload.names)
+    wanted = [n + min(reserve, n // 7 + 1) for n in grid(every, points, None)]
     most = wanted[-1] if limits.ssd is None else limits.ssd // page
-    search = _Search(workload, times, base, sets, machine, limits, page, progress)
+    search = _Search(workload, times, base, sets, machine, limits, page, every, progress)
     search.run(cpu, sorted({min(n, most) for n in wanted} - {0}))
     chosen, forever = search.chosen, search.forever
     progress(1, 1, "done")
@@ -122,6 +124,21 @@ def packing(config: Config) -> float | None:
     return 1 / left
 
 
+def all_pages(config: Config, names: int, page: int) -> int:
+    """The size, in pages of `page` bytes, of a tier whose pools hold all pages of `names` pages of tokens."""
+    model, most = config.model, 0.0
+    pools = [
+        (sum(max(1.0, model.page_tokens / group.page_tokens) for group in part.groups), part.share)
+        for part in pool_parts(config)
+    ] or [(1.0, 1.0)]
+    for (pages, share), layout in zip(pools, model.pool_layouts, strict=True):
+        room = names * pages * layout.extent_bytes
+        if layout.packed:  # at most a 256th, or eight pages, for pages that do not fit: see `plain_parts`
+            room = room * PLAIN_PARTS / (PLAIN_PARTS - 1) + 8 * layout.packed_as(packed=False).extent_bytes
+        most = max(most, room / share / page)
+    return math.ceil(most)
+
+
 def grid(most: int, points: int, budget: int | None) -> list[int]:
     """`most`, its half, ... down to `points` sizes, ascending. A smaller `budget` caps them."""
     sizes = {max(1, most >> i) for i in range(points)}
@@ -148,19 +165,26 @@ class _Search:
     machine: MachineModel
     limits: Limits
     page: int
+    every: int  # pages of a tier that holds all
     progress: Progress
     rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     known: dict[tuple[int, int], list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
     total: int = 1  # runs
+    refused: CapacityError | None = None  # of the last pair that is too small for a page of each pool
 
     def _candidates(self, cpu: int, ssd: int, text: str) -> list[dict[str, Any]]:
-        """A row for a pair of sizes; with a wear limit, one for every admission policy that may be chosen."""
+        """A row for a pair of sizes; with a wear limit, one for every admission policy that may be chosen. No row for a
+        pair that an engine refuses."""
         if (cpu, ssd) not in self.known:
             self.progress(len(self.known), self.total, text)
-            fixed = any(text.startswith("store.admission=") for text in self.sets)
+            fixed = "admission" in config_of({**self.base, "store": {}}, self.sets).store.model_fields_set
             tried = [] if fixed or not ssd or self.limits.written is None else ADMISSIONS
             more = [[f"store.admission={name}"] for name in tried] or [[]]
-            self.known[cpu, ssd] = [self._row(cpu, ssd, sets) for sets in more]
+            self.known[cpu, ssd] = []
+            try:
+                self.known[cpu, ssd] = [self._row(cpu, ssd, sets) for sets in more]
+            except CapacityError as error:
+                self.refused = error
             self.rows += self.known[cpu, ssd]
         return self.known[cpu, ssd]
 
@@ -185,12 +209,15 @@ class _Search:
     def run(self, cpu: Sequence[int], ssd: Sequence[int]) -> None:
         wanted = [(above, below) for above in cpu for below in (0, *ssd) if below > above or not below]
         self.total = len(wanted) + 1 + 2 * _REFINED
-        self.forever = self._candidates(len(self.workload.names), 0, "infinite tiers")[0]
-        self.rows.clear()
-        if (len(self.workload.names), 0) in wanted:
+        self.progress(0, self.total, "infinite tiers")
+        self.forever = self._row(self.every, 0, ())
+        self.known[self.every, 0] = [self.forever]
+        if (self.every, 0) in wanted:
             self.rows.append(self.forever)
         for number, (above, below) in enumerate(wanted, 1):
             self._candidates(above, below, f"candidate {number} of {len(wanted)}")
+        if self.refused is not None and not self.rows:
+            raise self.refused
         best = min(mean_of(row) for row in (self.forever, *self.allowed))
         fastest = min(map(mean_of, self.allowed))
         self.target = self.limits.first_token or best * (1 + WITHIN)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -61,28 +62,30 @@ def describe(
 ) -> dict[str, Any]:
     """A run that has ended, as plain data."""
     hits = {name: outcome.hits(name) for name in pools[0].manager.tiers}
-    hit = sum(hits.values())
-    looked = hit + sum(outcome.misses.values())
+    hit, missed = sum(hits.values()), sum(outcome.misses.values())
+    whole = outcome.hit_tokens / workload.page_tokens  # of groups, a hit has more pages than these
+    ends = [outcome.hit_tokens * n // max(1, hit) for n in itertools.accumulate(hits.values(), initial=0)]
+    tokens = {name: end - begin for name, (begin, end) in zip(hits, itertools.pairwise(ends), strict=True)}
     return {
-        "lookup_pages": looked,
+        "lookup_pages": hit + missed,
         "hit_pages": hit,
-        "hit_rate": hit / looked if looked else 0.0,
+        "hit_rate": whole / (whole + missed) if hit + missed else 0.0,
         "hit_tokens": outcome.hit_tokens,
         "token_hit_rate": outcome.hit_tokens / workload.tokens,
         "miss_pages": {cause: outcome.misses[cause] for cause in ("cold", "absent", "behind")},
-        "tiers": {name: _tier(pools, workload, name, hits[name]) for name in hits},
+        "tiers": {name: _tier(pools, workload, name, hits[name], tokens[name]) for name in hits},
         "stores": {
             "offered_pages": sum(pool.ledger.offered for pool in pools),
             "dropped_pages": _summed(pool.ledger.dropped for pool in pools),
         },
-        "ssd": _ssd(pools, max(outcome.seconds, times[-1] - times[0])),
+        "ssd": _ssd(pools, times[-1] - times[0] or outcome.seconds),
         "first_token_seconds": spread(outcome.first_token),
         "virtual_seconds": outcome.seconds,
     }
 
 
-def _tier(pools: Sequence[Hierarchy], workload: Workload, name: str, hits: int) -> dict[str, Any]:
-    """A tier over all pools. `hit_tokens`: of one group."""
+def _tier(pools: Sequence[Hierarchy], workload: Workload, name: str, hits: int, tokens: int) -> dict[str, Any]:
+    """A tier over all pools. `hits`: pages of all groups; `tokens`: its part of the tokens that were hit."""
     rows = []
     for pool in pools:
         tier, moved = pool.manager.tiers[name], pool.executor
@@ -97,12 +100,11 @@ def _tier(pools: Sequence[Hierarchy], workload: Workload, name: str, hits: int) 
             "evictions": tier.index.evictions,
         }
         rows.append(row)
-    tokens = hits * workload.page_tokens
     return {"hit_pages": hits, "hit_tokens": tokens, "token_hit_rate": tokens / workload.tokens, **_summed(rows)}
 
 
 def _ssd(pools: Sequence[Hierarchy], seconds: float) -> dict[str, Any] | None:
-    """The writes of a run of so many seconds. Rates are None for a trace that takes no time."""
+    """The writes of a trace of so many seconds. Rates are None for a trace that takes no time."""
     capacity = sum(pool.ssd.capacity for pool in pools if pool.ssd is not None)
     if not capacity:
         return None
@@ -227,5 +229,5 @@ def _add_result(table: Table, report: Row, run: Row) -> None:
         table.add_row(
             "SSD wear",
             f"{about(int(ssd['written_bytes_per_day']))} a day, {figure(a_day)} drive writes a day, "
-            f"if all of it is as these {report['workload']['seconds']:,.0f} s{worn}",
+            f"if all of it is as these {report['workload']['seconds'] or run['virtual_seconds']:,.0f} s{worn}",
         )

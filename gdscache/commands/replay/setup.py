@@ -16,6 +16,10 @@ from gdscache.errors import InvalidValueError
 
 _PARTS = 32  # of a page, if it is packed
 _ALL = {"name": "all", "layers": [0]}
+_PLACES: dict[str, dict[str, Any]] = {  # directories, which are not used, and may be of another machine
+    "ssd": {"path": "simulated", "stripes": []},
+    "status": {"path": "simulated"},
+}
 
 
 def _model(row: int, groups: Sequence[Mapping[str, Any]] = (), state: int = 0) -> dict[str, Any]:
@@ -75,8 +79,9 @@ def config_of(base: Mapping[str, Any], sets: Sequence[str]) -> Config:
         except (yaml.YAMLError, ValueError, RecursionError) as error:
             message = f"--set {shown(text)} is not YAML: {error}"
             raise InvalidValueError(message, "write --set store.queue=8GiB") from None
-    if isinstance(fields.get("ssd"), Mapping):
-        fields["ssd"] = {**fields["ssd"], "path": "simulated"}
+    for section, places in _PLACES.items():
+        if isinstance(fields.get(section), Mapping):
+            fields[section] = {**fields[section], **places}
     return Config.from_dict(fields, source="the configuration")
 
 

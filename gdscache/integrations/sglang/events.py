@@ -37,6 +37,11 @@ class SglangEvents:
         """The linker's tree publishes them."""
         tree.take_events = self._with_ours(tree.take_events)
 
+    def forget_all(self) -> None:
+        """SGLang's hashes stay with new weights, and the keys do not."""
+        self._keys.clear()
+        self._events.forget_all()
+
     def _with_ours(self, take: Callable[[], list[Any]]) -> Callable[[], list[Any]]:
         """`take_events` of a tree, with our events appended."""
 

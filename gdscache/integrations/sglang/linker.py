@@ -277,6 +277,8 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """
         if self._lead is not None:
             self._lead.pools.renew_salt()
+            if self._lead.events is not None:
+                self._lead.events.forget_all()
         self._table.reset()
         self._forget()
         self._outdated = self._outdated or self._used

@@ -59,6 +59,7 @@ from gdscache.integrations.watching import CallWatch, ExecutorWatch
 from gdscache.metrics.mirror import Differences, News
 from gdscache.metrics.table import parts_of
 from gdscache.ranks.address import RankAddress
+from gdscache.runtime.threads import in_turn
 
 _REST_S = 0.005  # the wait of a step that computes nothing, for pages under way
 FIGURES_S = 1.0  # the least time between two reads of the engine's figures
@@ -295,7 +296,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _drop_all(self, *, stale: bool) -> None:
         self._table.leave_alone(stale=stale)
-        self._joined.weights_changed()
+        in_turn(self._joined.weights_changed, *(() if self._events is None else (self._events.forget_all,)))
 
     def _is_mine(self, executor: Any) -> bool:
         """Whether an executor's workers are this connector's ranks."""

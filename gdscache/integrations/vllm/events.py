@@ -46,6 +46,11 @@ class VllmEvents:
             names.append(BlockName(bytes(hashes[(number + 1) * step - 1]), parent, tokens, group, extra))
         self._of_group.get(group, self._events[0]).name(keys, names)
 
+    def forget_all(self) -> None:
+        """vLLM's hashes stay with new weights, and the keys do not."""
+        for events in self._events:
+            events.forget_all()
+
     def take(self) -> Iterator[KVCacheEvent]:
         for stored, medium, blocks in itertools.chain(*(events.take() for events in self._events)):
             hashes, group = [maybe_convert_block_hash(block.digest) for block in blocks], blocks[0].group

@@ -14,14 +14,14 @@ from typing import Any, cast
 import pytest
 
 from gdscache import CacheEngine, Config, PageHashes, PageStatus
-from gdscache.errors import InvalidValueError, TierUnavailableError
+from gdscache.errors import EngineClosedError, InvalidValueError, TierUnavailableError
 from gdscache.integrations.fetching import PinningCache
 from gdscache.integrations.sglang.loads import LoadTable
 from gdscache.integrations.sglang.pages import PageLinks
 from gdscache.integrations.vllm.requests import RequestTable
 from gdscache.mooncake import client as pool_link
 from gdscache.mooncake import tier as pool_tier
-from gdscache.mooncake.tier import SIDE_BY_SIDE, TRAILER_BYTES, MooncakeTier
+from gdscache.mooncake.tier import PREFIX, SIDE_BY_SIDE, TRAILER_BYTES, MooncakeFiles, MooncakeTier
 from gdscache.moves import PrefetchEnd
 from gdscache.tiers.manager import WATCH_S
 from tests.support.fake_pool import EXTENT, POOLS, FakeClient, FakePool, pool_entry
@@ -350,6 +350,18 @@ def test_an_engine_opens_without_a_master_and_finds_it_later(opens: OpenHost, po
     assert fetched(opens(), tokens) == PAGES
 
 
+def test_an_engine_that_found_no_master_gives_all_memory_back(
+    opens: OpenHost, pool: FakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_tier, "_OPEN_S", 0.05)
+    pool.dead = True
+    host = opens()
+    trailers = tier_of(host).io._trailers
+    host.engine.close()
+    with pytest.raises(EngineClosedError):
+        trailers.view.release()
+
+
 @pytest.mark.parametrize("what", ["put", "get", "ask"])
 def test_a_call_that_hangs_holds_nobody(opens: OpenHost, host: Host, pool: FakePool, what: str) -> None:
     tokens = stored(host)
@@ -457,6 +469,142 @@ def test_a_put_that_was_under_way_in_a_clear_goes_again(opens: OpenHost, pool: F
     quiet(host.engine)
     until(lambda: state(host)["moved"].get("put") == PAGES, "the put ends")
     until(lambda: not pool.objects, "what came too late goes")
+
+
+def test_a_put_that_hangs_through_a_clear_and_its_removal_goes_too(opens: OpenHost, pool: FakePool) -> None:
+    """It ends while the breaker is open, and no call may begin."""
+    host, other = opens(options={"deadline": 0.3}), opens()
+    tokens = prompt(1, PAGES)
+    pool.gate.clear()
+    handle = host.store(tokens)
+    until(lambda: state(host)["state"] == "open", "the breaker opens")
+    host.engine.clear()
+    until(lambda: pool.calls["remove_matching"] and not state(host)["removals_owed"], "the removal is done")
+    pool.gate.set()
+    handle.result(WAIT)
+    ready(host)
+    assert state(host)["moved"]["put"] == PAGES
+    assert not pool.objects
+    assert [fetched(some, tokens) for some in (host, other)] == [0, 0]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_page_that_was_cleared_before_its_put_began_goes_again(
+    host: Host, pool: FakePool, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """Also where the put fails, since its answer is lost, and the page is there."""
+    began, gate, whole, one = threading.Event(), threading.Event(), MooncakeFiles._put, FakeClient.put
+
+    def late(files: MooncakeFiles, *call: Any) -> Any:
+        began.set()
+        assert gate.wait(WAIT)
+        return whole(files, *call)
+
+    def put(client: FakeClient, *call: Any) -> list[int]:
+        codes = one(client, *call)
+        pool.dead = fails
+        return codes if not fails else [pool_link.NO_MASTER] * len(codes)
+
+    monkeypatch.setattr(MooncakeFiles, "_put", late)
+    monkeypatch.setattr(FakeClient, "put", put)
+    handle = host.store(prompt(1, PAGES))
+    assert began.wait(WAIT)
+    host.engine.clear()
+    gate.set()
+    handle.result(WAIT)
+    quiet(host.engine)
+    assert len(pool.objects) == PAGES or not fails
+    pool.dead = False
+    until(lambda: not pool.objects, "what came too late goes")
+    until(lambda: not state(host)["removals_owed"], "and nothing else is owed")
+
+
+def test_a_late_put_of_pages_that_another_engine_has_put_removes_none(
+    opens: OpenHost, host: Host, pool: FakePool
+) -> None:
+    late, tokens = opens(deadline=0.2), stored(host)
+    pool.answers.clear()
+    assert {*late.store(tokens).result(WAIT).dropped.values()} == {"deadline"}
+    late.engine.invalidate(bytes(32))  # of others
+    pool.answers.set()
+    until(lambda: state(late)["moved"].get("existed") == PAGES, "the put ends")
+    settle(late.engine)
+    assert len(pool.objects) == PAGES
+    drop_from(host.engine, "cpu")
+    assert fetched(host, tokens) == PAGES
+
+
+def test_a_late_put_removes_nothing_of_a_later_one(
+    opens: OpenHost, pool: FakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, gate, whole = opens(deadline=0.3), threading.Event(), FakeClient.put
+    tokens = prompt(1, PAGES)
+
+    def put(client: FakeClient, *call: Any) -> list[int]:
+        assert pool.calls["put"] or gate.wait(WAIT)
+        return whole(client, *call)
+
+    monkeypatch.setattr(FakeClient, "put", put)
+    assert {*host.store(tokens).result(WAIT).dropped.values()} == {"deadline"}
+    pool.calls["put"] = 1
+    drop_from(host.engine, "cpu")
+    assert not host.store(tokens).result(WAIT).dropped
+    gate.set()
+    until(lambda: state(host)["moved"]["put"] == 2 * PAGES, "both have ended")
+    settle(host.engine)
+    assert len(pool.objects) == state(host)["pages"] == PAGES
+
+
+@pytest.mark.parametrize("when", ["raised", "between"])
+def test_a_removal_that_did_not_begin_or_broke_off_is_tried_again(
+    host: Host, pool: FakePool, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """The library raises, or the clear comes when the pool has answered again and is not yet used."""
+    tokens, tier, whole, answered = stored(host), tier_of(host), FakeClient.remove_matching, list[object]()
+
+    def removed(client: FakeClient, pattern: str) -> int:
+        monkeypatch.setattr(FakeClient, "remove_matching", whole)
+        raise RuntimeError("the library's own error")
+
+    def back(client: Any, whole: Any = tier._link.come_back) -> Any:
+        found = whole(client)
+        if not answered:
+            answered.append(host.engine.clear())
+        return found
+
+    if when == "raised":
+        monkeypatch.setattr(FakeClient, "remove_matching", removed)
+        host.engine.clear()
+    else:
+        monkeypatch.setattr(tier._link, "come_back", back)
+        tier._lines.open("a test")
+        until(lambda: bool(answered), "the clear has come")
+    until(lambda: not pool.objects, "they go")
+    ready(host)
+    assert fetched(host, tokens) == state(host)["removals_owed"] == 0
+    assert all({*tiers} == {"cpu", "mooncake"} for tiers in host.store(prompt(2, PAGES)).result(WAIT).tiers)
+
+
+@pytest.mark.parametrize("salts", [8, 12])
+def test_many_namespaces_are_cleared_with_few_removals(
+    host: Host, pool: FakePool, monkeypatch: pytest.MonkeyPatch, salts: int
+) -> None:
+    """With more than are told apart, everything of gdscache's goes."""
+    monkeypatch.setattr(pool_tier, "_NAMESPACES", 8)
+    monkeypatch.setattr(pool_tier, "_PATTERNS", 4)
+    other, tier = f"{PREFIX}/{bytes(32).hex()}/{bytes(32).hex()}", tier_of(host)
+    pool.objects[other] = b""
+    for n in range(salts):
+        stored(host, 1, 1, salt=f"user {n}")
+    assert len(pool.objects) == salts + 1
+    assert len(tier._namespaces) <= 8 + 1
+    host.engine.clear()
+    assert {*pool.objects} == ({other} if salts <= 8 else set())
+    assert pool.calls["remove_matching"] == (2 if salts <= 8 else 1)
+    pool.dead = True
+    for n in range(20):
+        host.engine.invalidate(host.engine.namespace(f"user {n}"))
+    assert state(host)["removals_owed"] <= 8
 
 
 def test_a_clear_during_the_removal_of_another_one_removes_again(

@@ -748,17 +748,22 @@ def test_what_a_sequence_shares_may_expire_under_it(open_engine: OpenEngine) -> 
     with engine.sequence(tokens) as seq:
         fill(engine, seq)
         seq.commit(ttl=60)
+    quiet(engine)
     with engine.sequence(tokens) as seq:
         assert seq.cached_tokens == 12
         clock.now += 60
         assert tokens_of(engine, tokens) == 0
         assert engine.stats()["tiers"]["gpu"]["free_slots"] == 8
-        seq.commit()  # its pages are gone, and nothing of them comes back
+        seq.append(prompt(2, 2))
+        fill(engine, seq)
+        report = seq.commit().result(WAIT)  # it has all bytes, and asks for no end
+        assert ([*map(bool, report.tiers)], report.dropped) == ([True] * 5, {})
+        tokens = seq.tokens
+        assert tokens_of(engine, tokens) == 20
     quiet(engine)
-    assert tokens_of(engine, tokens) == 0
-    assert engine.stats()["tiers"]["gpu"]["free_slots"] == 12
-    assert run(engine, tokens) == 0
-    assert run(engine, tokens) == 12
+    assert engine.stats()["tiers"]["gpu"]["free_slots"] == 10
+    clock.now += 60
+    assert [run(engine, [*tokens, 1]) for _ in range(2)] == [20, 20]
 
 
 # -- a clock that somebody sets ---------------------------------------------------------------------------------------

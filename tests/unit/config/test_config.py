@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import random
@@ -347,6 +348,9 @@ def test_a_key_that_is_no_text(key: object) -> None:
         ({"model": PLANES | {"planes": [{"name": "a", "shape": [2, 0]}]}}, "model.planes[0].shape[1]", "0"),
         ({"model": PLANES | {"planes": [{"name": "a", "shape": [1], "dtype": "x"}]}}, "model.planes[0].dtype", "'x'"),
         ({"model": 3}, "model", "3"),
+        ({"tiers": 5}, "tiers", "5"),
+        ({"tiers": True}, "tiers", "True"),
+        ({"tiers": {"a": 1}}, "tiers", "{'a': 1}"),
     ],
 )
 def test_an_invalid_value_names_the_key_the_value_and_what_is_allowed(
@@ -449,6 +453,24 @@ def test_no_pydantic_error_gets_out_of_direct_construction() -> None:
     with pytest.raises(errors.CapacityError, match=r"gpu\.capacity"):
         Config(model=ModelConfig(**MHA), gpu=GpuConfig(capacity=1))
     assert Config(model=ModelConfig(**MHA)) == config()
+
+
+@pytest.mark.parametrize("value", [5, True, 1.5, None, "a", b"a", [], [5], [[]], {}, {"a": 1}, {1: 2}, {"a"}, (1,)])
+def test_no_value_of_any_key_is_anything_but_taken_or_refused(value: object) -> None:
+    planes = [{"name": "a", "shape": [64]}]
+    model = {"name": "m", "layers": 1, "planes": planes, "groups": [{"name": "full", "layers": [0]}]}
+    whole: Any = {"model": model, "ssd": {"path": "x"}, "status": {"path": "x"}, "tiers": [{"tier": "a:B"}]}
+    assert Config.from_dict(whole).tiers
+    for key, _ in known_keys(Config):
+        data = inside = copy.deepcopy(whole)
+        *sections, last = key.split(".")
+        for section in sections:
+            name = section.removesuffix("[]")
+            inside = inside.setdefault(name, [{}] if name != section else {})
+            inside = inside[0] if name != section else inside
+        inside[last] = value
+        with contextlib.suppress(errors.ConfigError):
+            Config.from_dict(data)
 
 
 def test_errors_cross_processes() -> None:

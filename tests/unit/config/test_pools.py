@@ -248,6 +248,14 @@ def test_every_size_that_is_too_small_is_named_at_once_with_what_would_do() -> N
     assert len(parts_of(groups, 2, **sizes)) == 2
 
 
+def test_a_share_that_is_too_small_is_no_figure_of_the_file() -> None:
+    groups = [{"name": "full", "layers": [0]}, {"name": "window", "layers": [1], "window": 8}]
+    for part in parts_of(groups, 2):
+        said = rf"groups {part.names}, which have .* % of each size: cpu\."
+        with pytest.raises(CapacityError, match=said), part.shares():
+            raise CapacityError("cpu.capacity is 1", "raise it")
+
+
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
