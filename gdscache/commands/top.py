@@ -26,7 +26,7 @@ from gdscache.commands import EXIT_FAILED
 from gdscache.commands.console import duration
 from gdscache.config.pools import POOL_PREFIX
 from gdscache.disk import status_page
-from gdscache.disk.status_page import CAUSED, FRESH_S, STATUS_NAME, Status
+from gdscache.disk.status_page import CAUSED, FRESH_S, HITS, STATUS_NAME, Status
 from gdscache.errors import NotADirectoryPathError, printable
 from gdscache.sizes import significant
 
@@ -125,16 +125,16 @@ def _rates(first: Status, last: Status) -> dict[str, Any]:
     def rate(group: str, name: str) -> float:
         return max(0, now[group, name] - then[group, name]) / seconds
 
-    def of_tier(group: str, tier: str, factor: float) -> float | None:
-        return rate(group, tier) * factor if (group, tier) in now else None
+    def known(group: str, name: str, factor: float) -> float | None:
+        return rate(group, name) * factor if (group, name) in now else None
 
     asked, nbytes = rate("lookups", "pages"), last.figures.extent_of
     evicted = {tier.name: tier.evictions for tier in first.figures.tiers}
     tiers = {
         tier.name: {
-            "hit_rate": of_tier("hits", tier.name, 1 / asked) if asked else None,
-            "loaded_bytes": of_tier("loaded", tier.name, nbytes(tier.name)),
-            "stored_bytes": of_tier("stored", tier.name, nbytes(tier.name)),
+            "hit_rate": known("hits", tier.name, 1 / asked) if asked else None,
+            "loaded_bytes": known("loaded", tier.name, nbytes(tier.name)),
+            "stored_bytes": known("stored", tier.name, nbytes(tier.name)),
             "evicted_pages": max(0, tier.evictions - evicted.get(tier.name, tier.evictions)) / seconds,
         }
         for tier in last.figures.tiers
@@ -144,7 +144,7 @@ def _rates(first: Status, last: Status) -> dict[str, Any]:
         "lookups": rate("lookups", "requests"),
         "lookup_pages": asked,
         "stores": rate("stores", "requests"),
-        "hit_rate": sum(one["hit_rate"] or 0.0 for one in tiers.values()) if asked else None,
+        "hit_rate": known(*HITS, 1 / asked) if asked else None,
         "tiers": tiers,
         "causes": _by_group({c: max(0, n - first.causes.get(c, 0)) / seconds for c, n in last.causes.items()}),
     }

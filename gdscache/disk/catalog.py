@@ -435,9 +435,9 @@ class Catalog:
         except CorruptCatalogError as error:
             self._rebuild(error, lambda connection: catalog_file.check(connection, self.path, slab))
 
-    def recover(self, slots: int, now: float = -math.inf) -> Recovered:
+    def recover(self, slots: int, now: float = -math.inf, *, spare: bool = False) -> Recovered:
         """All pages in slots below `slots`. Other rows, broken rows, and pages expired by `now` (seconds since the
-        epoch) are deleted.
+        epoch) are deleted. `spare`: where there are later slots, nothing is deleted before `clean`.
 
         Call it once, at first. `slots`: leading slots that have their bytes (`Slab.valid_slots`).
         Namespaces without pages are deleted, some thousands a call. Checksums stay on disk. A catalogue of the previous
@@ -449,7 +449,8 @@ class Catalog:
                 with catalog_file.sqlite_errors(self.path, "read"):
                     with self._transaction() as writer:
                         recovered = scan(writer, slots, self._slab.extent_bytes, now)
-                        clean(writer, recovered, slots)
+                        if not (spare and recovered.dropped["slot"]):
+                            clean(writer, recovered, slots)
                     self._namespace_ids = {}
                     self._count_lifetimes(recovered.uncounted, now)
                     return dataclasses.replace(recovered, set_aside=self._set_aside)
@@ -457,6 +458,11 @@ class Catalog:
                 self._close_connections()
                 self._rebuild(error, lambda copy: self._scan_copy(copy, slots, now))
                 return Recovered(set_aside=self._set_aside)
+
+    def clean(self, found: Recovered, slots: int) -> None:
+        """Delete the rows that `recover` spared. Call it before the first commit."""
+        with self._write_lock, self._in_use("written"), self._transaction() as writer:
+            clean(writer, found, slots)
 
     def _scan_copy(self, copy: sqlite3.Connection, slots: int, now: float) -> None:
         catalog_file.present(copy, self.path, self._slab)

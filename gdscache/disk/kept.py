@@ -31,23 +31,30 @@ _log = logging.getLogger("gdscache.disk.kept")
 
 
 class KeptFile:
-    """Such a file of one engine, rewritten whole, under another name first. The first failure is logged."""
+    """Such a file of one engine, rewritten whole, under another name first. The first failure is logged. `owned`:
+    whether the directory is the engine's; else nothing in it is touched."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, owned: Callable[[], bool]) -> None:
         self.path = path
+        self._owned = owned
         self._new = path.with_name(f"{path.name}.new")
         self._failed = False
         with contextlib.suppress(OSError):
             self._new.unlink()  # of a killed engine
 
     def write(self, content: Callable[[], bytes]) -> bool:
-        """Write the file; False if the disk refuses. `content` may raise `OSError`, too."""
+        """Write the file; False if the disk refuses, or the directory is not owned any more. `content` may raise
+        `OSError`, too."""
         try:
             data = content()
+            if not self._owned():
+                return False
             self._new.unlink(missing_ok=True)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             with os.fdopen(os.open(self._new, flags, 0o600), "wb") as file:
                 file.write(data)
+            if not self._owned():  # a write may take long, and this name is the next owner's by now
+                return False
             self._new.replace(self.path)
         except OSError as error:
             if not self._failed:
@@ -102,8 +109,10 @@ _MOST, _SHORTEST_S = 1 << 50, 1e-9  # most bytes or tokens, and fewest seconds, 
 class CostsFile:
     """The file of one engine. `about`: model and device, which prefills depend on."""
 
-    def __init__(self, directory: Path, costs: Costs, about: Mapping[str, str]) -> None:
-        self._file = KeptFile(directory / COSTS_NAME)
+    def __init__(
+        self, directory: Path, costs: Costs, about: Mapping[str, str], owned: Callable[[], bool] = lambda: True
+    ) -> None:
+        self._file = KeptFile(directory / COSTS_NAME, owned)
         self._costs = costs
         self._about = dict(about)
         self._written: Any = None
@@ -196,11 +205,17 @@ class History:
 class HistoryFile:
     """The file of one engine. `evicted` and `bad` are the engine's, and grow; no lock of the engine is taken here."""
 
-    def __init__(self, directory: Path, evicted: RecentCounter, bad: dict[bytes, BadPage]) -> None:
-        self._file = KeptFile(directory / HISTORY_NAME)
+    def __init__(
+        self,
+        directory: Path,
+        evicted: RecentCounter,
+        bad: dict[bytes, BadPage],
+        owned: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._file = KeptFile(directory / HISTORY_NAME, owned)
         self._evicted, self._bad = evicted, bad
         self._saved = time.monotonic()
-        self._written = evicted.added, len(bad)
+        self._written = self._news()
         self._hurry = False
 
     def restore(self) -> None:
@@ -210,14 +225,17 @@ class HistoryFile:
             return
         self._bad.update(found.bad)
         self._evicted.take_over(found.evicted)
-        self._written = self._evicted.added, len(self._bad)
+        self._written = self._news()
+
+    def _news(self) -> tuple[int, list[tuple[bytes, BadPage]]]:
+        return self._evicted.added, list(dict(self._bad).items())
 
     def hurry(self) -> None:
         self._hurry = True
 
     def save(self) -> None:
         """Write the file if it has news, and not too often. Never raises an error of the disk."""
-        now, new = time.monotonic(), (self._evicted.added, len(self._bad))
+        now, new = time.monotonic(), self._news()
         if new == self._written or not (
             self._hurry or now - self._saved >= max(_LEAST_S, self._evicted.nbytes / _PACE)
         ):

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gdscache.arrays import Int64Array
-from gdscache.disk.catalog_file import CATALOG_NAME, FILE_MODE, STRIPE_NAME, open_own, system_errors
+from gdscache.disk.catalog_file import CATALOG_NAME, FILE_MODE, LOG_SUFFIX, STRIPE_NAME, open_own, system_errors
 from gdscache.disk.kept import read_json
 from gdscache.errors import (
     CapacityError,
@@ -80,10 +80,11 @@ class Slab:
         shard: int | None = None,
     ) -> Slab:
         """Open slab 0 of `directory` and the further `stripes`: its shard number `shard` of `shards`, or all of them
-        (None), each preallocated to exactly `slots * extent_bytes` bytes.
+        (None), each preallocated to `slots * extent_bytes` bytes.
 
-        Every block is allocated here (mode 0600), so that no later write can find the disk full. A larger file is cut;
-        slots that existed keep their bytes. Files to which no stretch of a small slab falls are empty. Raises
+        Every block is allocated here (mode 0600), so that no later write can find the disk full. A larger file stays as
+        it is until `cut`; slots that existed keep their bytes. Files to which no stretch of a small slab falls are
+        empty. Raises
         `NoSpaceError` before writing if a file system has too little room, `CapacityError` for less than one slot or
         more than a place can name, `InvalidValueError`, `NotARegularFileError`, `DirectoryNotWritableError`,
         `IOFailedError`. After an error the files are as before.
@@ -156,11 +157,23 @@ class Slab:
         count = self.directories
         return number % count, (number // count * self.stretch + within) * self.extent_bytes
 
+    def cut(self) -> None:
+        """Shorten the files to `slots`. Raises `IOFailedError`."""
+        for path, nbytes in zip(self.files, self._sizes(), strict=True):
+            with _refusals(path, "cut", "see the system log for the device"), contextlib.ExitStack() as opened:
+                fd = open_own(path, os.O_RDWR)
+                opened.callback(os.close, fd)
+                if os.fstat(fd).st_size > nbytes:
+                    os.ftruncate(fd, nbytes)
+
+    def _sizes(self) -> list[int]:
+        count = self.directories
+        return [self.extent_bytes * _share(n % count, count, self.stretch, self.slots) for n in range(len(self.files))]
+
     def check(self) -> list[str]:
         """Problems of the files since they were opened."""
         problems = []
-        for number, path in enumerate(self.files):
-            nbytes = self.extent_bytes * _share(number % self.directories, self.directories, self.stretch, self.slots)
+        for number, (path, nbytes) in enumerate(zip(self.files, self._sizes(), strict=True)):
             try:
                 status = path.lstat()
             except OSError as error:
@@ -181,6 +194,20 @@ def slab_files(directories: Sequence[Path], shards: Iterable[int] = (0,)) -> tup
     return tuple(where / slab_name(number, part) for part in shards for number, where in enumerate(directories))
 
 
+def missing_files(directories: Sequence[Path], shards: int) -> list[Path]:
+    """The files of a cache that owned directories lack, in the order in which `remove_files` removes them: after a kill
+    between two of them, the next open finds no cache, or a set of directories that it goes on to make."""
+    catalog = [directories[0] / name for name in (CATALOG_NAME, CATALOG_NAME + LOG_SUFFIX)]
+    stripes = [where / STRIPE_NAME for where in reversed(directories)]
+    return [file for file in (*catalog, *stripes, *slab_files(directories, range(shards))) if not os.path.lexists(file)]
+
+
+def remove_files(files: Iterable[Path]) -> None:
+    with contextlib.suppress(OSError):  # a file that stays can be opened as it is
+        for file in files:
+            file.unlink(missing_ok=True)
+
+
 def stretch_slots(extent_bytes: int) -> int:
     """Neighbouring slots in one file before the next file has its turn."""
     return -(-STRETCH_BYTES // max(extent_bytes, 1))
@@ -199,7 +226,7 @@ def first_missing(number: int, count: int, extent_bytes: int, held: int) -> int:
 
 
 def _prepare(path: Path, total: int, descriptors: contextlib.ExitStack, undo: contextlib.ExitStack) -> tuple[bool, int]:
-    """Give a slab file `total` bytes. Returns whether it was made, and its former bytes. `undo` restores it."""
+    """Give a slab file at least `total` bytes. Returns whether it is new, and its former bytes. `undo` restores it."""
     with _refusals(path, "opened", _WRITABLE, DirectoryNotWritableError):
         created = not os.path.lexists(path)
         fd = open_own(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if created else 0))
@@ -217,7 +244,6 @@ def _prepare(path: Path, total: int, descriptors: contextlib.ExitStack, undo: co
     with _refusals(path, f"given {about(total)}", "lower ssd.capacity, or set ssd.path to another file system"):
         if total:  # else EINVAL
             os.posix_fallocate(fd, 0, total)
-        os.ftruncate(fd, total)
     return created, before
 
 
@@ -255,6 +281,9 @@ class SlabFiles(Files, Protocol):
 
     def register(self, memory: memoryview | torch.Tensor) -> None:
         """Announce a buffer that will be used until `close`."""
+
+    def cut(self) -> None:
+        """See `Slab.cut`."""
 
     def check(self) -> list[str]: ...
 
@@ -307,6 +336,9 @@ class SlabIO:
 
     def describe(self) -> dict[str, object]:
         return self.transport.describe()
+
+    def cut(self) -> None:
+        self.slab.cut()
 
     def check(self) -> list[str]:
         return self.slab.check()

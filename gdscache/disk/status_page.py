@@ -102,6 +102,7 @@ COUNTS = (
     ("dropped", ""),
     ("refused", ""),
 )
+HITS = ("lookups", "hits")  # on a page: the hits of all tiers
 # Groups with a count for each tier.
 BY_TIER = ("hits", "loaded", "stored")
 CAUSED = ("misses", "dropped", "refused", "lost")  # groups with a count for each cause, the most frequent first
@@ -112,7 +113,8 @@ SLOWEST = 8  # loads
 CAUSES = 48
 _ROOM = PAGE_BYTES - kept.HEAD_BYTES  # bytes of the JSON
 _TRIES, _PAUSE = 5, 0.01  # reads of a page that is being written
-_CLOSE_S = 2.0  # seconds that `close` waits for a hanging write
+_CLOSE_S = 2.0  # seconds that `close` waits for a hanging write of the page
+_SAVE_S = 60.0  # and for one of the files for after a kill, which may be large
 _log = logging.getLogger("gdscache.ssd")
 
 State = Literal["running", "switched_off", "stopped"]
@@ -219,17 +221,18 @@ def _form() -> TypeAdapter[Status]:
 def pack(status: Status) -> bytes:
     """The page. Texts and lists are cut to the lengths that are read, and the rarest causes left out if it is full."""
     f = status.figures
-    tiers = tuple(tier._replace(name=_cut(tier.name, 16)) for tier in f.tiers[:TIERS])
-    names = dict.fromkeys((*COUNTS, *((group, tier.name) for tier in tiers for group in BY_TIER)))
+    short = {tier.name: _short(tier.name, number) for number, tier in enumerate(f.tiers[:TIERS], 1)}
+    counts = {name: _count(f.counts, *name) for name in COUNTS} | {HITS: _count(f.counts, "hits", "")}
+    counts |= {(group, short[name]): _count(f.counts, group, name) for name in short for group in BY_TIER}
     causes = [((group, _cut(cause, 32)), n) for (group, cause), n in f.counts.items() if n > 0 and group in CAUSED]
     causes = sorted(causes, key=lambda one: (-one[1], one[0]))[:CAUSES]
     figures = dataclasses.replace(
         f,
         stopped=_cut(f.stopped, 256),
-        counts={name: _count(f.counts, *name) for name in names},
+        counts=counts,
         ranks=tuple(f.ranks[:RANKS]),
-        tiers=tiers,
-        slowest=tuple(f.slowest[:SLOWEST]),
+        tiers=tuple(tier._replace(name=short[tier.name]) for tier in f.tiers[:TIERS]),
+        slowest=tuple(load._replace(tier=short.get(load.tier, _short(load.tier, 0))) for load in f.slowest[:SLOWEST]),
         groups=_cut(f.groups, 128),
     )
     host, command, text = _cut(status.host, 64), _cut(status.command, 512), bytes(PAGE_BYTES)
@@ -263,9 +266,9 @@ def read(directory: Path) -> Status | OtherFormat | None:
 class StatusWriter:
     """Rewrites the status page of an owned directory until `close`, which then calls `released`.
 
-    `figures` must take no lock. `save` is called every minute and at the end, to write files for after a kill. Raises
-    `NotARegularFileError` (the page is a link, also a hard one, or a directory), `DirectoryNotWritableError`,
-    `ThreadStartError`.
+    `figures` must take no lock. `save` is called every minute and at the end, to write files for after a kill; `owned`
+    tells whether the directory still is its owner's. Raises `NotARegularFileError` (the page is a link, also a hard
+    one, or a directory), `DirectoryNotWritableError`, `ThreadStartError`.
     """
 
     def __init__(
@@ -274,11 +277,14 @@ class StatusWriter:
         figures: Callable[[], Figures],
         save: Callable[[], object] = lambda: None,
         released: Callable[[], object] = lambda: None,
+        owned: Callable[[], bool] = lambda: True,
     ) -> None:
         self._path = path = directory / STATUS_NAME
         self._figures = figures
         self._save = save
         self._released = released
+        self._owned = owned
+        self._writing = threading.Lock()
         self._about = (os.getpid(), socket.gethostname(), shlex.join(sys.orig_argv))
         self._opened = time.time()
         self._number = 0
@@ -296,27 +302,35 @@ class StatusWriter:
         self._write()
 
     def close(self) -> None:
-        """Stop, and delete the page if its name is still ours; may be called twice. Waits 2 s at most for a write."""
-        if self._end.is_set():
-            return
+        """Stop, and delete the page if its name is still ours; may be called twice. Waits 2 s at most for a write of
+        the page, and a minute for the last `save`; one that is late keeps the descriptor until it has ended."""
         self._end.set()
-        self._thread.join(_CLOSE_S)
-        if self._thread.is_alive():  # its write hangs, and keeps the descriptor
+        if not self._writing.acquire(timeout=_CLOSE_S):
             _log.error("%s: a write of the status page hangs", self._path)
             return
+        self._writing.release()
+        self._thread.join(_SAVE_S)
+        if self._thread.is_alive():
+            _log.error("%s: files for after a restart are not written after %g s", self._path.parent, _SAVE_S)
+
+    def _run(self) -> None:
+        try:
+            while not self._end.wait(PERIOD_S):
+                with self._writing:
+                    self._write()
+                if self._number % _SAVED_EVERY == 0:
+                    self._save()
+            self._save()
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
         with contextlib.suppress(OSError):
             ours, named = os.fstat(self._descriptor), os.stat(self._path, follow_symlinks=False)
-            if (ours.st_dev, ours.st_ino) == (named.st_dev, named.st_ino):
+            if (ours.st_dev, ours.st_ino) == (named.st_dev, named.st_ino) and self._owned():
                 self._path.unlink()
         os.close(self._descriptor)
         self._released()
-
-    def _run(self) -> None:
-        while not self._end.wait(PERIOD_S):
-            self._write()
-            if self._number % _SAVED_EVERY == 0:
-                self._save()
-        self._save()
 
     def _write(self) -> None:
         """Write one page. A failure is logged once: the cache does without."""
@@ -334,6 +348,11 @@ class StatusWriter:
 
 def _count(counts: Mapping[tuple[str, str], int], group: str, name: str) -> int:
     return counts.get((group, name), 0) if name else sum(n for (g, _), n in counts.items() if g == group)
+
+
+def _short(tier: str, number: int) -> str:
+    """A tier's name in 16 bytes, another one for each number."""
+    return tier if tier == _cut(tier, 16) else f"{_cut(tier, 14)}~{number}"
 
 
 def _cut(text: str, most: int) -> str:

@@ -10,7 +10,7 @@ import functools
 import logging
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import parent_process, util
 from typing import TYPE_CHECKING, Any
 
@@ -95,15 +95,21 @@ class EngineClosing:
                 self._calls.join(_LEAVE_S)
 
 
-def serving(engine: CacheEngine | HybridEngine, at: MetricsConfig | None) -> MetricsServer | None:
-    """The server of an engine's metrics, if the configuration has one. If it cannot be had, the engine is closed."""
-    if at is None:
-        return None
-    from gdscache.metrics.collector import MetricsServer
-
+def settled(
+    engine: CacheEngine | HybridEngine, at: MetricsConfig | None, pools: Sequence[Parts]
+) -> MetricsServer | None:
+    """The last steps of opening: the server of an engine's metrics, if the configuration has one, and then what cannot
+    be undone. Where one fails, the engine is closed."""
+    server = None
     with contextlib.ExitStack() as undo:
         undo.callback(engine.close, drain=False)
-        server = MetricsServer(engine, at.host, at.port)
+        if at is not None:
+            from gdscache.metrics.collector import MetricsServer
+
+            server = MetricsServer(engine, at.host, at.port)
+            undo.callback(server.close)
+        for parts in pools:
+            parts.settle()
         undo.pop_all()
     return server
 

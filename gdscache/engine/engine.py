@@ -17,7 +17,7 @@ from gdscache import arguments
 from gdscache.config import Config
 from gdscache.config.pools import PoolPart
 from gdscache.cuda.streams import Event, on_stream_of_caller
-from gdscache.engine.closing import EngineClosing, at_exit_of_child, serving
+from gdscache.engine.closing import EngineClosing, at_exit_of_child, settled
 from gdscache.engine.opening import Parts, layer_groups, read_config
 from gdscache.engine.packing import as_directory
 from gdscache.engine.sequence import Sequence as TokenSequence
@@ -101,7 +101,7 @@ class CacheEngine:
         """`ranks`: addresses of the processes that have the planes (`Rank`); this one decides, and needs no device.
         `timeline` records events; None: OpenTelemetry with the key `traces`, else NVTX ranges if a profiler is
         attached, else nothing. `limits`: constants without a setting, for trials of small tiers. `pool`: of a
-        `HybridEngine`, that this engine serves."""
+        `HybridEngine`, that this engine serves; it settles all of its pools."""
         self.groups: tuple[Group, ...] = layer_groups(config)
         if timeline is not None and not isinstance(timeline, Timeline):
             raise InvalidValueError(f"timeline is {arguments.shown(timeline)}", "pass a Timeline, or None")
@@ -138,7 +138,7 @@ class CacheEngine:
         self._namespaces: dict[tuple[str, Group | None], bytes] = {}
         self._described: set[bytes] = set()
         self.names = PageNames(self.layout.page_tokens)
-        self._closing.server = serving(self, config.metrics)
+        self._closing.server = settled(self, config.metrics, [self._parts] if pool is None else ())
 
     @classmethod
     def from_config(

@@ -31,7 +31,7 @@ from gdscache.arguments import remaining
 from gdscache.config import Config
 from gdscache.config.pools import PoolPart, pool_parts, window_every
 from gdscache.cuda.streams import Event, resolve_device
-from gdscache.engine.closing import serving
+from gdscache.engine.closing import settled
 from gdscache.engine.engine import CacheEngine, CheckReport, hits_and_slots
 from gdscache.engine.hybrid_handles import (
     HybridHit,
@@ -160,7 +160,9 @@ class HybridEngine:
         self.gate = Gate(config.load.gate, first.gate.costs, first.layout.page_tokens, first.layout.bytes_in)
         for engine in self.engines:
             engine.calls.others = [other.calls for other in self.engines if other is not engine]
-        self.engines[-1]._closing.server = serving(self, config.metrics)  # the pool that `close` begins with
+        self.engines[-1]._closing.server = settled(  # of the pool that `close` begins with
+            self, config.metrics, [engine._parts for engine in self.engines]
+        )
 
     @classmethod
     def from_config(

@@ -205,7 +205,7 @@ class Parts:
         self.prefetcher = Prefetcher(self.loader, held, layout, limits)
         undo.callback(self.prefetcher.close)
         if below.ssd is not None:
-            self.history = HistoryFile(below.ssd.path, manager.fates.evicted, manager.fates.bad)
+            self.history = HistoryFile(below.ssd.path, manager.fates.evicted, manager.fates.bad, below.ssd.owned)
             self.history.restore()
             self.status = self._open_status(below.ssd, self.history)
         elif config.status is not None:
@@ -222,6 +222,12 @@ class Parts:
         pages = self.planes.blocks // self.planes.blocks_per_page
         on_gpu = self.planes.device.type == "cuda"
         self.concerns = tuple(concerns(config, pages, on_gpu=on_gpu, whole=whole, pool=self._pool))
+
+    def settle(self) -> None:
+        """See `SsdTier.settle`: nothing refuses the open any more."""
+        for tier in self.manager.files:
+            if isinstance(tier, SsdTier):
+                tier.settle()
 
     def close(self, *, drain: bool) -> None:
         """End prefetches, stores (finished with `drain`, else dropped) and loads; then close the tiers and free the
@@ -384,15 +390,15 @@ class Parts:
     # -- the status page -----------------------------------------------------------------------------------------------
 
     def _open_status(self, ssd: SsdTier, history: HistoryFile) -> StatusWriter:
-        costs = CostsFile(ssd.path, self.manager.costs, _about(self._config, self.planes.layout, self.planes.device))
+        about = _about(self._config, self.planes.layout, self.planes.device)
+        costs = CostsFile(ssd.path, self.manager.costs, about, ssd.owned)
         costs.restore()
 
         def save() -> None:
-            if not ssd.lock_lost():  # else the directory may be another engine's
-                costs.save()
-                history.save()
+            costs.save()
+            history.save()
 
-        return StatusWriter(ssd.path, self._figures, save)
+        return StatusWriter(ssd.path, self._figures, save, owned=ssd.owned)
 
     def _figures(self) -> Figures:
         """For the status page. Without the manager's lock, so the figures need not agree exactly. A line of the log

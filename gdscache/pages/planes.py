@@ -163,6 +163,14 @@ class PagedPlanes(BlockTables):
                 f"{where}: a token's row is not contiguous (strides {tensor.stride()})",
                 "keep heads innermost: (blocks, block_tokens, heads, head_dim)",
             )
+        needed = math.prod(plane.shape)  # elements from a row to the next one, or from a block's
+        for stride, count in sorted(zip(tensor.stride()[:2], shape[:2], strict=True)):
+            if count > 1 and stride < needed:
+                raise PlanesError(
+                    f"{where}: rows of {math.prod(plane.shape)} elements overlap (strides {tensor.stride()})",
+                    "pass tensors in which each token of each block has memory of its own",
+                )
+            needed += stride * (count - 1)
 
 
 def _values(tensor: torch.Tensor) -> Any:

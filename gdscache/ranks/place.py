@@ -88,6 +88,9 @@ class RemoteSlab:
     def hand_over(self) -> Descriptors:
         return Descriptors((), self.slab.stretch, 0)
 
+    def cut(self) -> None:
+        self._ranks.call("cut", self._space, self._ranks.owners)
+
     def check(self) -> list[str]:
         """See `Slab.check`."""
         answers = self._ranks.call("check", self._space, self._ranks.owners)

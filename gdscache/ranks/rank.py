@@ -105,6 +105,7 @@ class Service:
             "memory": self._near(self._add_memory),
             "slab": self._near(self._add_slab),
             "start": self._near(self._start),
+            "cut": self._cut,
             "flush": self._flush,
             "check": self._check,
             "bad": self._bad_slots,
@@ -280,6 +281,10 @@ class Service:
         copies = open_copies(planes, self._gpu)
         self._copies.append(copies)
         return NativeExecutor(Machine(copies, memories, files, self._slots, reserve), plain)
+
+    def _cut(self, fields: dict[str, Any], arrays: list[Array], descriptors: list[int]) -> Mapping[str, Any]:
+        self._files[fields["space"]].cut()
+        return {}
 
     def _flush(self, fields: dict[str, Any], arrays: list[Array], descriptors: list[int]) -> Mapping[str, Any]:
         self._files[fields["space"]].flush()

@@ -15,7 +15,7 @@ from gdscache.arrays import Int64Array
 from gdscache.errors import RankProtocolError
 from gdscache.moves import Move, Priority, Way
 
-PROTOCOL = 4
+PROTOCOL = 5
 HEAD = struct.Struct("<4sIQ")  # the magic, the bytes of the JSON, the bytes of all
 LONGEST = 1 << 30  # bytes of a message
 _MAGIC = b"gdsr"

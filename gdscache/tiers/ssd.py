@@ -25,7 +25,7 @@ from gdscache.config import SsdConfig
 from gdscache.disk.catalog import Catalog, Recovered
 from gdscache.disk.catalog_file import lacking_room
 from gdscache.disk.directory import CacheDirectory
-from gdscache.disk.slab import Slab, SlabFiles, SlabIO, claim_stripes
+from gdscache.disk.slab import Slab, SlabFiles, SlabIO, claim_stripes, missing_files, remove_files
 from gdscache.errors import IOFailedError, LockLostError
 from gdscache.index.index import PageIndex
 from gdscache.index.retention import DEFAULT, HIGHEST, LOWEST, Retention
@@ -94,6 +94,8 @@ class SsdTier(DurableTier):
         slots = config.capacity // (layout.extent_bytes * layout.shards)
         with contextlib.ExitStack() as undo:
             self._directory = undo.enter_context(CacheDirectory.open(path, *config.stripes))
+            self._made = missing_files((path, *config.stripes), layout.shards)
+            undo.callback(lambda: remove_files(() if self._directory.lost(thorough=True) else self._made))
             claim_stripes((path, *config.stripes))
             if open_slab is None:
                 open_slab = self._slab_here(config, device, undo)
@@ -109,8 +111,9 @@ class SsdTier(DurableTier):
             undo.callback(self.io.close)
             self._slab = self.io.slab
             self._say_room(slots)
-            self._directory.watch_catalog()
+            self._spared: Recovered | None = None  # by the catalogue, until `settle`
             self._recover(slots, new_policy(eviction, groups), wall_clock())
+            self._directory.watch_catalog()
             trim_heap()  # recovery needed as much memory again as the index keeps
             undo.pop_all()
         self._power = config.durability == "power"
@@ -155,7 +158,10 @@ class SsdTier(DurableTier):
             )
 
     def _recover(self, slots: int, policy: EvictionPolicy, now: float) -> None:
-        found = self._catalog.recover(min(slots, self._slab.valid_slots), now)
+        whole = self._slab.valid_slots == slots  # else the bytes of later slots are gone
+        found = self._catalog.recover(min(slots, self._slab.valid_slots), now, spare=whole)
+        if whole and found.dropped["slot"]:
+            self._spared = found
         self.index = PageIndex(slots, policy, forget=self._doom, recycle=self._return)
         kept = _retentions(found)
         columns = (found.keys, found.parents, found.digests, found.namespaces, found.slots, found.order)
@@ -163,15 +169,25 @@ class SsdTier(DurableTier):
         self._clock = min(int(found.recency.max(initial=0)), _CLOCK_LIMIT) + 1
         self._set_aside = found.set_aside
         self.lost.update(found.dropped)
-        if found.dropped:
-            expected = found.dropped.keys() <= {"expired"}
-            log = _log.info if expected else _log.warning
-            log(
-                "%s: recovery gave up pages: %s",
-                self.path,
-                ", ".join(f"{n:,} ({cause})" for cause, n in found.dropped.items()),
-            )
+        if self._spared is None:
+            self._say_lost()
         _log.info("%s: %d pages of %d bytes recovered", self.path, len(found.slots), self.layout.extent_bytes)
+
+    def settle(self) -> None:
+        """Nothing refuses the open any more: give up what is beyond the capacity, and keep the files that were made.
+        Without it, `close` leaves the directory as it was unless something was stored. Raises `IOFailedError`."""
+        if self._spared is not None:  # the rows first: none may lead to bytes that are gone
+            self._catalog.clean(self._spared, self.index.slots)
+            self._spared = None
+            self._say_lost()
+        self.io.cut()
+        self._made = []
+
+    def _say_lost(self) -> None:
+        if self.lost:
+            log = _log.info if self.lost.keys() <= {"expired"} else _log.warning
+            causes = ", ".join(f"{n:,} ({cause})" for cause, n in self.lost.items())
+            log("%s: recovery gave up pages: %s", self.path, causes)
 
     @property
     def direct(self) -> bool:
@@ -237,6 +253,7 @@ class SsdTier(DurableTier):
         """
         with self._commit_lock, contextlib.ExitStack() as on_failure:
             self._keep_out()
+            self._made = [] if entries else self._made
             if self._power and entries:
                 self.io.flush()
             stored = bound(sums, [entry.key for entry in entries])
@@ -385,6 +402,10 @@ class SsdTier(DurableTier):
             self._lost = self._directory.lost(thorough=thorough)
         return self._lost
 
+    def owned(self) -> bool:
+        """Whether the directory is this engine's, and open."""
+        return not (self._directory.closed or self.lock_lost())
+
     def _keep_out(self) -> None:
         if why := self.lock_lost(thorough=True):
             raise LockLostError(f"{why}: {self.path} is not this engine's alone any more", LOST_HINT)
@@ -426,8 +447,10 @@ class SsdTier(DurableTier):
         if self._closed:
             return
         self._closed = True
+        lost = self.lock_lost(thorough=True)  # before the catalogue's log goes
         with contextlib.ExitStack() as last_to_first:
             last_to_first.callback(self._directory.close)
+            last_to_first.callback(remove_files, () if lost else self._made)
             last_to_first.callback(self._close_catalog)
             self.io.close()
 

@@ -181,6 +181,7 @@ OPENING: dict[str, tuple[Any, str]] = {  # where an opening is ended: what death
     "the slab is allocated": (slab, "flush_directory"),
     "the transport is probed": (files, "_probe_sector"),
     "the catalogue is recovered": (Catalog, "recover"),
+    "all parts are open": (slab.Slab, "cut"),
 }
 ONLY_NEW = {"the catalogue has its tables", "the slab is allocated"}  # what happens once in a directory's life
 

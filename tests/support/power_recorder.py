@@ -160,7 +160,7 @@ def recording() -> Iterator[Tape]:
     """Record the catalogue, too, on an empty tape."""
     TAPE.reset()
     with contextlib.ExitStack() as patches:
-        for name in ("_connect", "recover", "commit", "close"):
+        for name in ("_connect", "recover", "clean", "commit", "close"):
             patches.enter_context(mock.patch.object(Catalog, name, _recorded(name, getattr(Catalog, name))))
         patches.enter_context(mock.patch.object(catalog_file, "WAL_PAGES", SMALL_WAL))
         patches.enter_context(mock.patch.object(slab, "write_stripe", _claimed(slab.write_stripe)))
@@ -176,15 +176,15 @@ def _claimed(original: Callable[[Path, slab.Stripe], None]) -> Callable[[Path, s
 
 
 def _recorded(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    def method(catalog: Catalog, *arguments: Any) -> Any:
+    def method(catalog: Catalog, *arguments: Any, **options: Any) -> Any:
         with TAPE.catalogue:
             if TAPE.changing:  # called by one of the others
-                return original(catalog, *arguments)
+                return original(catalog, *arguments, **options)
             TAPE.changing = True
             try:
                 TAPE.add(CommitBegun(place_of(catalog.path.parent)))
                 keys = frozenset(catalog.rows().values()) if name == "close" and catalog._reader else frozenset()
-                answer = original(catalog, *arguments)
+                answer = original(catalog, *arguments, **options)
                 TAPE.add(_committed(catalog, name, keys))
             finally:
                 TAPE.changing = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -17,7 +18,7 @@ import pytest
 import xxhash
 
 from gdscache.commands import top
-from gdscache.disk import status_page
+from gdscache.disk import kept, status_page
 from gdscache.disk.status_page import Queues, RankState, SlowLoad, Summary, TierState
 from tests.support.helpers import WAIT, Host, make_config, prompt, until
 from tests.support.hybrid import MODELS, HybridHost, hybrid_config
@@ -98,6 +99,40 @@ def test_rates_are_those_of_the_engine(host: Host, tmp_path: Path) -> None:
     assert found["tiers"][0] == {"name": "cpu", "slots": 8, "pages": 3, "evictions": 0, "extent_bytes": BYTES}
     assert [load["tier"] for load in found["slowest_loads"]] == ["cpu"]
     assert found["ranks"] == [{"rank": 0, "pid": os.getpid(), "state": "running"}]
+
+
+@pytest.mark.parametrize(
+    "names", [("gpu", "cpu", "ssd", "a_store_of_the_team", "a_store_of_the_others"), [f"tier {n}" for n in range(8)]]
+)
+def test_each_hit_counts_whatever_its_tier_is_called(tmp_path: Path, names: Sequence[str]) -> None:
+    now, one = time.time(), top.watched([tmp_path])[0]
+    for number in (1, 2):
+        counts = {("lookups", "pages"): 120 * number} | {("hits", name): 120 // len(names) * number for name in names}
+        tiers, slowest = tuple(TierState(name, 8, 6, 0) for name in names), (SlowLoad(names[3] * 99, now, 1.0, 1),)
+        written(tmp_path, number, now - 4 + 2 * number, counts=counts, tiers=tiers, slowest=slowest)
+        rates = one.look()["rates"]
+    assert rates["hit_rate"] == pytest.approx(1)
+    assert [of["hit_rate"] for of in rates["tiers"].values()] == [pytest.approx(1 / len(names))] * 5
+    (load,) = one.look()["slowest_loads"]
+    assert len(load["tier"]) <= 16
+
+
+def test_a_page_of_an_engine_that_does_not_count_all_hits_has_no_rate_of_them(tmp_path: Path) -> None:
+    """One of the same format, by an engine that was installed before."""
+    now, one = time.time(), top.watched([tmp_path])[0]
+    for number in (1, 2):
+        written(tmp_path, number, now - 4 + 2 * number, number)
+        page = status_page.read(tmp_path)
+        assert isinstance(page, status_page.Status)
+        counts = {name: n for name, n in page.figures.counts.items() if name != status_page.HITS}
+        old = status_page._form().dump_json(
+            dataclasses.replace(page, figures=dataclasses.replace(page.figures, counts=counts))
+        )
+        room = bytes(status_page.PAGE_BYTES - kept.HEAD_BYTES - len(old))
+        (tmp_path / "status").write_bytes(kept.sealed(status_page.MAGIC, status_page.PAGE_FORMAT, old, room))
+        rates = one.look()["rates"]
+    assert rates["hit_rate"] is None
+    assert rates["tiers"]["cpu"]["hit_rate"] == pytest.approx(0.4)
 
 
 def test_rates_are_of_the_last_seconds_and_begin_anew_with_another_engine(tmp_path: Path) -> None:

@@ -165,6 +165,22 @@ def test_recovery_crosses_its_own_chunks(tmp_path: Path, monkeypatch: pytest.Mon
         assert rows(found) == {r.slot: row(r) for r in records[:-1]}
 
 
+def test_rows_of_later_slots_are_spared_until_they_are_cleaned(tmp_path: Path) -> None:
+    other = name("other")
+    with open_catalog(tmp_path) as catalog:
+        catalog.commit([page(slot, namespace=NAMESPACE if slot < 4 else other) for slot in range(8)], [], {})
+    for _ in range(2):
+        with open_catalog(tmp_path) as catalog:
+            found = catalog.recover(4, spare=True)
+            assert (slots_of(found), found.dropped) == ([0, 1, 2, 3], {"slot": 4})
+            assert len(catalog.rows()) == len(catalog.checksum_rows(range(8), LAYERS)[0]) == 8
+            assert catalog.namespaces().keys() == {NAMESPACE, other}
+    with open_catalog(tmp_path) as catalog:
+        catalog.clean(catalog.recover(4, spare=True), 4)
+        assert len(catalog.rows()) == len(catalog.checksum_rows(range(8), LAYERS)[0]) == 4
+        assert catalog.namespaces().keys() == {NAMESPACE}
+
+
 @pytest.mark.parametrize("chunk", [8, 64])
 def test_pages_of_several_namespaces_and_lengths_side_by_side(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int

@@ -18,12 +18,16 @@ import xxhash
 from gdscache.commands import cli
 from gdscache.commands.inspect import inspect
 from gdscache.commands.top import Watched
-from gdscache.disk import status_page
+from gdscache.disk import kept, status_page
+from gdscache.disk.directory import CacheDirectory
+from gdscache.disk.kept import HistoryFile
 from gdscache.disk.status_page import SlowLoad, Summary
 from gdscache.errors import DirectoryInUseError, DirectoryNotWritableError, NotARegularFileError
 from gdscache.gate.costs import Costs
 from gdscache.gate.gate import Gate
+from gdscache.pages.hit import Told
 from gdscache.storage.base import Op
+from gdscache.tiers.fates import PageFates
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import WAIT, Host, make_config, prompt, until
 
@@ -86,7 +90,7 @@ def test_the_page_is_as_the_format_says(host: Host, tmp_path: Path) -> None:
     assert found["causes"] == [["misses", "absent", 1]]
     assert found.keys() == {"pid", "host", "command", "opened", "written", "number", "causes"}
     extent = host.layout.extent_bytes
-    assert [n for *_, n in figures.pop("counts")] == [2, 7, 0, 6, 0, 1, 0, 3, 0, 1, 0, 3, 3, 0, 0]
+    assert [n for *_, n in figures.pop("counts")] == [2, 7, 0, 6, 0, 1, 0, 3, 0, 1, 0, 3, 3, 0, 0, 6]
     for what, (samples, median, slow) in figures.pop("latencies").items():
         assert samples == (what in ("write", "commit", "load_cpu")), "the load came from the CPU tier"
         assert samples * 1e-9 <= median <= slow < 60
@@ -324,6 +328,70 @@ def test_a_write_that_hangs_keeps_its_descriptor_and_holds_up_no_close(
     assert "a write of the status page hangs" in caplog.text
     assert os.readlink(f"/proc/self/fd/{written_to[0]}").endswith("status"), "another file may have its number"
     over.set()
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_last_save_is_waited_for_and_one_that_is_late_leaves_the_next_owner_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, closed: bool
+) -> None:
+    """`closed`: the directory has been given back before the save ends, as of an engine with an SSD."""
+    own = CacheDirectory.open(tmp_path)
+    fates, goes_on, begun = PageFates(4096), threading.Event(), threading.Event()
+    history = HistoryFile(tmp_path, fates.evicted, fates.bad, lambda: not own.closed)
+    genuine, released = kept.pack, list[int]()
+
+    def slow(found: kept.History) -> bytes:
+        begun.set()
+        goes_on.wait(WAIT)
+        return genuine(found)
+
+    monkeypatch.setattr(kept, "pack", slow)
+    monkeypatch.setattr(status_page, "_SAVE_S", 0.1)
+    figures = status_page.Figures(1, 0, 0, "running", "", {})
+    writer = status_page.StatusWriter(
+        tmp_path, lambda: figures, history.save, lambda: released.append(1), lambda: not own.closed
+    )
+    fates.found_bad(bytes(32), Told("bad", "ssd", "checksum"), 1, "/x", 1.0)
+    history.hurry()
+    writer.close()
+    assert begun.is_set()
+    assert "files for after a restart are not written after 0.1 s" in caplog.text
+    assert (tmp_path / "status").exists()
+    assert not released
+    if closed:
+        own.close()
+        (tmp_path / "history").write_bytes(b"of the next owner")
+    monkeypatch.setattr(status_page, "_SAVE_S", WAIT)
+    goes_on.set()
+    writer.close()
+    assert released == [1]
+    assert (tmp_path / "status").exists() == closed, "the next owner has the file by now"
+    assert ((tmp_path / "history").read_bytes() == b"of the next owner") == closed
+    own.close()
+
+
+def test_pages_that_were_bad_are_in_the_history_whatever_became_of_others(tmp_path: Path) -> None:
+    fates = PageFates(4096)
+    history = HistoryFile(tmp_path, fates.evicted, fates.bad)
+    history.hurry()
+
+    def saved() -> list[int]:
+        history.save()
+        return [int.from_bytes(key) for key in kept.read_history(tmp_path).bad]  # type: ignore[union-attr]
+
+    def bad(number: int) -> None:
+        fates.found_bad(number.to_bytes(32), Told("bad", "ssd", "checksum"), 1, "/x", 1.0)
+
+    bad(1)
+    assert saved() == [1]
+    fates.forget([(1).to_bytes(32)])  # it is stored again
+    bad(2)
+    assert saved() == [2]
+    for number in range(3, kept.BAD_KEPT + 3):
+        bad(number)
+    assert len(saved()) == kept.BAD_KEPT
+    bad(1)
+    assert saved()[-1] == 1
 
 
 def test_an_engine_without_an_ssd_has_a_page_where_the_configuration_names_one(tmp_path: Path) -> None:

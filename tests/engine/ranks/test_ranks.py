@@ -18,7 +18,15 @@ import pytest
 import gdscache
 from gdscache import CacheEngine, PageStatus, Rank
 from gdscache.disk.slab import SlabIO
-from gdscache.errors import CapacityError, InvalidValueError, PlanesError, RankError, RankLostError, RankMismatchError
+from gdscache.errors import (
+    CapacityError,
+    InvalidValueError,
+    NotARegularFileError,
+    PlanesError,
+    RankError,
+    RankLostError,
+    RankMismatchError,
+)
 from gdscache.gate.busy_periods import BusyPeriods
 from gdscache.load import loader
 from gdscache.load.handle import LayerwiseLoad
@@ -438,6 +446,32 @@ def test_another_version_or_protocol_is_refused_with_both(ranks_host: Open, monk
             host.open()
     host.engine = host.open()  # the ranks serve the next leader
     assert host.store(prompt(1, 2)).tiers == (("cpu", "ssd"),) * 2
+
+
+def test_an_open_that_is_refused_changes_no_shard(ranks_host: Open, tmp_path: Path) -> None:
+    """And one that is not cuts them all."""
+    host, tokens = ranks_host([0, 1], cpu=None), prompt(1, 5)
+    host.store(tokens)
+    host.engine.close()
+    config, path = host.config, Path(host.config["ssd"]["path"])
+    lower = {**config, "ssd": config["ssd"] | {"capacity": 2 * 3 * host.layout.extent_bytes}}
+    away = {**config, "ssd": config["ssd"] | {"path": str(tmp_path / "away")}}
+    before = [file.stat().st_size for file in sorted(path.glob("slab-*"))]
+    for host.config, where in ((lower, path), (away, tmp_path / "away")):
+        (where / "status").mkdir(parents=True)
+        where.chmod(0o700)
+        with pytest.raises(NotARegularFileError):
+            host.open()
+        (where / "status").rmdir()
+    assert [file.stat().st_size for file in sorted(path.glob("slab-*"))] == before
+    assert [file.name for file in (tmp_path / "away").iterdir()] == ["lock"]
+    for host.config, slots, pages in ((away, 64, 0), (config, 64, 5), (lower, 3, 3)):
+        host.engine = host.open()
+        files = Path(host.config["ssd"]["path"]).glob("slab-*")
+        assert [file.stat().st_size for file in files] == [slots * host.layout.extent_bytes] * 2
+        assert host.load(tokens)[0].pages == (GOOD,) * pages
+        assert host.engine.check().ok
+        host.engine.close()
 
 
 def test_an_order_of_another_leader_brings_nothing(ranks_host: Open) -> None:

@@ -20,7 +20,7 @@ from tests.support.ranks import RanksHost
 DEADLINE_S = 0.5
 LETTING_GO_S = DEADLINE_S + 5.0  # moves have their deadline; the rest is for a machine that is busy
 PAGES = 4
-CALLS = ("hello", "memory", "slab", "start", "flush", "check", "bad")
+CALLS = ("hello", "memory", "slab", "start", "cut", "flush", "check", "bad")
 TOLD = (*CALLS, "move", "cancel", "forget", "close")  # `Service` knows these
 ORDERS = ("load", "store")
 HEARD = ("answer", "ended")

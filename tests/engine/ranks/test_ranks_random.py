@@ -24,7 +24,7 @@ DEADLINE_S = 0.5
 PROMPTS = 8  # of PAGES each: the SSD tier has room for all of them
 PAGES = 4
 LONGEST_S = 25.0  # of any call, beside a deadline and two graces
-OPENING = ("hello", "memory", "slab", "start", "answer")  # messages that ranks hear, or say
+OPENING = ("hello", "memory", "slab", "start", "cut", "answer")  # messages that ranks hear, or say
 WORKING = ("move", "cancel", "forget", "load", "store", "ended")
 
 

@@ -197,6 +197,9 @@ def test_growing_and_shrinking_keep_the_bytes_of_each_slot(tmp_path: Path, befor
             file.write(bytes([slot]) * 64)
     again = Slab.open(first, MANY, after, others)
     assert again.valid_slots == min(before, after)
+    assert sum(path.stat().st_size for path in again.files) == MANY * max(before, after)
+    again.cut()
+    assert sum(path.stat().st_size for path in again.files) == MANY * after
     for slot in range(again.valid_slots):
         number, offset = again.locate(slot)
         with open(again.files[number], "rb") as file:
@@ -213,6 +216,16 @@ def test_one_directory_that_is_too_small_undoes_the_others(tmp_path: Path, monke
         Slab.open(first, MANY, 17, others)
     assert [list(path.iterdir()) for path in (first, *others)] == [[], [], []]
     assert set(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_an_open_that_is_refused_cuts_no_file(tmp_path: Path) -> None:
+    first, *others = directories(tmp_path)
+    slab = Slab.open(first, MANY, 30, others)
+    before = [path.stat().st_size for path in slab.files]
+    os.link(slab.files[1], tmp_path / "link")
+    with pytest.raises(errors.NotARegularFileError):
+        Slab.open(first, MANY, 13, others)
+    assert [path.stat().st_size for path in slab.files] == before
 
 
 def test_the_directories_of_files_that_were_made_are_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

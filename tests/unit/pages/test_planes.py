@@ -39,6 +39,20 @@ def test_strided_planes_are_taken_as_they_are(order: str) -> None:
     assert not bool((attached.tensors[1][0].view(torch.uint8)[3] == 7).any())
 
 
+@pytest.mark.parametrize("strides", [(64, 32, 8, 1), (32, 192, 8, 1), (48, 24, 8, 1), (40, 24, 8, 1)])
+def test_rows_may_lie_in_any_order_and_with_any_gaps(strides: tuple[int, ...]) -> None:
+    """The last one has no gap behind the last row of a block."""
+    tensors = replaced(0, 0, lambda t: torch.zeros(400, dtype=t.dtype).as_strided(t.shape, strides))
+    assert PagedPlanes(LAYOUT, tensors).tensors[0][0].stride() == strides
+
+
+@pytest.mark.parametrize("stride", [0, 1])
+def test_a_dimension_of_one_may_have_any_stride(stride: int) -> None:
+    room = torch.zeros(400, dtype=torch.bfloat16)
+    one = [[room.as_strided((6, 1, *t.shape[2:]), (64, stride, *t.stride()[2:])) for t in of] for of in planes()]
+    assert PagedPlanes(LAYOUT, one).block_tokens == 1
+
+
 def test_a_layer_may_lack_a_plane() -> None:
     layout = layout_of(EXTRA)
     assert [len(layer) for layer in PagedPlanes(layout, new_planes(layout, 2, 4)).tensors] == [4, 3, 4]
@@ -71,6 +85,10 @@ BAD: dict[str, Callable[[], Any]] = {
     "heads before tokens": lambda: replaced(0, 0, lambda t: t.permute(0, 2, 1, 3).contiguous().permute(0, 2, 1, 3)),
     "transposed rows": lambda: replaced(0, 0, lambda t: torch.zeros(6, 2, 8, 2, dtype=t.dtype).transpose(2, 3)),
     "rows with gaps": lambda: replaced(0, 0, lambda t: torch.zeros(6, 2, 2, 16, dtype=t.dtype)[..., ::2]),
+    "one block's bytes for all": lambda: replaced(0, 0, lambda t: t[:1].expand(6, 2, 2, 8)),
+    "one token's bytes for all": lambda: replaced(0, 1, lambda t: t[:, :1].expand(6, 2, 2, 4)),
+    "blocks a row apart": lambda: replaced(1, 0, lambda t: t.as_strided(t.shape, (16, 16, 8, 1))),
+    "rows that overlap": lambda: replaced(1, 0, lambda t: t.as_strided(t.shape, (32, 8, 8, 1))),
     "other device": lambda: replaced(1, 1, lambda t: t.to("meta")),
     "blocks that do not divide a page": lambda: new_planes(LAYOUT, 6, 3),
     "blocks larger than a page": lambda: new_planes(LAYOUT, 6, 8),
