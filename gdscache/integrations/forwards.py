@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,6 +51,7 @@ class Forwards:
         self._rows = rows
         self._ends = ends
         self._running = False  # a call has begun and not ended; kept with `ends` only
+        self._shifting: list[Any] = []  # modules that count positions on from a request with images
         self._before: list[torch.Tensor] = []  # outputs of the pieces before the last one
         self._keep = 0  # logits that the call is to return, 0: all
         self._least, self._most = least, most
@@ -66,6 +67,11 @@ class Forwards:
         positions or mask show that the call begins at token 0, or None.
         """
         signature, mine = inspect.signature(model.forward), weakref.ref(cache)
+        takes_positions = takes(model, "position_ids")
+        self._shifting = [one for one in model.modules() if takes_positions and "rope_deltas" in one.__dict__]
+        # Some models (Bamba) would count from 0 behind a prefix. Models with images go on from an earlier request, with
+        # as many rows of positions.
+        placed = takes_positions and (self._ends is not None or bool(self._shifting))
 
         def bound(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
             given = dict(signature.bind_partial(*args, **kwargs).arguments)
@@ -85,11 +91,16 @@ class Forwards:
                 self._look_at_adapters()
                 if past and not self._calls and let_go(given.get("input_ids"), past, _begins_anew(given)):
                     past = 0
+                    self._look_at_adapters()  # the reset has forgotten how they were
                 told = {n: v for n, v in given.items() if n in _CHECKED or not _is_default(signature, n, v)}
                 self._called(told, past)
+                if placed:
+                    ids = given["input_ids"]
+                    given["position_ids"] = torch.arange(past, self._end, device=ids.device).unsqueeze(0)
                 if self._ends is not None:
                     given = self._last_piece(module, signature, given, past)
                     self._running = True
+                if placed or self._ends is not None:
                     return (), given
             return None
 
@@ -127,8 +138,14 @@ class Forwards:
             )
 
     def reset(self) -> None:
-        """Forget a call that did not end, and the outputs of its pieces."""
+        """The cache is empty: forget all calls, and the outputs of their pieces."""
         self._running, self.switched, self._before = False, False, []
+        self._cached, self._end, self._calls = 0, 0, []
+
+    def crop(self, tokens: int) -> None:
+        """The cache keeps its first `tokens` tokens."""
+        self._cached, self._end = min(self._cached, tokens), tokens
+        self._calls = [(first, call[:, : max(0, tokens - first)]) for first, call in self._calls]
 
     def allow(self, end: int) -> None:
         """A layer gets states up to token `end`. Raises `UnsupportedRequestError` if no watched call makes them."""
@@ -155,9 +172,6 @@ class Forwards:
         end, keep = self._end, given.get("logits_to_keep", 0)
         whole = end - past == 1 or not isinstance(keep, int) or _wants_more(module, given)
         cuts = [] if whole else [one for one in self._ends.cuts(past, end) if one >= self._least]
-        if (past or cuts) and "position_ids" in signature.parameters and given.get("position_ids") is None:
-            # some models (Bamba) would count from 0 behind a prefix
-            given["position_ids"] = torch.arange(past, end, device=given["input_ids"].device).unsqueeze(0)
         if not cuts:
             return given
         alone = 0 < keep <= end - cuts[-1]  # the last piece has all wanted logits
@@ -214,12 +228,19 @@ class Forwards:
                 "open(max_length=...) sets the longest; compute a prompt beyond the rope's limit in one call",
             )
         _check_mask(given.get("attention_mask"), end)
-        for name in ("position_ids", "cache_position"):  # some models make the first of the second
-            _check_positions(given.get(name), past, end)
+        _check_positions(given.get("position_ids"), past, end, [one.rope_deltas for one in self._shifting])
+        _check_positions(given.get("cache_position"), past, end)  # some models make the others of it
         self._calls = [(first, call[:, : past - first]) for first, call in self._calls if first < past]
         self._calls.append((past, ids.detach().clone()))
         self._cached = min(self._cached, past)  # the part cut off a prefix is computed again
         self._end = end
+
+
+def takes(model: torch.nn.Module, name: str) -> bool:
+    """Whether a model's forward has an argument, or a wrapper's (PEFT's) hands it to such a module."""
+    parameters = inspect.signature(model.forward).parameters
+    hands_on = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    return name in parameters or (hands_on and any(takes(one, name) for one in model.children()))
 
 
 def _has_cache(given: Mapping[str, Any], cache: Cache) -> bool:
@@ -261,12 +282,19 @@ def _check_mask(mask: Any, end: int) -> None:
         raise _refused("the model is called with an attention mask that hides tokens")
 
 
-def _check_positions(positions: Any, past: int, end: int) -> None:
+def _check_positions(positions: Any, past: int, end: int, shifts: Sequence[torch.Tensor | None] = ()) -> None:
+    """`shifts`: what `generate` adds to the positions of text, left in the model by a request with images. The call
+    gets others then."""
     if positions is None:
         return
-    expected = torch.arange(past, end, device=positions.device)
-    if positions.shape[-1] != end - past or not bool((positions == expected).all()):
-        raise _refused(f"the model is called with positions other than {past} ... {end - 1}")
+    if positions.shape[-1] == end - past:
+        off = positions - torch.arange(past, end, device=positions.device)
+        if not bool(off.any()):
+            return
+        even = bool((off == off[..., :1]).all())
+        if even and any(one is not None and bool(torch.isin(off, one.to(off.device)).all()) for one in shifts):
+            return
+    raise _refused(f"the model is called with positions other than {past} ... {end - 1}")
 
 
 def _begins_anew(given: Mapping[str, Any]) -> bool | None:

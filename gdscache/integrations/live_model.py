@@ -10,11 +10,14 @@ import functools
 import hashlib
 import logging
 import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 import transformers
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from gdscache.integrations.fields import plain, table_in
 from gdscache.integrations.settings import digest_of
@@ -42,6 +45,23 @@ def facts_of(model: torch.nn.Module) -> dict[str, object]:
     return facts
 
 
+class _Probe(NamedTuple):
+    """A place in a tensor, whose memory it does not hold. A new storage has the address of one that is gone."""
+
+    tensor: weakref.ref[torch.Tensor]
+    storage: StorageWeakRef
+    place: tuple[int, int]
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> _Probe:
+        storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        return cls(weakref.ref(tensor), storage, _place(name, tensor, PROBE))
+
+    def view(self) -> torch.Tensor | None:
+        tensor, gone = self.tensor(), self.storage.expired()  # type: ignore[no-untyped-call]
+        return None if tensor is None or gone else _elements(tensor, *self.place)
+
+
 class LiveModel:
     """A module whose identity is taken before each request. Thread-safe."""
 
@@ -49,8 +69,8 @@ class LiveModel:
         self._model = model
         self._facts = facts_of(model)
         self._lock = threading.Lock()
-        self._stamp: object = None
-        self._probes: list[torch.Tensor] = []
+        self._stamp: list[object] | None = None
+        self._probes: list[_Probe] = []
         self._probed = b""
         self._name: dict[str, object] = {}
         self._adapted: list[torch.nn.Module] = []
@@ -63,11 +83,12 @@ class LiveModel:
         Waits for the device.
         """
         with self._lock, torch.inference_mode(mode=False), torch.no_grad():
-            stamp = _stamp(self._model)
-            if stamp != self._stamp:
-                self._probes = [_bytes(name, tensor, PROBE) for name, tensor in _tensors(self._model)]
-            probed = _read(self._probes)
-            if stamp != self._stamp or probed != self._probed:
+            stamp, views = _stamp(self._model), self._views()
+            if other := stamp != self._stamp or len(views) < len(self._probes):
+                self._probes = [_Probe.of(name, tensor) for name, tensor in _tensors(self._model) if _has_bytes(tensor)]
+                views = self._views()
+            probed = _read(views)
+            if other or probed != self._probed:
                 self._name = self._named()
                 self._adapted = [module for _, module in _adapted(self._model)]
                 self._stamp, self._probed = stamp, probed
@@ -80,6 +101,14 @@ class LiveModel:
         """
         return [_switched(one) for one in self._adapted], [len(one._forward_pre_hooks) for one in self._adapted]
 
+    def writes(self) -> list[int]:
+        """The counts of writes in place of each tensor, at the last `identity`."""
+        return [one[2] for one in self._stamp or () if isinstance(one, tuple)]
+
+    def _views(self) -> list[torch.Tensor]:
+        """What lies at the probes whose tensors are still there."""
+        return [view for probe in self._probes if (view := probe.view()) is not None]
+
     def _named(self) -> dict[str, object]:
         tensors = list(_tensors(self._model))
         shapes = [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors]
@@ -90,7 +119,8 @@ class LiveModel:
                 len(hidden),
                 ", ".join(hidden[:3]),
             )
-        samples = hashlib.blake2b(_read([_bytes(name, tensor, SAMPLE) for name, tensor in tensors]), digest_size=32)
+        pieces = [_elements(tensor, *_place(name, tensor, SAMPLE)) for name, tensor in tensors if _has_bytes(tensor)]
+        samples = hashlib.blake2b(_read([piece.view(torch.uint8) for piece in pieces]), digest_size=32)
         return {
             **self._facts,
             "tensors": digest_of(shapes),
@@ -146,26 +176,26 @@ def _has_bytes(tensor: torch.Tensor) -> bool:
     return tensor.device.type != "meta" and not hasattr(tensor, "__tensor_flatten__")
 
 
-def _bytes(name: str, tensor: torch.Tensor, most: int) -> torch.Tensor:
-    """`most` bytes of a tensor's memory, at a place drawn from its name; a view if its memory is one run."""
-    if not _has_bytes(tensor) or not tensor.numel():
-        return torch.empty(0, dtype=torch.uint8, device="cpu")
-    flat = tensor.detach()
-    size = flat.element_size()
-    if flat.is_contiguous():
-        flat = flat.reshape(-1)
-    else:  # of an expanded tensor fewer elements are there than it has
-        there = flat.untyped_storage().nbytes() // size - flat.storage_offset()
-        flat = flat.as_strided((min(flat.numel(), there),), (1,), flat.storage_offset())
-    count = max(1, min(len(flat), most // size))
+def _place(name: str, tensor: torch.Tensor, most: int) -> tuple[int, int]:
+    """A place in a tensor's memory, drawn from its name: the first element, and the number of elements in `most`
+    bytes."""
+    size, first = tensor.element_size(), int(tensor.storage_offset())
+    # of an expanded tensor fewer elements are there than it has
+    there = min(tensor.numel(), tensor.untyped_storage().nbytes() // size - first)
+    count = min(there, max(1, most // size))
     drawn = int.from_bytes(hashlib.blake2b(f"{most}:{name}".encode(), digest_size=8).digest(), "little")
-    at = drawn % (len(flat) - count + 1)
-    return flat[at : at + count].view(torch.uint8)
+    return first + drawn % (there - count + 1), count
+
+
+def _elements(tensor: torch.Tensor, first: int, count: int) -> torch.Tensor:
+    return tensor.as_strided((count,), (1,), first)
 
 
 def _read(pieces: list[torch.Tensor]) -> bytes:
-    """The bytes of all pieces, with one copy from each device."""
-    devices: dict[torch.device, list[torch.Tensor]] = {}
+    """The bytes of all pieces, with one copy from each device of each type's."""
+    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for piece in pieces:
-        devices.setdefault(piece.device, []).append(piece)
-    return b"".join(torch.cat(some).cpu().numpy().tobytes() for some in devices.values())
+        if piece.element_size() == 1:
+            piece = piece.view(torch.uint8)  # not all devices join float8
+        alike.setdefault((piece.device, piece.dtype), []).append(piece)
+    return b"".join(torch.cat(some).view(torch.uint8).cpu().numpy().tobytes() for some in alike.values())

@@ -38,6 +38,7 @@ from gdscache.integrations.live_model import LiveModel, nameless
 from gdscache.integrations.ropes import rope_limit
 from gdscache.integrations.transformers_layers import (
     KEPT,
+    MODEL,
     SECTION,
     FullStateLayer,
     LayerPart,
@@ -91,7 +92,7 @@ def model_section(
         section["groups"] = groups_of(parts)
     if any(part.keeps == "state" for part in parts):
         if model is None:
-            raise GeometryError(f"{config.model_type} keeps states, whose shapes its config does not tell", _MODEL)
+            raise GeometryError(f"{config.model_type} keeps states, whose shapes its config does not tell", MODEL)
         return {**section, "planes": planes_of(model, parts)}
     if getattr(config, "kv_lora_rank", None):
         return {**section, "kv_lora_rank": config.kv_lora_rank, "rope_dim": config.qk_rope_head_dim}
@@ -188,7 +189,7 @@ class PrefixCache:
         if attention_mask is not None and _hides(attention_mask):
             raise UnsupportedRequestError("the attention mask hides tokens", "run prompts of unequal length one by one")
         least, most, side = self._side(len(prompts[0]), max_length)
-        facts = self._live.identity()
+        facts, writes = self._live.identity(), self._live.writes()
         salt = _salt_of(facts, salt, side)
         with contextlib.ExitStack() as opened:
             with torch.inference_mode(mode=False), torch.no_grad():  # makes the cache usable in any mode
@@ -197,16 +198,19 @@ class PrefixCache:
                 else:
                     rows = PoolRows(self.engine, prompts, salt)
             opened.callback(rows.close)
-            unchanged = functools.partial(self._is_still, facts)
+            unchanged = functools.partial(self._is_still, facts, writes)
             cache = GdsCache(rows, self.model, least, most, unchanged, self._live.switches)
             opened.pop_all()
         return cache
 
-    def _is_still(self, facts: Mapping[str, object]) -> bool:
-        """Whether the model has these facts now. Weights that cannot be looked at (on `meta` between the calls) have
-        another name each time, and no later request finds their pages."""
+    def _is_still(self, facts: Mapping[str, object], writes: Sequence[int]) -> bool:
+        """Whether the model has these facts now, and no weights were written meanwhile, which may have been swapped and
+        swapped back. Weights that cannot be looked at (on `meta` between the calls) have another name each time, and no
+        later request finds their pages."""
         now = self._live.identity()
-        return {**now, "weights": facts["weights"]} == facts if nameless(now) and nameless(facts) else now == facts
+        if nameless(now) and nameless(facts):
+            return {**now, "weights": facts["weights"]} == facts
+        return now == facts and self._live.writes() == writes
 
     def _side(self, tokens: int, max_length: int | None) -> tuple[int, float, str]:
         """The least and most tokens at which a call may end, and that side of the rope's limit."""
@@ -282,6 +286,7 @@ class GdsCache(DynamicCache):
             if isinstance(layer, (WindowLayer, StateLayer, FullStateLayer)):
                 layer.check_crop(tokens_to_remove)
         super().crop(tokens_to_remove)
+        self._forwards.crop(self.get_seq_length())
 
     def reset(self) -> None:
         """Empty all layers. The prompt may be computed again: see transformers."""
@@ -354,7 +359,6 @@ class GdsCache(DynamicCache):
                 )
 
 
-_MODEL = "pass model=, which is called for two tokens"
 _IDS = "pass integers of shape (tokens,) or (rows, tokens): the input_ids that a tokenizer returns"
 
 

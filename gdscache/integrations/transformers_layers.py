@@ -12,7 +12,6 @@ replaces it. So it exists only where a call ends: states at which a later reques
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
@@ -27,7 +26,7 @@ from transformers.cache_utils import (
 
 from gdscache.errors import GeometryError, UnsupportedRequestError
 from gdscache.groups.base import Group, Keeps, kept
-from gdscache.integrations.forwards import CACHE_NAMES
+from gdscache.integrations.forwards import CACHE_NAMES, takes
 from gdscache.pages.layout import Plane
 
 # Families whose prefill is proven to go on from a state, by `model_type` of their text configuration.
@@ -99,11 +98,13 @@ def layers_of(model: torch.nn.Module) -> DynamicCache:
 
 
 def planes_of(model: torch.nn.Module, parts: Sequence[LayerPart]) -> list[dict[str, Any]]:
-    """`model.planes` of the parts, from a call of the model for two tokens. Waits for its device."""
-    cache = layers_of(model)
+    """`model.planes` of the parts, from a call of the model for two tokens. Waits for its device. Raises
+    `GeometryError` if it takes no cache."""
+    cache, name = layers_of(model), next((one for one in CACHE_NAMES if takes(model, one)), None)
+    if name is None:
+        raise GeometryError(f"{type(model).__name__} takes no cache: neither {' nor '.join(CACHE_NAMES)}", MODEL)
     with torch.inference_mode(mode=False), torch.no_grad():
         ids = torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device)
-        name = next(one for one in CACHE_NAMES if one in inspect.signature(model.forward).parameters)
         model(input_ids=ids, use_cache=True, **{name: cache})
     planes: dict[tuple[str, tuple[int, ...], str], list[int]] = {}
     for number, part in enumerate(parts):
@@ -141,6 +142,7 @@ def state_tensors(layer: LinearAttentionLayer) -> tuple[torch.Tensor | None, tor
     return layer.conv_states[0], layer.recurrent_states[0]
 
 
+MODEL = "pass model=, which is called for two tokens"
 STATE_PLANES = ("conv", "recurrent")
 KEPT = "models can be cached whose layers keep keys and values of all tokens or of a sliding window, or one state"
 _KEPT: dict[type, tuple[Keeps, ...]] = {

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from gdscache.errors import WeightsNotFoundError
 
@@ -70,16 +71,19 @@ def weights_identity(model: str | os.PathLike[str]) -> str:
     return f"files-2:{hashlib.blake2b(text.encode(), digest_size=32).hexdigest()}"
 
 
-def weights_read(model: str | os.PathLike[str]) -> str:
+def weights_read(model: str | os.PathLike[str], commit: str | None = None) -> str:
     """The identity of the weights that this process has read: `weights_identity`, taken after the reading.
 
     If a file has changed since the process started, the version read is unknown. Then the name is this process's alone,
     and a WARNING says so. Files of the hub's cache may be younger: their names are digests, and the process itself
-    downloads them. Raises `WeightsNotFoundError`.
+    downloads them. A snapshot there is another version than was read, if the process read its configuration at another
+    `commit`: a branch has moved on meanwhile. Raises `WeightsNotFoundError`.
     """
     found = weights_identity(model)  # refuses files that cannot be read
     root, started = Path(model), _started()
     changed = [file for file in ([root] if root.is_file() else _files(root)) if _changed(file, started)]
+    if commit and root.parent.name == "snapshots" and root.name != commit:
+        changed.append(root)
     if not changed:
         return found
     _log.warning(
@@ -91,9 +95,9 @@ def weights_read(model: str | os.PathLike[str]) -> str:
 
 
 def weights_served(
-    engine: str, load_format: str, elsewhere: Mapping[str, object], directory: Callable[[], Path]
+    engine: str, load_format: str, elsewhere: Mapping[str, object], source: Callable[[], tuple[Path, str | None]]
 ) -> str:
-    """The identity of an inference engine's weights: `weights_read` of its directory.
+    """The identity of an inference engine's weights: `weights_read` of `source()`, its directory and `commit_of` it.
 
     Engines draw dummy weights from a fixed seed, so the model's configuration identifies them. `elsewhere`: settings by
     which weights come from elsewhere. Raises `WeightsNotFoundError`, also for those.
@@ -106,7 +110,14 @@ def weights_served(
             "not those of the model's files",
             "set model.weights in the configuration to a text that names them",
         )
-    return weights_read(directory())
+    return weights_read(*source())
+
+
+def commit_of(model: Any) -> str | None:
+    """The hub's commit at which an inference engine read a model's configuration; None for other sources. `model`: its
+    `ModelConfig`."""
+    found: str | None = getattr(getattr(model, "hf_config", None), "_commit_hash", None)
+    return found
 
 
 def _changed(file: Path, since: float) -> bool:

@@ -70,3 +70,55 @@ print("kept" if torch.equal(cache, loaded) else "lost", "by scales of", tuple(im
 def test_its_first_forward_pass_keeps_the_scales_of_loaded_blocks() -> None:
     """By the class that writes ones over them in that pass otherwise; a GPU would run the pass."""
     assert parts.told("-c", SCALES, VLLM_LOGGING_LEVEL="ERROR").endswith("kept by scales of (4, 16, 2)\n")
+
+
+CALLS = """
+import types
+from collections import Counter
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.sched.scheduler import Scheduler
+from gdscache.integrations.vllm.connector import GdsCacheConnector
+from gdscache.integrations.vllm.groups import KeptStates
+
+connector = GdsCacheConnector.__new__(GdsCacheConnector)
+connector._engine_id, connector._states, connector._closing = "e", KeptStates(), types.SimpleNamespace(close=int)
+table = types.SimpleNamespace(stale=False)
+table.leave_alone = lambda stale: setattr(table, "stale", stale)
+connector._table, connector._session = table, types.SimpleNamespace(weights_changed=int)
+for caching in (True, False):
+    pool = BlockPool(8, caching, 2)
+    connector.bind_gpu_block_pool(pool)
+    scheduler = types.SimpleNamespace(kv_cache_manager=pool, connector=connector, log_stats=False)
+    scheduler.aux_output_connector, table.stale = None, False
+    scheduler.reset_connector_cache = lambda: Scheduler.reset_connector_cache(scheduler)
+    used, told = pool.get_new_blocks(1), []
+    connector._weights_written("reload_weights")
+    for blocks in ([], used):
+        pool.free_blocks(blocks)
+        told.append((Scheduler.reset_prefix_cache(scheduler, False, True), table.stale))
+    print(told)
+connector._counts, connector._separate, connector._rank, connector._session = Counter(), True, 0, None
+connector._role, connector._figures, connector._quiet = KVConnectorRole.WORKER, {}, 0
+reports = []
+for step in range(600):
+    with connector._timed("worker_seconds"):
+        pass
+    reports.append(connector.get_kv_connector_stats())
+print([(step, list(one.data)) for step, one in enumerate(reports) if one is not None])
+connector._session = object()
+ids = [None, types.SimpleNamespace(engine_id="e"), types.SimpleNamespace(engine_id="f")]
+executors = [types.SimpleNamespace(vllm_config=types.SimpleNamespace(kv_transfer_config=one)) for one in ids]
+print([connector._is_mine(one) for one in executors])
+"""
+
+
+def test_the_connector_answers_vllms_calls() -> None:
+    """A reset that failed, since requests hold blocks, leaves KV of the old weights in vLLM's own prefix cache, if it
+    has one. A rank tells its time every 256 steps. Workers of an LLM without a connector are not this connector's."""
+    assert parts.told("-c", CALLS, VLLM_LOGGING_LEVEL="ERROR").splitlines()[-4:] == [
+        "[(False, True), (True, False)]",
+        "[(False, False), (True, False)]",
+        "[(255, ['worker_seconds']), (511, ['worker_seconds'])]",
+        "[False, True, False]",
+    ]

@@ -28,7 +28,7 @@ from gdscache.integrations.settings import config_named, content_of, contents_of
 from gdscache.integrations.sglang.loads import LOOKED_S
 from gdscache.integrations.sglang.planes import PoolPlanes
 from gdscache.integrations.sglang.ranks import ALONE, RankPlace
-from gdscache.integrations.weights import model_directory, weights_served
+from gdscache.integrations.weights import commit_of, model_directory, weights_served
 
 # Methods of SGLang's `WeightUpdater` that write weights. Calls between a begin and an end flush SGLang's cache if they
 # are asked to; the end does not.
@@ -151,7 +151,7 @@ def configuration(
     weights."""
     planes = dataclasses.replace(planes, described={**planes.described, **place.described()})
     described = model_of(server, model, planes, version)
-    found = engine_configuration(config, described, lambda: weights_of(server), source, events=events)
+    found = engine_configuration(config, described, lambda: weights_of(server, commit_of(model)), source, events=events)
     if cpu and found.cpu is None:
         raise ConfigError(
             f"{source} has no section `cpu`: loads begin from pages that were checked in the CPU tier",
@@ -176,14 +176,14 @@ def model_of(server: Any, model: Any, planes: PoolPlanes, version: str) -> dict[
     return {"name": str(server.model_path), **planes.model(), "salt": salt}
 
 
-def weights_of(server: Any) -> str:
+def weights_of(server: Any, commit: str | None = None) -> str:
     """See `weights_served`."""
     load_format = str(getattr(server.load_format, "value", server.load_format))
     elsewhere = {"load_format": load_format} if load_format in _ELSEWHERE else {}
     elsewhere |= {
         name: value for name in _OTHER_WEIGHTS if (value := getattr(server, name, None)) not in (None, "", "off")
     }
-    return weights_served("SGLang", load_format, elsewhere, lambda: directory_of(server))
+    return weights_served("SGLang", load_format, elsewhere, lambda: (directory_of(server), commit))
 
 
 _BY_POSITION = ("default", "linear", "llama3", "yarn", "deepseek_yarn", "proportional", "mrope")

@@ -118,6 +118,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._engine_id: str = vllm_config.kv_transfer_config.engine_id
         self._grouped = bool(groups_of(kv_cache_config))
         self._counts: Counter[str] = Counter()
+        self._quiet = 0  # steps since the last report
         self._figures = {"": Differences(FIGURES_S, time.monotonic)}  # by group of layers
         self._separate = setup.separate(vllm_config.parallel_config)
         self._session: VllmSession | None = None
@@ -276,31 +277,34 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.request_finished_all_groups(request, (block_ids,))
 
     def reset_cache(self) -> bool:
-        """Drop every page of this model; vLLM calls it when its weights have changed.
+        """Drop every page of this model; vLLM calls it when its weights have changed. Returns whether vLLM's own cache
+        is empty: it is not where requests hold blocks of it.
 
         Running requests have KV of the old weights, so nothing of them is stored.
         """
-        self._drop_all(stale=False)
-        return True
+        empty = self._states.vllm_is_empty
+        self._drop_all("reset_prefix_cache, which failed", stale=not empty)
+        return empty
 
     def _weights_written(self, method: str, *call: Any) -> None:
         """Called before and after a method that writes weights. vLLM's own cache has pages of the old weights until its
         reset."""
-        if not self._table.stale:
+        self._drop_all(method, stale=True)
+
+    def _drop_all(self, cause: str, *, stale: bool) -> None:
+        if stale and not self._table.stale:
             _log.warning(
                 "%s: nothing is loaded or stored until reset_prefix_cache(reset_connector=True), since vLLM's own "
                 "prefix cache has pages of the old weights",
-                method,
+                cause,
             )
-        self._drop_all(stale=True)
-
-    def _drop_all(self, *, stale: bool) -> None:
         self._table.leave_alone(stale=stale)
         in_turn(self._joined.weights_changed, *(() if self._events is None else (self._events.forget_all,)))
 
     def _is_mine(self, executor: Any) -> bool:
         """Whether an executor's workers are this connector's ranks."""
-        return self._session is not None and executor.vllm_config.kv_transfer_config.engine_id == self._engine_id
+        transfer = executor.vllm_config.kv_transfer_config  # None: of another LLM, without a connector
+        return self._session is not None and transfer is not None and transfer.engine_id == self._engine_id
 
     def _workers_end(self, executor: Any) -> None:
         """Store computed pages while the workers live; not after a worker's death, which vLLM must report."""
@@ -403,8 +407,10 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self.role is not KVConnectorRole.SCHEDULER and self._separate and self._rank:
             return None
         counts, told, news = self._counts, self._counts.keys() - _QUIET, self._news()
-        if news is None and not any(counts[name] for name in told) and counts["steps"] < _QUIET_STEPS:
+        self._quiet += 1
+        if news is None and not any(counts[name] for name in told) and self._quiet < _QUIET_STEPS:
             return None
+        self._quiet = 0
         data: dict[str, Any] = {name: value for name, value in counts.items() if value}
         if news is not None:
             data[ENGINE] = news

@@ -55,6 +55,12 @@ class KeptStates:
         """`pool`: vLLM's `BlockPool`, which counts the owners of its blocks."""
         self._pool = pool
 
+    @property
+    def vllm_is_empty(self) -> bool:
+        """Whether vLLM's own prefix cache can have nothing of before; asked behind its reset, which fails where blocks
+        are in use."""
+        return not self._pool.enable_caching or self._pool.get_usage() == 0
+
     def keep(self, request_id: str, block: int) -> None:
         self._pool.touch([self._pool.blocks[block]])
         self._of.setdefault(request_id, []).append(self._pool.blocks[block])

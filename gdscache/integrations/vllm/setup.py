@@ -32,7 +32,7 @@ from gdscache.integrations.ropes import rope_limit, ropes
 from gdscache.integrations.settings import config_named, content_of, contents_of, switches_of
 from gdscache.integrations.vllm.cache_groups import groups_of, kinds_of, layers_of, refuse_groups
 from gdscache.integrations.vllm.planes import VllmPlanes
-from gdscache.integrations.weights import model_directory, weights_served
+from gdscache.integrations.weights import commit_of, model_directory, weights_served
 
 _DIGEST = re.compile(r"[0-9a-f]{64}|[0-9a-f]{128}")  # of vLLM's hashers: blake3, SHA-256, SHA-512
 _LONGEST = 3600  # seconds, of an option's time
@@ -284,13 +284,14 @@ def weights_of(vllm: Any) -> str:
     """See `weights_served`."""
     load_format = str(vllm.load_config.load_format)
 
-    def directory() -> Path:
+    def source() -> tuple[Path, str | None]:
         model = vllm.model_config
-        name = getattr(model, "model_weights", None) or model.model
-        return model_directory(str(name), model.revision, vllm.load_config.download_dir)
+        other = getattr(model, "model_weights", None)
+        found = model_directory(str(other or model.model), model.revision, vllm.load_config.download_dir)
+        return found, None if other or getattr(model, "hf_config_path", None) else commit_of(model)
 
     elsewhere = {} if load_format in _FROM_FILES else {"load_format": load_format}
-    return weights_served("vLLM", load_format, elsewhere, directory)
+    return weights_served("vLLM", load_format, elsewhere, source)
 
 
 def _quantisation(config: Any) -> object:

@@ -201,6 +201,22 @@ def test_a_module_that_nobody_looks_at_computes_nothing_into_the_cache(
     assert cached(engine, model.model, ids[0]) == 40
 
 
+@pytest.mark.parametrize("kept", [0, 25])
+def test_behind_a_reset_or_a_crop_another_module_computes_nothing_into_the_cache(
+    model: PreTrainedModel, engine: CacheEngine, kept: int
+) -> None:
+    ids, other = tokens(), tokens(seed=3)
+    with PrefixCache(engine, model).open(ids) as cache:
+        model(ids, past_key_values=cache)
+        cache.crop(kept - PROMPT) if kept else cache.reset()
+        with pytest.raises(UnsupportedRequestError, match="another module"):
+            model.model(other[:, kept:], past_key_values=cache)
+        model(ids[:, kept:], past_key_values=cache)
+        cache.commit(ids)
+    engine.drain(20)
+    assert cached(engine, model, ids[0]) == 40
+
+
 def test_ids_other_than_those_computed_are_not_committed(model: PreTrainedModel, engine: CacheEngine) -> None:
     ids, other = tokens(), tokens(seed=3)
     with PrefixCache(engine, model).open(ids) as cache:
@@ -340,6 +356,39 @@ def test_a_model_of_images_is_served_for_text_and_refused_by_name_with_an_image(
         for found in (0, 40):
             got = serve(engine, llava, text)
             assert (got["found"], torch.equal(got["tokens"], expected)) == (found, True)
+
+
+@pytest.mark.parametrize("deltas", [None, [[-12]], [[-40]], [[0], [0]]], ids=["none", "-12", "-40", "two rows"])
+@pytest.mark.parametrize("by_hand", [True, False], ids=["by hand", "generate"])
+def test_text_is_served_where_a_request_with_images_has_shifted_the_models_positions(
+    tmp_path: Path, deltas: list[list[int]] | None, by_hand: bool
+) -> None:
+    """Qwen2.5-VL adds the `rope_deltas` of the request before to a call's positions, where a cache has tokens."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    torch.manual_seed(7)
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    text = {**SMALL, "num_key_value_heads": 2, "rope_parameters": rope}
+    qwen = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision)).eval()
+    ids = torch.cat([tokens(), tokens(30, seed=3)], 1)
+    expected, _ = generate(qwen, ids, None)
+    keys = qwen(ids, use_cache=True).past_key_values.layers[-1].keys
+    with CacheEngine.from_config(options(qwen, tmp_path)) as engine:
+        assert serve(engine, qwen, ids[:, :PROMPT])["found"] == 0
+        with PrefixCache(engine, qwen).open(ids) as cache:
+            assert cache.cached_tokens == 40
+            qwen.model.rope_deltas = None if deltas is None else torch.tensor(deltas)
+            if by_hand:
+                qwen(ids[:, 40:], past_key_values=cache)
+            else:
+                assert torch.equal(generate(qwen, ids, cache)[0], expected)
+            torch.testing.assert_close(cache.layers[-1].keys[:, :, : ids.shape[1]], keys, atol=1e-4, rtol=1e-4)
+            cache.commit(ids)
+        with PrefixCache(engine, qwen).open(ids) as cache:
+            qwen.model.rope_deltas = torch.tensor([[-12]])
+            with pytest.raises(UnsupportedRequestError, match="positions other than"):
+                qwen(ids[:, 72:], past_key_values=cache, position_ids=torch.arange(71, 74)[None])
 
 
 # -- model_section -----------------------------------------------------------------------------------------------------

@@ -636,6 +636,36 @@ def test_an_engine_that_keeps_other_tokens_is_refused(gemma: PreTrainedModel, tm
         PrefixCache(engine, gemma)
 
 
+class Wrapper(torch.nn.Module):
+    """As PEFT's: it hands arguments on by their names."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.base, self.config, self.device, self.dtype = model, model.config, model.device, model.dtype
+
+    def forward(self, input_ids: torch.Tensor | None = None, **others: Any) -> Any:
+        return self.base(input_ids=input_ids, **others)
+
+
+def test_a_wrapper_of_a_model_with_states_hands_positions_on(
+    models: Callable[[str], PreTrainedModel], tmp_path: Path
+) -> None:
+    wrapped: Any = Wrapper(models("bamba"))
+    ids = torch.cat([tokens(), tokens(30, seed=3)], 1)
+    keys = wrapped.base(ids, use_cache=True).past_key_values.layers[1].keys
+    with opened(wrapped, tmp_path) as engine, torch.no_grad():
+        for end, found in ((PROMPT, 0), (ids.shape[1], 40)):
+            with PrefixCache(engine, wrapped).open(ids[:, :end]) as cache:
+                assert cache.cached_tokens == found
+                wrapped(ids[:, found:end], past_key_values=cache)
+                torch.testing.assert_close(cache.layers[1].keys, keys[:, :, :end], atol=1e-4, rtol=1e-4)
+                cache.commit(ids[:, :end])
+            engine.drain(20)
+        wrapped.base = torch.nn.Linear(2, 2)
+        with pytest.raises(GeometryError, match="Wrapper takes no cache"):
+            model_section(wrapped.config, dtype="float32", name="m", model=wrapped)
+
+
 def test_an_engine_of_other_states_is_refused(models: Callable[[str], PreTrainedModel], tmp_path: Path) -> None:
     qwen = models("qwen3_next")
     config = hybrid_options(qwen, tmp_path)

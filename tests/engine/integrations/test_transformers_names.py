@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from gdscache import CacheEngine
@@ -140,6 +141,51 @@ def test_what_an_adapter_computed_that_was_switched_for_one_call_is_not_stored(
         model(other, past_key_values=cache)
         cache.commit(other)
     assert cached(engine, model, other[0]) == 40
+
+
+def test_an_adapter_that_was_switched_for_a_call_of_the_whole_prompt_is_noticed(
+    model: PreTrainedModel, engine: CacheEngine
+) -> None:
+    """Such a call lets the prefix go, and empties the cache."""
+    layer, longer = model.model.layers[0].mlp, torch.cat([tokens(), tokens(30, seed=3)], 1).to(model.device)
+    layer.__dict__.update(_disable_adapters=False, _active_adapter=["a"])
+    serve(engine, model, tokens())
+    with PrefixCache(engine, model).open(longer) as cache, torch.no_grad():
+        assert cache.cached_tokens == 40
+        layer.__dict__.update(_disable_adapters=True)
+        model(longer, past_key_values=cache)
+        layer.__dict__.update(_disable_adapters=False)
+        with pytest.raises(SequenceStateError, match="other weights or adapters"):
+            cache.commit(longer)
+
+
+def test_weights_that_were_swapped_for_one_call_are_noticed(model: PreTrainedModel, engine: CacheEngine) -> None:
+    """As an average of the weights is (EMA): at `commit` they are those of `open` again."""
+    other, swapped = tokens().flip(1).to(model.device), model.model.layers[0].mlp.down_proj.weight
+    kept = swapped.detach().clone()
+    with PrefixCache(engine, model).open(other) as cache, torch.no_grad():
+        swapped.mul_(3)
+        model(other, past_key_values=cache)
+        swapped.copy_(kept)
+        with pytest.raises(SequenceStateError, match="other weights or adapters"):
+            cache.commit(other)
+    assert cached(engine, model, other[0]) == 0
+
+
+def test_old_weights_are_let_go_and_what_takes_their_place_is_noticed(model: PreTrainedModel) -> None:
+    """`model.to` gives each tensor other memory. Weights may come to lie where others lay."""
+    live = LiveModel(model)
+    before, old = live.identity(), [StorageWeakRef(one.untyped_storage()) for one in model.parameters()]
+    for one in model.parameters():
+        one.data = one.data.clone()
+    assert all(one.expired() for one in old)
+    assert live.identity() == before
+    name, moved = "model.layers.0.self_attn.k_proj.weight", model.model.layers[0].self_attn.k_proj.weight
+    first, count = live_model._place(name, moved, live_model.PROBE)
+    moved.data = moved.data.clone()
+    moved.data.view(-1)[(first + count) % moved.numel()] += 1
+    live._stamp = live_model._stamp(model)  # as where its address is that of before
+    assert live.identity() != before
 
 
 def test_a_call_whose_adapters_are_told_by_hooks_is_refused(model: PreTrainedModel, engine: CacheEngine) -> None:

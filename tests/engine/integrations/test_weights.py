@@ -10,11 +10,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from gdscache.errors import WeightsNotFoundError
 from gdscache.integrations import weights
+from gdscache.integrations.sglang import setup as sglang_setup
+from gdscache.integrations.vllm import setup as vllm_setup
 from gdscache.integrations.weights import STRETCH, WHOLE, model_directory, weights_identity, weights_read
 
 NAMES = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
@@ -327,6 +330,33 @@ def test_what_the_process_has_downloaded_is_no_change(tmp_path: Path, monkeypatc
     monkeypatch.setattr(weights, "_started", lambda: time.time() - 60)
     snapshot = cached(tmp_path)
     assert weights_read(snapshot) == weights_identity(snapshot)
+
+
+def test_a_branch_that_moved_on_behind_the_configuration_is_a_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another process has downloaded a newer version, and this one may have read the old or the new weights."""
+    monkeypatch.setattr(weights, "_started", time.time)
+    config = SimpleNamespace(_commit_hash=COMMIT)
+    model = SimpleNamespace(model="org/name", revision=None, hf_config=config, hf_config_path=None)
+    vllm = SimpleNamespace(
+        load_config=SimpleNamespace(load_format="auto", download_dir=str(tmp_path)), model_config=model
+    )
+    server = SimpleNamespace(load_format="auto", model_path="org/name", download_dir=str(tmp_path))
+    files = weights_identity(cached(tmp_path))
+
+    def named() -> list[str]:
+        return [vllm_setup.weights_of(vllm), sglang_setup.weights_of(server, weights.commit_of(model))]
+
+    assert named() == [files] * 2
+    assert not caplog.records
+    cached(tmp_path, OTHER, blobs="d")
+    assert len({*named(), files}) == 3
+    assert f"{OTHER} changed while this process ran" in caplog.text
+    model.hf_config_path = "org/another"
+    assert vllm_setup.weights_of(vllm) == files, "the configuration is of another repository"
+    model.hf_config_path, config._commit_hash = None, OTHER
+    assert named() == [files] * 2
 
 
 def test_a_process_knows_when_it_started() -> None:
