@@ -86,6 +86,7 @@ connector._engine_id, connector._states, connector._closing = "e", KeptStates(),
 table = types.SimpleNamespace(stale=False)
 table.leave_alone = lambda stale: setattr(table, "stale", stale)
 connector._table, connector._session = table, types.SimpleNamespace(weights_changed=int)
+connector._events = None
 for caching in (True, False):
     pool = BlockPool(8, caching, 2)
     connector.bind_gpu_block_pool(pool)
