@@ -84,10 +84,9 @@ class Slab:
 
         Every block is allocated here (mode 0600), so that no later write can find the disk full. A larger file stays as
         it is until `cut`; slots that existed keep their bytes. Files to which no stretch of a small slab falls are
-        empty. Raises
-        `NoSpaceError` before writing if a file system has too little room, `CapacityError` for less than one slot or
-        more than a place can name, `InvalidValueError`, `NotARegularFileError`, `DirectoryNotWritableError`,
-        `IOFailedError`. After an error the files are as before.
+        empty. Raises `NoSpaceError` before writing if a file system has too little room, `CapacityError` for less than
+        one slot or more than a place can name, `InvalidValueError`, `NotARegularFileError`,
+        `DirectoryNotWritableError`, `IOFailedError`. After an error the files are as before.
         """
         if shards < 1 or (shard is not None and not 0 <= shard < shards):
             message = f"shard {shard} of {shards}: there is none"
