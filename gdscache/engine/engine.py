@@ -40,7 +40,7 @@ from gdscache.limits import KEY_BYTES, LIMITS, MAX_SECONDS, EngineLimits
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.load.loader import Loader
 from gdscache.moves.native import NativeExecutor
-from gdscache.pages.hit import Hit, Told
+from gdscache.pages.hit import Hit, Told, refuse_twins
 from gdscache.pages.keys import Page, PageHashes, PageNames, as_tokens, namespace_digest
 from gdscache.pages.layout import PageLayout
 from gdscache.pages.planes import Blocks
@@ -286,8 +286,7 @@ class CacheEngine:
         """
         with self.calls:
             manager = self.manager
-            if len({page.key for page in pages}) < len(pages):
-                raise InvalidValueError("a page is there twice", "name each page once")
+            refuse_twins([page.key for page in pages])
             manager.have_watched()
             tiers = tuple(manager.lookup(pages, 0))
             return Hit(0, len(tiers) * self.layout.page_tokens, tiers, None, tuple(pages[: len(tiers)]))

@@ -450,7 +450,7 @@ class MooncakeTier(DurableTier):
 
     def describe_namespace(self, digest: bytes, description: dict[str, object]) -> None:
         with self.lock:  # a clear goes through them
-            if len(self._namespaces) <= _NAMESPACES:
+            if len(self._namespaces) <= _NAMESPACES:  # with one more than that, `_owe` owes all
                 self._namespaces.setdefault(digest, self._cleared)
 
     def commit_all_deletions(self, namespace: bytes | None = None) -> None:

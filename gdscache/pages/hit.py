@@ -32,6 +32,12 @@ CAUSES = {
 }
 
 
+def refuse_twins(names: Sequence[object]) -> None:
+    """Raises `InvalidValueError` for pages of which one is named twice: a load brings each into one block."""
+    if len({*names}) < len(names):
+        raise InvalidValueError("a page is there twice", "name each page once")
+
+
 class Told(NamedTuple):
     """The knowledge about one page."""
 
@@ -122,7 +128,6 @@ class Hit:
 
     def part(self, numbers: Sequence[int]) -> Hit:
         """Some of its pages, each once, by number, for a load into their blocks. Raises `InvalidValueError`."""
-        if len({*numbers}) < len(numbers):
-            raise InvalidValueError("a page is there twice", "name each page once")
+        refuse_twins(numbers)
         pages, tiers = self.pages, self.tiers
         return dataclasses.replace(self, pages=tuple(pages[i] for i in numbers), tiers=tuple(tiers[i] for i in numbers))

@@ -125,7 +125,7 @@ def plan_tiers(
         )
     machine = _model(ssd_read, ssd_write, link, prefill)
     base = base_of(config, model)
-    if base.get("cpu") is None:  # every pair of sizes has a CPU pool
+    if base.get("cpu") is None:  # every pair of sizes has a CPU pool; this size is only to be large enough
         base["cpu"] = {"capacity": 1 << 50}
 
     from gdscache.commands.replay.plan import Limits, plan

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from gdscache.commands.console import Progress, silent
@@ -172,13 +173,18 @@ class _Search:
     total: int = 1  # runs
     refused: CapacityError | None = None  # of the last pair that is too small for a page of each pool
 
+    @functools.cached_property
+    def admissions(self) -> Collection[str]:
+        """The policies to try: none without a wear limit, or if `sets` has chosen one."""
+        fixed = "admission" in config_of({**self.base, "store": {}}, self.sets).store.model_fields_set
+        return () if fixed or self.limits.written is None else ADMISSIONS
+
     def _candidates(self, cpu: int, ssd: int, text: str) -> list[dict[str, Any]]:
         """A row for a pair of sizes; with a wear limit, one for every admission policy that may be chosen. No row for a
         pair that an engine refuses."""
         if (cpu, ssd) not in self.known:
             self.progress(len(self.known), self.total, text)
-            fixed = "admission" in config_of({**self.base, "store": {}}, self.sets).store.model_fields_set
-            tried = [] if fixed or not ssd or self.limits.written is None else ADMISSIONS
+            tried = self.admissions if ssd else ()
             more = [[f"store.admission={name}"] for name in tried] or [[]]
             self.known[cpu, ssd] = []
             try:
