@@ -60,6 +60,17 @@ def test_prefixes_salts_and_chunks(model: Path, plain: Answers, tmp_path: Path) 
     parts.same(restarted, plain[:1])
 
 
+def test_prompts_of_a_step_that_begin_alike(model: Path, tmp_path: Path) -> None:
+    """The second begins with the blocks that the first fills in the same step. All their pages are stored."""
+    prompts = [{"parts": [["beginning", 128], [end, 64]], "tokens": 2} for end in ("one", "two")]
+    steps = [ask(*prompts, together=True), DRAIN, TELL, RESET, ask(*prompts, together=True)]
+    found = parts.run(tmp_path, model, steps, parts.cache(tmp_path / "ssd")).answers[1:]
+    assert parts.cached(found[0]) == [0, 128]
+    assert found[2]["pages"]["cpu"] == (128 + 2 * 64) // BLOCK
+    assert parts.cached(found[4]) == [whole(prompt) for prompt in prompts]
+    parts.same(found[4], found[0])
+
+
 def test_after_a_restart_without_a_prefix_cache_of_vllm(model: Path, plain: Answers, tmp_path: Path) -> None:
     connector = filled(tmp_path, model)
     steps = [ask(*parts.PROMPTS), ask(*parts.PROMPTS, together=True), METRICS, TELL]

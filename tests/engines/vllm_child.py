@@ -400,7 +400,7 @@ class Run:
             "leases": sum(len(some["leases"]) for some in stats),
             "pages": {name: sum(some["tiers"][name]["pages"] for some in stats) for name in tiers},
             "misses": dict(sum((Counter(some["misses"]) for some in stats), Counter())),
-            "hits": stats[0]["hits"],
+            "hits": stats[0].get("hits", {}),
             "drops": stats[0].get("drops", {}),
             "check": list(self.cache.check().problems),
         }

@@ -119,6 +119,7 @@ def run(
     result = Result(answers, status, log.read_text(), time.monotonic() - start)
     if not fails:
         assert status == 0, result.log[-6000:]
+        assert faults is not None or "background work broke off" not in result.log, result.log[-6000:]
     return result
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import threading
 import time
 from collections import Counter
@@ -271,23 +272,41 @@ def test_blocks_that_a_store_reads_are_waited_for() -> None:
     stores.close()
 
 
+def test_requests_of_a_step_that_share_blocks(worker: Worker) -> None:
+    """vLLM lets a request begin with the blocks that another one fills in the same step: both name their pages."""
+    worker.fill([3, 4, 5, 6, 7, 8], 30)
+    digests = [hashlib.sha256(bytes([page])).digest() for page in range(6)]
+    shared, other = PageHashes(digests[:4]), PageHashes([*digests[:3], *digests[4:]])
+    worker.stores.begin(
+        [StoreOrder("a", shared, 0, (3, 4, 5, 6)), StoreOrder("b", other, 0, (3, 4, 5, 7, 8))], last=True
+    )
+    worker.stores.wait_until_read({3, 4, 5, 6, 7, 8})
+    worker.session.engine.drain(30)
+    assert (worker.session.cached(shared), worker.session.cached(other)) == (4, 5)
+    assert worker.counts["offered_pages"] == 6
+
+
 def test_single_pages_are_handed_over_together() -> None:
     engine, handles = stub_engine()
     stores = Stores([engine], Counter())
-    one = [StoreOrder("a", hashes(1), 0, (7,))]
+    numbers = itertools.count(20)
+
+    def single() -> StoreOrder:
+        return StoreOrder("a", hashes(1), 0, (next(numbers),))
+
     for _ in range(7):
-        stores.begin(one)
+        stores.begin([single()])
     assert handles == []
     stores.begin([])  # the eighth step
     until(lambda: left(handles) == [7], "they are handed over")
-    stores.begin(one * 15)
-    stores.begin(one)
+    stores.begin([single() for _ in range(15)])
+    stores.begin([single()])
     until(lambda: left(handles) == [7, 16], "they are handed over")
-    stores.begin(one)
+    stores.begin([single()])
     stores.begin([StoreOrder("b", hashes(2), 0, (1, 2))])  # of a prefill
     until(lambda: left(handles) == [7, 16, 3], "they are handed over")
-    stores.begin(one, last=True)
-    stores.begin(one)
+    stores.begin([single()], last=True)
+    stores.begin([StoreOrder("a", hashes(1), 0, (7,))])
     stores.wait_until_read({8})
     until(lambda: left(handles) == [7, 16, 3, 1], "they are handed over")
     for handle in handles:
