@@ -64,6 +64,7 @@ def child(folder: Path, orders: dict[str, Any]) -> list[Any]:
         finally:
             subprocess.run(["pkill", "-9", "-g", str(process.pid)], check=False)
     assert status == 0, log.read_text()[-6000:]
+    assert "background work broke off" not in log.read_text(), log.read_text()[-6000:]
     return json.loads(told.read_text()) if told.exists() else []
 
 
