@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from gdscache import arguments
 from gdscache.errors import GdsCacheError, InvalidValueError, IOFailedError, MissingPackageError, TierUnavailableError
+from gdscache.runtime.limited_log import LimitedLog
 from gdscache.runtime.threads import Flag, failure_of, log_failure, start
-from gdscache.sizes import about, parse_size
+from gdscache.sizes import MIB, about, parse_size
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -46,6 +47,11 @@ CODES = {
 }
 _MOST_REPLICAS = 64
 _QUERIES = "rpc_only"
+_PROTOCOLS = (  # that some build of the package moves bytes by
+    *("tcp", "rdma", "efa", "nvlink", "nvlink_intra", "musa", "hip", "barex", "cxl", "ascend", "ub", "ubshmem", "maca"),
+    "sunrise_link",
+)
+_LEAST_SEGMENT = 16 * MIB
 CONNECT_S = 1.0  # seconds that a TCP connection to the master may take
 _ANSWERS = 3  # answers in a row of each client: each has connections of its own to a restarted master
 _LOCAL_BUFFER = 16 << 20  # for unregistered memory, which is not used here
@@ -71,11 +77,22 @@ class MooncakeAddress:
 
     def checked(self) -> Self:
         host, _, port = str(self.master).rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        if not host or not (port.isascii() and port.isdecimal()) or not 0 < int(port) < 1 << 16:
             raise InvalidValueError(f"the mooncake tier's master is {self.master!r}", "give host:port")
         arguments.whole(self.replicas, "the mooncake tier's replicas", 1, _MOST_REPLICAS)
         for key in ("protocol", "devices", "metadata", "hostname", "tenant"):
             arguments.text(getattr(self, key), f"the mooncake tier's {key}")
+        if self.protocol not in _PROTOCOLS:
+            raise InvalidValueError(
+                f"the mooncake tier's protocol is {self.protocol!r}", f"give one of {', '.join(_PROTOCOLS)}"
+            )
+        for key in ("metadata", "hostname"):
+            if not getattr(self, key):
+                raise InvalidValueError(f"the mooncake tier's {key} is empty", "leave it out, or give one")
+        if 0 < self.segment < _LEAST_SEGMENT:
+            raise InvalidValueError(
+                f"the mooncake tier's segment is {about(self.segment)}", f"give 0, or at least {about(_LEAST_SEGMENT)}"
+            )
         return self
 
 
@@ -227,9 +244,9 @@ class MooncakeLink:
     def register(self, place: int, nbytes: int) -> None:
         with self._registering:
             if place not in self._memory:
-                self._memory[place] = nbytes
                 if self._client is not None:
                     _announce(self._client, place, nbytes)
+                self._memory[place] = nbytes
 
     def alive(self) -> bool:
         clients = [client for client in (self._client, self._queries) if client is not None]
@@ -288,6 +305,7 @@ class Lines:
         self._waiting: deque[Callable[[], object]] = deque()
         self._running: list[tuple[str, float]] = []  # kind and begin of each call
         self._probing: threading.Thread | None = None
+        self._said = LimitedLog()
         self._threads = [
             threading.Thread(target=loop, name=f"gdscache-pool-{name}", daemon=True)
             for name, loop in {"asks": self._serve, "watch": self._watch}.items()
@@ -425,7 +443,10 @@ class Lines:
                 return
             self._pool.come_back(self.client)
         except GdsCacheError as error:
-            _log.error("the shared pool %s cannot be used: %s", self._pool.master, error)
+            self._said.say(
+                _log, logging.ERROR, "cannot be used", "the shared pool %s cannot be used: %s", self._pool.master, error
+            )
+            self._said.flush()
             return
         with self.changed:
             if self.state != "ended" and ((left := self._left()) is None or left > 0) and self._pool.paid():
