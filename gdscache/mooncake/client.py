@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import errno
 import importlib
+import json
 import logging
 import socket
 import threading
@@ -23,6 +24,7 @@ from gdscache.errors import GdsCacheError, InvalidValueError, IOFailedError, Mis
 from gdscache.runtime.limited_log import LimitedLog
 from gdscache.runtime.threads import Flag, failure_of, log_failure, start
 from gdscache.sizes import MIB, about, parse_size
+from gdscache.storage.probe import run_child
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -116,22 +118,9 @@ class MooncakeClient:
         self._store: Any = store.MooncakeDistributedStore()
         self._how: Any = store.ReplicateConfig()
         self._how.replica_num = address.replicas
-        code = self._store.setup(
-            local_hostname=address.hostname,
-            metadata_server=address.metadata,
-            global_segment_size=address.segment,
-            local_buffer_size=0 if address.protocol == _QUERIES else _LOCAL_BUFFER,  # it crashes with some
-            protocol=address.protocol,
-            rdma_devices=address.devices,
-            master_server_addr=address.master,
-            tenant_id=address.tenant,
-        )
+        code = self._store.setup(**_setup(address))
         if code:
-            raise TierUnavailableError(
-                f"the Mooncake client cannot be set up with master {address.master}, protocol {address.protocol}: "
-                f"code {code}",
-                "see its output on stderr; docs/scale_out.md has the ports that must be open",
-            )
+            raise _not_set_up(address, f"code {code}")
 
     def exist(self, names: Sequence[str]) -> list[int]:
         """1 if an object exists, 0 if not, else a code. Each 1 keeps it from eviction for some seconds."""
@@ -183,11 +172,49 @@ def load_package() -> ModuleType:
         ) from error
 
 
+def _setup(address: MooncakeAddress) -> dict[str, str | int]:
+    return {
+        "local_hostname": address.hostname,
+        "metadata_server": address.metadata,
+        "global_segment_size": address.segment,
+        "local_buffer_size": 0 if address.protocol == _QUERIES else _LOCAL_BUFFER,  # it crashes with some
+        "protocol": address.protocol,
+        "rdma_devices": address.devices,
+        "master_server_addr": address.master,
+        "tenant_id": address.tenant,
+    }
+
+
+def _not_set_up(address: MooncakeAddress, cause: str) -> TierUnavailableError:
+    return TierUnavailableError(
+        f"the Mooncake client cannot be set up with master {address.master}, protocol {address.protocol}: {cause}",
+        "see its output on stderr; docs/scale_out.md has the ports that must be open",
+    )
+
+
 Connect = Callable[[MooncakeAddress], tuple[MooncakeClient, MooncakeClient]]
+_TRIAL_S = 20.0
+_TRIAL = """
+import json, os, signal, sys
+signal.alarm(int(sys.argv[2]))  # if the parent has ended
+from mooncake.store import MooncakeDistributedStore
+
+store = MooncakeDistributedStore()
+code = store.setup(**json.loads(sys.argv[1])) or min(0, *store.batch_is_exist(["gdscache/trial"]))
+print(f"code {code}", flush=True)
+os._exit(code != 0)  # closing takes seconds
+"""
 
 
 def mooncake(address: MooncakeAddress) -> tuple[MooncakeClient, MooncakeClient]:
-    """A client that moves bytes, and one that only asks: it listens nowhere."""
+    """A client that moves bytes, and one that only asks: it listens nowhere.
+
+    Making a client holds the interpreter's lock, where the master stands still for minutes. So a child tries it first.
+    Raises `TierUnavailableError` if it fails there.
+    """
+    how = json.dumps(_setup(dataclasses.replace(address, segment=0)))
+    if cause := run_child(_TRIAL, [how, str(round(_TRIAL_S))], _TRIAL_S).cause:
+        raise _not_set_up(address, cause)
     asks = dataclasses.replace(address, protocol=_QUERIES, devices="", segment=0)
     return MooncakeClient(address), MooncakeClient(asks)
 
