@@ -213,7 +213,11 @@ def mooncake(address: MooncakeAddress) -> tuple[MooncakeClient, MooncakeClient]:
     Raises `TierUnavailableError` if it fails there.
     """
     how = json.dumps(_setup(dataclasses.replace(address, segment=0)))
-    if cause := run_child(_TRIAL, [how, str(round(_TRIAL_S))], _TRIAL_S).cause:
+    try:
+        cause = run_child(_TRIAL, [how, str(round(_TRIAL_S))], _TRIAL_S).cause
+    except OSError as error:
+        raise _not_set_up(address, f"no child process for a trial: {error}") from error
+    if cause:
         raise _not_set_up(address, cause)
     asks = dataclasses.replace(address, protocol=_QUERIES, devices="", segment=0)
     return MooncakeClient(address), MooncakeClient(asks)

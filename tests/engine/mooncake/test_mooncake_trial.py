@@ -12,6 +12,7 @@ import pytest
 from gdscache.errors import TierUnavailableError
 from gdscache.mooncake import client
 from gdscache.mooncake.client import MooncakeAddress, mooncake
+from tests.support.helpers import raising
 
 PACKAGE = """
 import os, time
@@ -59,6 +60,13 @@ def test_what_fails_in_the_child_is_not_done_here(
     with pytest.raises(TierUnavailableError, match=cause):
         mooncake(MooncakeAddress("h:1", hostname=hostname, tenant=str(made)))
     assert [here for here, _ in clients(made)] == [False]
+
+
+def test_nothing_is_done_here_where_no_child_can_be_made(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "run_child", raising(BlockingIOError("no more processes")))
+    with pytest.raises(TierUnavailableError, match="no more processes"):
+        mooncake(MooncakeAddress("h:1", tenant=str(made)))
+    assert not made.exists()
 
 
 def test_what_works_in_the_child_is_done_here(made: Path) -> None:
