@@ -446,10 +446,11 @@ class Lines:
             # A thread of its own asks, since that may take long: `close` does not wait for it.
             if time.monotonic() >= next_probe and not (self._probing is not None and self._probing.is_alive()):
                 next_probe, pause = time.monotonic() + pause, min(2 * pause, PROBES_S)
-                self._probing = threading.Thread(
+                probing = threading.Thread(
                     target=lambda: log_failure(failure_of(self._probe)), name="gdscache-pool-probe", daemon=True
                 )
-                self._probing.start()
+                probing.start()
+                self._probing = probing  # `close` waits for it, which it may not before the start
             with self.changed:
                 self.changed.wait_for(lambda: self.state in ("ready", "ended"), PROBE_S)
 
@@ -492,11 +493,12 @@ class Lines:
         until = time.monotonic() + self._deadline
         for thread in self._threads:  # the watching one may begin a probe
             thread.join(max(0.0, until - time.monotonic()))
-        threads = [*self._threads, *filter(None, [self._probing])]
-        threads[-1].join(max(0.0, until - time.monotonic()))
+        ended = not any(thread.is_alive() for thread in self._threads)  # then no other probe begins
+        if (probing := self._probing) is not None:
+            probing.join(max(0.0, until - time.monotonic()))
+            ended = ended and not probing.is_alive()
         with self.changed:
-            ended = self.changed.wait_for(lambda: not self._running, max(0.0, until - time.monotonic()))
-        return ended and not any(thread.is_alive() for thread in threads)
+            return self.changed.wait_for(lambda: not self._running, max(0.0, until - time.monotonic())) and ended
 
     def describe(self) -> dict[str, Any]:
         return {

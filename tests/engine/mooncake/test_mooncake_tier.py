@@ -480,6 +480,25 @@ def test_an_engine_closes_while_a_call_hangs(opens: OpenHost, pool: FakePool) ->
     ended(tier)
 
 
+def test_it_closes_while_a_probe_begins(opens: OpenHost, pool: FakePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    begins, before, start = threading.Event(), threading.enumerate(), threading.Thread.start
+
+    def slow(thread: threading.Thread) -> None:
+        if thread.name == "gdscache-pool-probe":
+            begins.set()
+            time.sleep(0.2)
+        start(thread)
+
+    monkeypatch.setattr(pool_tier, "_OPEN_S", 0.05)
+    pool.dead = True
+    tier = tier_of(opens(options={"deadline": 0.05}))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", slow)
+        assert begins.wait(WAIT)
+        tier.close()
+    ended(tier, before)
+
+
 # -- removing --------------------------------------------------------------------------------------------------------
 
 
