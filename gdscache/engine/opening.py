@@ -218,6 +218,8 @@ class Parts:
             _name_groups(self.events, config, below.ssd)
             with self._lock:
                 self.events.watch(manager.tiers.values())
+        if outside := [tier for tier in below.further if not tier.served]:
+            _tell_namespaces(outside, config, layout, [one.ssd for one in both if one.ssd is not None])
         self.bounces = [one.bounce for one in both if one.bounce is not None]
         pages = self.planes.blocks // self.planes.blocks_per_page
         on_gpu = self.planes.device.type == "cuda"
@@ -496,15 +498,30 @@ def _name_groups(events: KVEventHub, config: Config, ssd: SsdTier | None) -> Non
     known = [(group.describe(), GroupFacts.of(n, group)) for n, group in enumerate(config.model.layer_groups())]
     if not known or ssd is None:
         return
-    try:
-        described = ssd.namespaces()
-    except IOFailedError as error:  # events do without
-        _log.warning("%s: events of pages that are there do not say their group: %s", ssd.path, error)
-        return
-    for digest, fields in described.items():
+    for digest, fields in _described(ssd, "events of pages that are there do not say their group").items():
         for group, facts in known:
             if isinstance(fields, dict) and fields.get("group") == group:
                 events.name(digest, facts)
+
+
+def _tell_namespaces(tiers: Sequence[DurableTier], config: Config, layout: PageLayout, ssds: Sequence[SsdTier]) -> None:
+    """Tell tiers whose pages outlive this engine which namespaces it may find pages of there, for its clears."""
+    own = [config.model.namespace_fields(shards=layout.shards, group=g) for g in config.model.layer_groups() or (None,)]
+    known = {namespace_digest(fields): fields for fields in own}
+    for ssd in ssds:
+        known |= _described(ssd, "a clear leaves pages of earlier processes' salts in a shared pool")
+    for tier in tiers:
+        for digest, fields in known.items():
+            tier.describe_namespace(digest, fields)
+
+
+def _described(ssd: SsdTier, lack: str) -> dict[bytes, dict[str, object]]:
+    """The namespaces of the SSD's pages. `lack`: what is missing without them."""
+    try:
+        return ssd.namespaces()
+    except IOFailedError as error:
+        _log.warning("%s: %s: %s", ssd.path, lack, error)
+        return {}
 
 
 def _about(config: Config, layout: PageLayout, device: torch.device) -> dict[str, str]:

@@ -108,7 +108,8 @@ def _late(stats: Stats) -> Values:
 def _switched_off(stats: Stats) -> Values:
     found = _quarantine(stats)
     off = (*found.get("switched_off_by_errors", ()), *found.get("switched_off_alone", ()))
-    files = [tier for tier, about in stats["tiers"].items() if about.get("kind") == "files"]
+    files = {tier: about for tier, about in stats["tiers"].items() if about.get("kind") == "files"}
+    off = (*off, *(tier for tier, about in files.items() if about.get("state", "ready") != "ready"))
     return {(tier,): int(found["switched_off"] or tier in off) for tier in files} if found else {}
 
 
@@ -278,7 +279,8 @@ FAMILIES = (
     # Trouble
     _gauge(
         "tier_switched_off",
-        "1 while nothing is read from a tier of files, nor written: its I/O hangs or fails, or its directory was lost.",
+        "1 while nothing is read from a tier of files, nor written: its I/O hangs or fails, its directory was lost, or "
+        "the pool does not answer.",
         _switched_off,
         labels=("tier",),
     ),

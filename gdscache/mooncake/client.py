@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import errno
 import importlib
+import json
 import logging
 import socket
 import threading
@@ -20,8 +21,10 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from gdscache import arguments
 from gdscache.errors import GdsCacheError, InvalidValueError, IOFailedError, MissingPackageError, TierUnavailableError
+from gdscache.runtime.limited_log import LimitedLog
 from gdscache.runtime.threads import Flag, failure_of, log_failure, start
-from gdscache.sizes import about, parse_size
+from gdscache.sizes import MIB, about, parse_size
+from gdscache.storage.probe import run_child
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -46,6 +49,11 @@ CODES = {
 }
 _MOST_REPLICAS = 64
 _QUERIES = "rpc_only"
+_PROTOCOLS = (  # that some build of the package moves bytes by
+    *("tcp", "rdma", "efa", "nvlink", "nvlink_intra", "musa", "hip", "barex", "cxl", "ascend", "ub", "ubshmem", "maca"),
+    "sunrise_link",
+)
+_LEAST_SEGMENT = 16 * MIB
 CONNECT_S = 1.0  # seconds that a TCP connection to the master may take
 _ANSWERS = 3  # answers in a row of each client: each has connections of its own to a restarted master
 _LOCAL_BUFFER = 16 << 20  # for unregistered memory, which is not used here
@@ -71,11 +79,22 @@ class MooncakeAddress:
 
     def checked(self) -> Self:
         host, _, port = str(self.master).rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        if not host or not (port.isascii() and port.isdecimal()) or not 0 < int(port) < 1 << 16:
             raise InvalidValueError(f"the mooncake tier's master is {self.master!r}", "give host:port")
         arguments.whole(self.replicas, "the mooncake tier's replicas", 1, _MOST_REPLICAS)
         for key in ("protocol", "devices", "metadata", "hostname", "tenant"):
             arguments.text(getattr(self, key), f"the mooncake tier's {key}")
+        if self.protocol not in _PROTOCOLS:
+            raise InvalidValueError(
+                f"the mooncake tier's protocol is {self.protocol!r}", f"give one of {', '.join(_PROTOCOLS)}"
+            )
+        for key in ("metadata", "hostname"):
+            if not getattr(self, key):
+                raise InvalidValueError(f"the mooncake tier's {key} is empty", "leave it out, or give one")
+        if 0 < self.segment < _LEAST_SEGMENT:
+            raise InvalidValueError(
+                f"the mooncake tier's segment is {about(self.segment)}", f"give 0, or at least {about(_LEAST_SEGMENT)}"
+            )
         return self
 
 
@@ -99,22 +118,9 @@ class MooncakeClient:
         self._store: Any = store.MooncakeDistributedStore()
         self._how: Any = store.ReplicateConfig()
         self._how.replica_num = address.replicas
-        code = self._store.setup(
-            local_hostname=address.hostname,
-            metadata_server=address.metadata,
-            global_segment_size=address.segment,
-            local_buffer_size=0 if address.protocol == _QUERIES else _LOCAL_BUFFER,  # it crashes with some
-            protocol=address.protocol,
-            rdma_devices=address.devices,
-            master_server_addr=address.master,
-            tenant_id=address.tenant,
-        )
+        code = self._store.setup(**_setup(address))
         if code:
-            raise TierUnavailableError(
-                f"the Mooncake client cannot be set up with master {address.master}, protocol {address.protocol}: "
-                f"code {code}",
-                "see its output on stderr; docs/scale_out.md has the ports that must be open",
-            )
+            raise _not_set_up(address, f"code {code}")
 
     def exist(self, names: Sequence[str]) -> list[int]:
         """1 if an object exists, 0 if not, else a code. Each 1 keeps it from eviction for some seconds."""
@@ -166,11 +172,53 @@ def load_package() -> ModuleType:
         ) from error
 
 
+def _setup(address: MooncakeAddress) -> dict[str, str | int]:
+    return {
+        "local_hostname": address.hostname,
+        "metadata_server": address.metadata,
+        "global_segment_size": address.segment,
+        "local_buffer_size": 0 if address.protocol == _QUERIES else _LOCAL_BUFFER,  # it crashes with some
+        "protocol": address.protocol,
+        "rdma_devices": address.devices,
+        "master_server_addr": address.master,
+        "tenant_id": address.tenant,
+    }
+
+
+def _not_set_up(address: MooncakeAddress, cause: str) -> TierUnavailableError:
+    return TierUnavailableError(
+        f"the Mooncake client cannot be set up with master {address.master}, protocol {address.protocol}: {cause}",
+        "see its output on stderr; docs/scale_out.md has the ports that must be open",
+    )
+
+
 Connect = Callable[[MooncakeAddress], tuple[MooncakeClient, MooncakeClient]]
+_TRIAL_S = 20.0
+_TRIAL = """
+import json, os, signal, sys
+signal.alarm(int(sys.argv[2]))  # if the parent has ended
+from mooncake.store import MooncakeDistributedStore
+
+store = MooncakeDistributedStore()
+code = store.setup(**json.loads(sys.argv[1])) or min(0, *store.batch_is_exist(["gdscache/trial"]))
+print(f"code {code}", flush=True)
+os._exit(code != 0)  # closing takes seconds
+"""
 
 
 def mooncake(address: MooncakeAddress) -> tuple[MooncakeClient, MooncakeClient]:
-    """A client that moves bytes, and one that only asks: it listens nowhere."""
+    """A client that moves bytes, and one that only asks: it listens nowhere.
+
+    Making a client holds the interpreter's lock, where the master stands still for minutes. So a child tries it first.
+    Raises `TierUnavailableError` if it fails there.
+    """
+    how = json.dumps(_setup(dataclasses.replace(address, segment=0)))
+    try:
+        cause = run_child(_TRIAL, [how, str(round(_TRIAL_S))], _TRIAL_S).cause
+    except OSError as error:
+        raise _not_set_up(address, f"no child process for a trial: {error}") from error
+    if cause:
+        raise _not_set_up(address, cause)
     asks = dataclasses.replace(address, protocol=_QUERIES, devices="", segment=0)
     return MooncakeClient(address), MooncakeClient(asks)
 
@@ -227,9 +275,9 @@ class MooncakeLink:
     def register(self, place: int, nbytes: int) -> None:
         with self._registering:
             if place not in self._memory:
-                self._memory[place] = nbytes
                 if self._client is not None:
                     _announce(self._client, place, nbytes)
+                self._memory[place] = nbytes
 
     def alive(self) -> bool:
         clients = [client for client in (self._client, self._queries) if client is not None]
@@ -288,6 +336,7 @@ class Lines:
         self._waiting: deque[Callable[[], object]] = deque()
         self._running: list[tuple[str, float]] = []  # kind and begin of each call
         self._probing: threading.Thread | None = None
+        self._said = LimitedLog()
         self._threads = [
             threading.Thread(target=loop, name=f"gdscache-pool-{name}", daemon=True)
             for name, loop in {"asks": self._serve, "watch": self._watch}.items()
@@ -397,10 +446,11 @@ class Lines:
             # A thread of its own asks, since that may take long: `close` does not wait for it.
             if time.monotonic() >= next_probe and not (self._probing is not None and self._probing.is_alive()):
                 next_probe, pause = time.monotonic() + pause, min(2 * pause, PROBES_S)
-                self._probing = threading.Thread(
+                probing = threading.Thread(
                     target=lambda: log_failure(failure_of(self._probe)), name="gdscache-pool-probe", daemon=True
                 )
-                self._probing.start()
+                probing.start()
+                self._probing = probing  # `close` waits for it, which it may not before the start
             with self.changed:
                 self.changed.wait_for(lambda: self.state in ("ready", "ended"), PROBE_S)
 
@@ -425,7 +475,10 @@ class Lines:
                 return
             self._pool.come_back(self.client)
         except GdsCacheError as error:
-            _log.error("the shared pool %s cannot be used: %s", self._pool.master, error)
+            self._said.say(
+                _log, logging.ERROR, "cannot be used", "the shared pool %s cannot be used: %s", self._pool.master, error
+            )
+            self._said.flush()
             return
         with self.changed:
             if self.state != "ended" and ((left := self._left()) is None or left > 0) and self._pool.paid():
@@ -440,11 +493,12 @@ class Lines:
         until = time.monotonic() + self._deadline
         for thread in self._threads:  # the watching one may begin a probe
             thread.join(max(0.0, until - time.monotonic()))
-        threads = [*self._threads, *filter(None, [self._probing])]
-        threads[-1].join(max(0.0, until - time.monotonic()))
+        ended = not any(thread.is_alive() for thread in self._threads)  # then no other probe begins
+        if (probing := self._probing) is not None:
+            probing.join(max(0.0, until - time.monotonic()))
+            ended = ended and not probing.is_alive()
         with self.changed:
-            ended = self.changed.wait_for(lambda: not self._running, max(0.0, until - time.monotonic()))
-        return ended and not any(thread.is_alive() for thread in threads)
+            return self.changed.wait_for(lambda: not self._running, max(0.0, until - time.monotonic())) and ended
 
     def describe(self) -> dict[str, Any]:
         return {

@@ -7,6 +7,7 @@ pages (`served`): a prefetch asks for them once (`ask`), and brings them to the 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import logging
@@ -53,6 +54,7 @@ from gdscache.pages.layout import PageLayout
 from gdscache.runtime.threads import log_failure
 from gdscache.storage.base import Descriptors, Memory, Transport, address_of
 from gdscache.tiers.base import NO_RETENTIONS, DurableTier
+from gdscache.tiers.clear import PAUSE_S, PIECE
 
 if TYPE_CHECKING:
     import torch
@@ -338,8 +340,12 @@ class MooncakeTier(DurableTier):
             address.checked(), self.connection(), f"{PREFIX}/probe", self._come_back, lambda: not self._owed
         )
         self._lines = Lines(self._link, deadline=deadline, most=SIDE_BY_SIDE)
-        self.io = MooncakeFiles(layout, self.index.slots, self._lines, self._name_of, self._written)
-        self._link.register(*self.io.buffer)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._leave)
+            self.io = MooncakeFiles(layout, self.index.slots, self._lines, self._name_of, self._written)
+            undo.callback(self.close)
+            self._link.register(*self.io.buffer)
+            undo.pop_all()
         changed = self._lines.changed
         with changed:
             ready = changed.wait_for(lambda: self._lines.ready, _OPEN_S)
@@ -361,8 +367,11 @@ class MooncakeTier(DurableTier):
     def _come_back(self, client: MooncakeClient) -> None:
         """The pool answers (again), and may have lost everything: forget its pages, and do the removals that are still
         owed."""
-        with self.lock:
-            self.index.evict(len(self.index))
+        evicted = PIECE
+        while evicted == PIECE:
+            with self.lock:
+                evicted = self.index.evict(PIECE)
+            time.sleep(PAUSE_S)
         self._pay(client)
 
     # -- asking ------------------------------------------------------------------------------------------------------
@@ -507,13 +516,17 @@ class MooncakeTier(DurableTier):
     def close(self) -> None:
         """Drop queued calls, and leave the pool with our segment. A call that hangs keeps the memory that it may
         touch."""
+        if self._leave():
+            self.io.close()
+
+    def _leave(self) -> bool:
         if not self._lines.close():
             _log.error("closed while a call to the shared pool %s hangs: its memory is kept", self._link.master)
-            return
+            return False
         client, self._lines.client = self._lines.client, None
         if client is not None:
             self._link.leave(client)
-        self.io.close()
+        return True
 
 
 def _directory(namespace: bytes) -> str:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gdscache.index.retention import Retention
+from gdscache.index.retention import DEFAULT, Retention
 from gdscache.index.table import Entry, PageState
 from gdscache.limits import BATCH_PAGES, LEAST_BATCH
 from gdscache.moves import PLANES
@@ -180,13 +180,15 @@ class StorePlanner:
         return (landing.index.dirty_pages if self._policy == "write_back" else len(self.keys)) > self._most_held
 
     def _offer(
-        self, pages: Sequence[Page], *, behind: bool
+        self, pages: Sequence[Page], retention: Retention, *, behind: bool
     ) -> tuple[dict[tuple[Outlet, ...], list[int]], dict[int, str]]:
         """Offer pages to the tiers that lack them. Returns the accepted pages' places by their outlets, and by place
         the first refusal's cause."""
         takes: list[tuple[Outlet, ...]] = [()] * len(pages)
         causes: dict[int, str] = {}
         for outlet in self.outlets if self._policy != "never" else ():
+            if retention.expires is not None and not outlet.tier.served:
+                continue  # others find its pages, and know no end
             lacking = outlet.lacking(pages, self._epoch)
             offered = pages if len(lacking) == len(pages) else [pages[i] for i in lacking]
             for i, cause in zip(lacking, outlet.offer(offered, open=not behind), strict=True):
@@ -261,7 +263,7 @@ class StorePlanner:
         pages = job.pages[places.start : places.stop]
         ways: dict[tuple[Outlet, ...], list[int]] = {}
         if self._policy == "write_through":
-            ways, _ = self._offer(pages, behind=self.behind)
+            ways, _ = self._offer(pages, job.retention, behind=self.behind)
         else:
             ways[()] = [*range(len(pages))]
         for to, some in ways.items():
@@ -284,7 +286,7 @@ class StorePlanner:
             if entry is not None and entry.state is PageState.VERIFIED:
                 entries[i] = entry
         some = list(entries)
-        ways, _ = self._offer([job.pages[i] for i in some], behind=self.behind)
+        ways, _ = self._offer([job.pages[i] for i in some], job.retention, behind=self.behind)
         for to, chosen in ways.items():
             if to:
                 going = [some[n] for n in chosen]
@@ -312,7 +314,7 @@ class StorePlanner:
                     return at
                 most = 1
             places = range(at, min(stop, at + most))
-            ways, causes = self._offer([job.pages[i] for i in places], behind=False)
+            ways, causes = self._offer([job.pages[i] for i in places], job.retention, behind=False)
             for to, some in ways.items():
                 if to:
                     taken = bounced[len(bounced) - len(some) :]
@@ -334,7 +336,7 @@ class StorePlanner:
 
     def turn_away(self, job: StoreJob, i: int) -> None:
         """No bounce slot is free for page `i`, and the SSD is behind: drop it."""
-        _, causes = self._offer((job.pages[i],), behind=True)
+        _, causes = self._offer((job.pages[i],), job.retention, behind=True)
         self.finish_pages(job, (i,), causes.get(0, ""))
 
     def _copied(
@@ -529,7 +531,7 @@ class StorePlanner:
         if index.dirty_pages <= self._most_held or surplus <= 0:
             return
         pages = list(reversed(index.coldest_dirty(surplus, self.keys)))[:surplus]
-        self._offer(pages, behind=True)
+        self._offer(pages, DEFAULT, behind=True)
         for entry in filter(None, (index.find(page.key) for page in pages)):
             index.mark_clean(entry)
 
@@ -554,7 +556,7 @@ class StorePlanner:
                     if not some:
                         return parcels
                 entries = entries[len(some) :]
-                ways, _ = self._offer([entry.page for entry in some], behind=behind)
+                ways, _ = self._offer([entry.page for entry in some], retention, behind=behind)
                 for to, places in ways.items():
                     leaving = [some[n] for n in places]
                     if not to:

@@ -171,6 +171,11 @@ class TierWriter:
         try:
             reserved = self._tier.reserve(pages, self._retentions(batch.parts))
             batch.held = {entry.key: entry for entry in reserved}
+            if pages and not (reserved or self._tier.served or self._tier.asks(pages)):
+                cause = "switched_off"
+            if quarantine.failed_reads.watching:
+                with self._manager.lock:
+                    quarantine.failed_reads.forget(self._tier.name, batch.held)
         except StorageError as error:
             self._say("takes no pages", error, sum(len(rows) for _, rows in batch.parts))
             cause = self._refused(error)

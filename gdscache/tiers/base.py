@@ -46,8 +46,9 @@ class Tier(abc.ABC):
     """One level of the cache: an index and the bytes of its slots.
 
     `kind` says how the bytes are reached: by kernels of the model (`planes`), by copies (`memory`) or by I/O (`files`).
-    `served`: lookups and loads see the tier's pages; otherwise only a prefetch brings them, after `ask`. `plain`: its
-    extents are plain where those of the other tiers are packed, and it has the pages that do not fit into these.
+    `served`: lookups and loads see the tier's pages; otherwise only a prefetch brings them, after `ask`, and pages with
+    a time to live are not put there. `plain`: its extents are plain where those of the other tiers are packed, and it
+    has the pages that do not fit into these.
     """
 
     name: str

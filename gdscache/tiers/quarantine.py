@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from gdscache.runtime.limited_log import LimitedLog
 
 if TYPE_CHECKING:
+    from gdscache.index.index import PageIndex
     from gdscache.index.table import Entry
     from gdscache.moves import Moving
     from gdscache.tiers.base import Tier
@@ -42,6 +43,7 @@ _OFF_ABOVE, _ON_BELOW = 4, 8  # off above a quarter of a memory, on again at an 
 class _Errors:
     """Errors of one tier; times in seconds of the clock."""
 
+    index: PageIndex
     pages: dict[bytes, float] = dataclasses.field(default_factory=dict)  # key -> its first failed read
     good: float = -1.0  # the last read that succeeded while `watching`
     since: float | None = None  # the first error of a series,
@@ -73,7 +75,7 @@ class FailedReads:
 
     def failed(self, tier: Tier, entries: Iterable[Entry]) -> None:
         """Reads of these pages failed: drop the ones that are to be given up."""
-        now, errors = self.clock(), self._tiers.setdefault(tier.name, _Errors())
+        now, errors = self.clock(), self._tiers.setdefault(tier.name, _Errors(tier.index))
         self.watching, given_up = True, list[bytes]()
         # a series ends with a read that succeeds, or with a pause of `OFF_S`
         if errors.since is None or (errors.until is None and now - errors.last > OFF_S):
@@ -139,6 +141,12 @@ class FailedReads:
             del self._tiers[tier.name]
             self.watching = bool(self._tiers)
 
+    def forget(self, tier: str, keys: Iterable[bytes]) -> None:
+        """These pages are new on the tier: failed reads were of others."""
+        if (errors := self._tiers.get(tier)) is not None:
+            for key in keys:
+                errors.pages.pop(key, None)
+
     def failing(self, tier: str, key: bytes) -> bool:
         errors = self._tiers.get(tier)
         return errors is not None and key in errors.pages
@@ -148,6 +156,8 @@ class FailedReads:
         return errors is not None and errors.until is not None and self.clock() < errors.until
 
     def describe(self) -> dict[str, Any]:
+        for errors in self._tiers.values():  # pages that went otherwise than by failed reads fail no more
+            errors.pages = {key: first for key, first in errors.pages.items() if key in errors.index}
         return {
             "failing_pages": sum(len(errors.pages) for errors in self._tiers.values()),
             "switched_off_by_errors": [name for name, errors in self._tiers.items() if errors.until is not None],

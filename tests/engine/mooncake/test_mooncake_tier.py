@@ -19,12 +19,15 @@ from gdscache.integrations.fetching import PinningCache
 from gdscache.integrations.sglang.loads import LoadTable
 from gdscache.integrations.sglang.pages import PageLinks
 from gdscache.integrations.vllm.requests import RequestTable
+from gdscache.metrics.table import FAMILIES
 from gdscache.mooncake import client as pool_link
 from gdscache.mooncake import tier as pool_tier
+from gdscache.mooncake.client import MooncakeAddress
 from gdscache.mooncake.tier import PREFIX, SIDE_BY_SIDE, TRAILER_BYTES, MooncakeFiles, MooncakeTier
 from gdscache.moves import PrefetchEnd
 from gdscache.tiers.manager import WATCH_S
-from tests.support.fake_pool import EXTENT, POOLS, FakeClient, FakePool, pool_entry
+from gdscache.tiers.quarantine import AGAIN_S
+from tests.support.fake_pool import EXTENT, POOLS, FakeClient, FakeMooncakeTier, FakePool, pool_entry
 from tests.support.helpers import WAIT, Host, OpenHost, drop_from, make_config, prompt, quiet, settle, until
 
 PAGES = 4
@@ -73,6 +76,11 @@ def state(host: Host) -> dict[str, Any]:
 
 def ready(host: Host) -> None:
     until(lambda: state(host)["state"] == "ready", "the pool is there")
+
+
+def is_off(host: Host) -> bool:
+    family = next(family for family in FAMILIES if family.name == "gdscache_tier_switched_off")
+    return bool(family.read(host.engine.stats())[("mooncake",)])
 
 
 def stored(host: Host, seed: int = 1, pages: int = PAGES, salt: str = "") -> list[int]:
@@ -225,6 +233,24 @@ def test_a_page_that_exists_and_cannot_be_got_is_a_miss(opens: OpenHost, host: H
     assert fetched(other, tokens) == PAGES
 
 
+def test_a_page_is_not_given_up_for_reads_of_the_one_before_it(host: Host, pool: FakePool) -> None:
+    now = [0.0]
+    reads = host.engine.manager.quarantine.failed_reads
+    reads.clock = lambda: now[0]
+    for round_ in range(2):
+        tokens, others = stored(host, 1, 1), stored(host, 2, 1)
+        drop_from(host.engine, "cpu")
+        assert fetched(host, others) == 1
+        now[0] += 1.0
+        pool.lost = {name for name in pool.objects if name.endswith(host.engine.pages(tokens)[0].key.hex())}
+        assert host.engine.prefetch(tokens).result(WAIT).pages == {"io_error": 1}
+        assert (state(host)["quarantine"]["failing_pages"], state(host)["pages"]) == (1, 2), round_
+        host.engine.clear()
+        pool.lost.clear()
+        now[0] += AGAIN_S
+    assert state(host)["quarantine"]["failing_pages"] == 0
+
+
 def test_a_name_that_leads_to_nothing_goes(host: Host, pool: FakePool) -> None:
     tokens = stored(host)
     drop_from(host.engine, "cpu")
@@ -281,6 +307,21 @@ def test_bytes_of_another_computation_are_as_good(opens: OpenHost, pool: FakePoo
 # -- a full pool -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+def test_a_page_with_an_end_does_not_go_where_nothing_would_end_it(
+    opens: OpenHost, pool: FakePool, policy: str
+) -> None:
+    host, other = opens(store={"write_policy": policy}), opens()
+    tokens = prompt(1, PAGES)
+    report = host.keep(tokens, ttl=60.0).result(WAIT)
+    host.engine.flush(WAIT)
+    assert (pool.objects, report.dropped) == ({}, {})
+    assert host.engine.manager.tiers["cpu"].index.dirty_pages == 0
+    if policy == "write_through":
+        stored(host)  # for ever
+        assert fetched(other, tokens) == PAGES
+
+
 def test_a_full_pool_is_tried_again(host: Host, pool: FakePool) -> None:
     stored(host, 1, 6)
     pool.room = 6
@@ -319,6 +360,11 @@ def test_a_dead_master_is_called_once_then_left_alone(host: Host, pool: FakePool
     assert pool.calls["put"] == puts
     assert pool.calls["exist"] == asked
     assert state(host)["opened"] == 1
+    assert {*host.store(prompt(9, 2)).result(WAIT).dropped.values()} == {"switched_off"}
+    assert is_off(host)
+    pool.restart()
+    ready(host)
+    assert not is_off(host)
 
 
 def test_it_comes_back_by_itself(opens: OpenHost, host: Host, pool: FakePool) -> None:
@@ -336,6 +382,21 @@ def test_it_comes_back_by_itself(opens: OpenHost, host: Host, pool: FakePool) ->
     tokens = stored(host, 9)
     assert fetched(other, tokens) == PAGES
     assert len(pool.registered) == 2 * 3  # the clients are the same, and so is what is registered with them
+
+
+def test_other_calls_go_between_the_names_that_it_forgets(
+    opens: OpenHost, pool: FakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_tier, "PIECE", 2)
+    host, pieces = opens(), list[int]()
+    ready(host)
+    stored(host, pages=5)
+    index = tier_of(host).index
+    evict = index.evict
+    monkeypatch.setattr(index, "evict", lambda n: pieces.append(evict(n)) or pieces[-1])
+    tier_of(host)._lines.open("a test says so")
+    ready(host)
+    assert pieces == [2, 2, 1]
 
 
 def test_an_engine_opens_without_a_master_and_finds_it_later(opens: OpenHost, pool: FakePool) -> None:
@@ -419,6 +480,25 @@ def test_an_engine_closes_while_a_call_hangs(opens: OpenHost, pool: FakePool) ->
     ended(tier)
 
 
+def test_it_closes_while_a_probe_begins(opens: OpenHost, pool: FakePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    begins, before, start = threading.Event(), threading.enumerate(), threading.Thread.start
+
+    def slow(thread: threading.Thread) -> None:
+        if thread.name == "gdscache-pool-probe":
+            begins.set()
+            time.sleep(0.2)
+        start(thread)
+
+    monkeypatch.setattr(pool_tier, "_OPEN_S", 0.05)
+    pool.dead = True
+    tier = tier_of(opens(options={"deadline": 0.05}))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", slow)
+        assert begins.wait(WAIT)
+        tier.close()
+    ended(tier, before)
+
+
 # -- removing --------------------------------------------------------------------------------------------------------
 
 
@@ -430,6 +510,20 @@ def test_a_clear_reaches_the_pool(opens: OpenHost, host: Host, pool: FakePool) -
     host.engine.clear()
     assert not pool.objects
     assert host.engine.prefetch(tokens).result(WAIT).pages == {}
+
+
+@pytest.mark.parametrize("ssd", [None, 32])
+def test_a_clear_reaches_what_earlier_processes_put(opens: OpenHost, pool: FakePool, ssd: int | None) -> None:
+    """Of salts, those that the SSD's catalogue names."""
+    before = opens(ssd=ssd)
+    stored(before)
+    stored(before, 2, salt="tenant" if ssd else "")
+    before.engine.close()
+    assert len(pool.objects) == 2 * PAGES
+    after = opens(ssd=ssd)
+    ready(after)
+    after.engine.clear()
+    assert not pool.objects
 
 
 def test_an_invalidated_namespace_goes_and_others_stay(host: Host, pool: FakePool) -> None:
@@ -595,7 +689,7 @@ def test_many_namespaces_are_cleared_with_few_removals(
     other, tier = f"{PREFIX}/{bytes(32).hex()}/{bytes(32).hex()}", tier_of(host)
     pool.objects[other] = b""
     for n in range(salts):
-        stored(host, 1, 1, salt=f"user {n}")
+        stored(host, 1, 1, salt=f"user {n}" if n else "")
     assert len(pool.objects) == salts + 1
     assert len(tier._namespaces) <= 8 + 1
     host.engine.clear()
@@ -779,13 +873,51 @@ def test_whatever_happens_no_byte_is_wrong(opens: OpenHost, pool: FakePool, seed
     "options",
     [
         {"master": "nowhere"}, {"replicas": 0}, {"segment": "lots"}, {"deadline": 0}, {"deadline": "2"},
-        {"protocol": 7}, {"master": "host:²"},
+        {"protocol": 7}, {"protocol": "tpc"}, {"protocol": "rpc_only"}, {"master": "host:²"}, {"master": "host:\u0663"},
+        {"segment": "1MiB"}, {"segment": (16 << 20) - 1}, {"hostname": ""}, {"metadata": ""},
     ],
 )  # fmt: skip
 def test_what_is_no_pool_is_refused(tmp_path: Any, master: str, options: dict[str, Any]) -> None:
     config = make_config(tmp_path, ssd=None, tiers=[pool_entry(master, **options)])
     with pytest.raises(InvalidValueError):
         CacheEngine.from_config(Config.from_dict(config))
+
+
+def test_what_cannot_be_used_is_said_once_a_minute(
+    opens: OpenHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tries = itertools.count()
+
+    def refuses(_: Any) -> Any:
+        next(tries)
+        raise TierUnavailableError("no such device", "see the test")
+
+    monkeypatch.setattr(FakeMooncakeTier, "connection", lambda _: refuses)
+    opens()
+    until(lambda: next(tries) > 10, "it is tried again and again")
+    assert sum("no such device" in line for line in caplog.messages) == 1
+
+
+def test_a_refused_tier_leaves_no_thread_and_no_client(
+    tmp_path: Any, master: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, before, files = list[FakeClient](), threading.enumerate(), MooncakeFiles.__init__
+
+    def connect(address: MooncakeAddress) -> tuple[FakeClient, FakeClient]:
+        made.extend((FakeClient(POOLS[address.master]), FakeClient(POOLS[address.master])))
+        return made[-2], made[-1]
+
+    def late(*arguments: Any) -> None:
+        until(lambda: bool(made), "it is connected")
+        files(*arguments)
+
+    monkeypatch.setattr(FakeMooncakeTier, "connection", lambda _: connect)
+    monkeypatch.setattr(MooncakeFiles, "__init__", late)
+    monkeypatch.setattr(FakeClient, "register", lambda *_: -5)
+    with pytest.raises(TierUnavailableError, match="locked memory"):
+        CacheEngine.from_config(Config.from_dict(make_config(tmp_path, ssd=None, tiers=[pool_entry(master)])))
+    assert [client.closed for client in made] == [True, True]
+    until(lambda: not [t for t in threading.enumerate() if t not in before], "its threads end")
 
 
 @pytest.mark.parametrize(("code", "known"), [(1, True), (0, False), (-1, True)])

@@ -21,6 +21,10 @@ class Page:
 class Index:
     def __init__(self) -> None:
         self.dropped: list[Page] = []
+        self.gone: set[bytes] = set()
+
+    def __contains__(self, key: bytes) -> bool:
+        return key not in self.gone
 
     def drop(self, page: Page) -> None:
         self.dropped.append(page)
@@ -109,6 +113,26 @@ def test_behind_an_outage_no_page_is_failing(world: World) -> None:
     for step in OUTAGE:
         step(world)
     assert world.reads.describe()["failing_pages"] == 0
+
+
+def test_pages_that_have_gone_are_not_failing(world: World) -> None:
+    world.fail(1, 2)
+    world.tier.index.gone.add(bytes([1]))
+    assert world.reads.describe()["failing_pages"] == 1
+
+
+def test_a_page_that_is_new_again_begins_anew(world: World) -> None:
+    world.fail(1)
+    world.reads.forget("ssd", [bytes([1])])
+    world.read(2)
+    world.now += AGAIN_S
+    world.fail(1)
+    assert world.dropped == []
+    world.read(2)
+    world.now += AGAIN_S
+    world.read(2)
+    world.fail(1)
+    assert world.dropped == [1]
 
 
 def test_a_tier_that_only_fails_is_switched_off_and_tried_each_second(world: World) -> None:
