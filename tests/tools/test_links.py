@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import signal
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,19 @@ def test_two_ranks_are_measured(tmp_path: Path) -> None:
         assert load["bytes_of_a_rank"] == load["pages"] * links.layout_of(links.models(2)[name]).page_bytes
         assert load["against_figure"] == whole["against_figure"]
     assert plot.stat().st_size > 0
+
+
+def test_ctrl_c_is_left_to_the_leader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal sends it to the ranks, too."""
+    before, model = signal.getsignal(signal.SIGINT), links.models(1)["latents"]
+    line, other = multiprocessing.Pipe()
+    other.close()
+    try:
+        with pytest.raises((BrokenPipeError, EOFError)):
+            links.serve(line, 0, 0, model, 1)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_more_ranks_than_links_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import itertools
 import multiprocessing
+import signal
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
@@ -77,6 +78,7 @@ def layout_of(model: dict[str, Any]) -> PageLayout:
 def serve(line: Connection, number: int, shard: int, model: dict[str, Any], pages: int) -> None:
     """A rank: its first `pages` blocks have random bytes, which are stored; loads go to the same number of blocks after
     them."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the leader ends ranks
     device = torch.device("cuda", number) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
