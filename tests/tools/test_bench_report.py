@@ -206,6 +206,13 @@ def test_servers_are_compared_by_first_tokens_and_requests_a_second(tmp_path: Pa
     }  # fmt: skip
 
 
+def test_a_folder_that_cannot_be_written_is_refused_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / report.JSON_NAME).mkdir()
+    monkeypatch.setattr(report, "measure", lambda *_, **__: pytest.fail("measured"))
+    answer = CliRunner().invoke(app, ["bench", "report", "--out", str(tmp_path)])
+    assert (type(answer.exception), "--out" in str(answer.exception)) == (InvalidValueError, True)
+
+
 def test_a_whole_report_is_compared_with_one_bench(tmp_path: Path) -> None:
     one = written(tmp_path / "one", up=(1.0,) * 4)
     whole = {"schema": report.SCHEMA, "benches": {"io": json.loads(written(tmp_path / "b", up=(2.0,) * 4).read_text())}}

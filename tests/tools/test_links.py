@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
+import re
 import signal
 from pathlib import Path
 
@@ -34,17 +36,15 @@ def test_two_ranks_are_measured(tmp_path: Path) -> None:
     assert plot.stat().st_size > 0
 
 
-def test_ctrl_c_is_left_to_the_leader(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A terminal sends it to the ranks, too."""
-    before, model = signal.getsignal(signal.SIGINT), links.models(1)["latents"]
-    line, other = multiprocessing.Pipe()
-    other.close()
-    try:
-        with pytest.raises((BrokenPipeError, EOFError)):
-            links.serve(line, 0, 0, model, 1)
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, before)
+@pytest.mark.suite
+def test_ctrl_c_is_left_to_the_leader() -> None:
+    """A terminal sends it to the ranks, too, also while they start."""
+    before, settings = signal.getsignal(signal.SIGINT), links.Settings(total=1 << 20)
+    with contextlib.closing(links.Links(settings, links.models(1)["latents"], shared=True)):
+        (rank,) = multiprocessing.active_children()
+        (ignored,) = re.findall(r"^SigIgn:\s+(\w+)", Path(f"/proc/{rank.pid}/status").read_text(), re.MULTILINE)
+        assert int(ignored, 16) >> signal.SIGINT - 1 & 1
+        assert signal.getsignal(signal.SIGINT) == before
 
 
 def test_more_ranks_than_links_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

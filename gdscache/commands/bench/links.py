@@ -78,7 +78,6 @@ def layout_of(model: dict[str, Any]) -> PageLayout:
 def serve(line: Connection, number: int, shard: int, model: dict[str, Any], pages: int) -> None:
     """A rank: its first `pages` blocks have random bytes, which are stored; loads go to the same number of blocks after
     them."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the leader ends ranks
     device = torch.device("cuda", number) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -122,7 +121,13 @@ class Links:
                 here, there = context.Pipe()
                 given = (there, number, 0 if shared else number, model, self.pages)
                 process = context.Process(target=serve, args=given, daemon=True)
-                process.start()
+                leading = signal.signal(
+                    signal.SIGINT, signal.SIG_IGN
+                )  # ranks inherit it: the leader ends them on Ctrl-C
+                try:
+                    process.start()
+                finally:
+                    signal.signal(signal.SIGINT, leading)
                 undo.callback(process.join, 10)
                 undo.callback(process.terminate)
                 there.close()
