@@ -144,15 +144,20 @@ def _part(there: int, by: int, most: int, words: str) -> tuple[int, str]:
 
 
 def _write(file: Path, text: str, *, force: bool) -> str:
-    """Check a configuration and write it to a file atomically. Returns the file's absolute path."""
+    """Check a configuration and write it to a file atomically; to a pipe or a device as it is. Returns the file's
+    absolute path."""
     file = Path(os.path.expanduser(file))  # that of an unknown user stays
-    beside = file.parent / f".{file.name}.{os.getpid()}"
+    in_place = force and file.exists() and not file.is_file()
+    whole = Path(os.path.realpath(file)) if force and not in_place else file  # a link stays
+    beside = whole.parent / f".{whole.name}.{os.getpid()}"
     try:
         try:
             beside.write_text(text, encoding="utf-8")
             load_config(beside, model=_SAMPLE, variables=_FIRST_REPLICA)
-            if force:
-                beside.replace(file)
+            if in_place:
+                file.write_text(text, encoding="utf-8")
+            elif force:
+                beside.replace(whole)
             else:
                 os.link(beside, file)  # fails if another process has created the file
         finally:

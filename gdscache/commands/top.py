@@ -375,7 +375,7 @@ def _print(reports: Sequence[Report], *, as_json: bool) -> None:
         text = json.dumps({"schema": SCHEMA, "time": time.time(), "engines": reports})
     else:
         if sys.stdout.isatty():
-            shown = screen(reports, os.get_terminal_size(sys.stdout.fileno()).columns).plain
+            shown = screen(reports, os.get_terminal_size(sys.stdout.fileno()).columns or 80).plain
         else:  # one below the other, with whole paths
             shown = "\n\n".join(screen([one], max(_PLAIN, len(one["path"]))).plain for one in reports)
         text = "\n".join(line.rstrip() for line in shown.splitlines())

@@ -63,6 +63,13 @@ class YamlLoader(yaml.SafeLoader):
             seen[key.tag, key.value] = key.start_mark
         return node
 
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, AttributeError, ArithmeticError):  # PyYAML's, of `!!bool x` and its like
+            problem = f"{_SHORT.repr(node.value)} is not YAML's {node.tag.rpartition(':')[2]}"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
+
 
 YamlLoader.add_implicit_resolver(_BOOL, re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
 

@@ -7,8 +7,10 @@ import dataclasses
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -52,6 +54,65 @@ def test_a_defect_is_raised_and_the_report_kept(tmp_path: Path) -> None:
             kit.Settings(), tmp_path, keep=lambda found: kept.append(len(found["r"]))
         )
     assert kept[-1] == 1
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), OSError(5, "out of memory"), MemoryError])
+def test_an_error_outside_the_cases_fails_those_that_are_left(
+    tmp_path: Path, error: BaseException | type[BaseException]
+) -> None:
+    """As of a model that the GPU's memory does not hold. One behind all cases is raised."""
+
+    def broken_off(run: kit.Run, settings: kit.Settings, directory: Path) -> None:
+        run.plan(["a", "b"])
+        run.case("a", lambda: {"r": [TOY]})
+        run.case("b", lambda: {"r": [TOY]}) if directory == Path() else None
+        raise error
+
+    bench = dataclasses.replace(toy({}), measure=broken_off)
+    found = bench.run(kit.Settings(), tmp_path)
+    assert (found["done"], [one["what"] for one in found["failed"]], found["left"]) == (["a"], ["b"], [])
+    with pytest.raises(error if isinstance(error, type) else type(error)):
+        bench.run(kit.Settings())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signals_that_end_a_bench_leave_no_files(tmp_path: Path, number: int) -> None:
+    """Further ones do not break that off. With `nohup` it goes on."""
+
+    def ended(run: kit.Run, settings: kit.Settings, directory: Path) -> None:
+        try:
+            with tempfile.TemporaryDirectory(dir=directory):
+                signal.raise_signal(number)
+        finally:
+            signal.raise_signal(number)
+
+    bench, before = dataclasses.replace(toy({}), measure=ended), signal.signal(number, signal.default_int_handler)
+    try:
+        with pytest.raises(SystemExit, match=str(128 + number)):
+            bench.run(kit.Settings(), tmp_path)
+        assert (list(tmp_path.iterdir()), signal.getsignal(number)) == ([], signal.default_int_handler)
+        signal.signal(number, signal.SIG_IGN)
+        bench.run(kit.Settings(), tmp_path)
+        assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
+
+
+def test_a_failed_case_has_no_figures_but_in_the_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def wrong(run: kit.Run, settings: kit.Settings, directory: Path) -> None:
+        run.plan(["a", "b"])
+        for name, why in (("a", ""), ("b", "other tokens")):
+            run.add(name, {"r": [TOY]}, wrong=why)
+
+    with pytest.raises(typer.Exit):
+        dataclasses.replace(toy({}), measure=wrong).command(
+            directory=tmp_path, json_file=tmp_path / "r.json", plot=tmp_path / "r.svg"
+        )
+    shown = capsys.readouterr().out
+    assert ("load of a" in shown, "load of b" in shown, "toy <moves> 1 & more." in shown) == (True, False, True)
+    drawn = (tmp_path / "r.svg").read_text()
+    assert ("<!-- load of a -->" in drawn, "<!-- load of b -->" in drawn) == (True, False)
+    assert [row["case"] for row in read(tmp_path / "r.json")["r"]] == ["a", "b"]
 
 
 def test_a_run_that_does_not_begin_leaves_the_file_alone(tmp_path: Path) -> None:
@@ -160,6 +221,42 @@ def test_a_report_replaces_a_file_in_one_step_and_goes_into_a_pipe(tmp_path: Pat
     assert pipe.is_fifo()
 
 
+def test_a_report_goes_through_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As /dev/stdout is one: whole, and once."""
+    link, file = tmp_path / "link", tmp_path / "there" / "file"
+    file.parent.mkdir()
+    link.symlink_to(file)
+    written: list[int] = []
+    write = kit.write_json
+    monkeypatch.setattr(kit, "write_json", lambda path, report: written.append(len(report["r"])) or write(path, report))
+    for _ in range(2):  # the first one makes the file
+        toy({"a": lambda: 1.0, "b": lambda: 2.0}).command(directory=tmp_path, json_file=link)
+        assert (link.is_symlink(), len(read(file)["r"])) == (True, 2)
+    assert written == [2, 2]
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_and_told_between(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A disk that is full for a while ends nothing."""
+    file, write, full = tmp_path / "r.json", kit.write_whole, iter([OSError(28, "No space left on device")])
+
+    def sometimes(*given: Any) -> None:
+        for error in full:
+            raise error
+        write(*given)
+
+    monkeypatch.setattr(kit, "write_whole", sometimes)
+    toy({"a": lambda: 1.0, "b": lambda: 2.0}).command(directory=tmp_path, json_file=file)
+    assert f"{file}: the report so far cannot be written: No space left on device" in capsys.readouterr().err
+    assert (len(read(file)["r"]), read(file)["failed"]) == (2, [])
+    file.unlink()
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    for place in (file, Path("/dev/full")):
+        with pytest.raises(InvalidValueError, match="cannot be written"):
+            kit.check_writable(place, "--report")
+
+
 def test_matplotlib_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -191,6 +288,7 @@ def output(*command: Any) -> str:
         (("io", "--dir", "{}/none"), "not a directory"),
         (("io", "--dir", "{}", "--report", "{}"), "--report"),
         (("io", "--dir", "{}", "--report", "{}/none/r.json"), "--report"),
+        (("io", "--dir", "{}", "--report", "/dev/null/r.json"), "--report"),
         (("io", "--dir", "{}", "--plot", "{}/r.doc"), "r.doc"),
         (("io", "--dir", "{}", "--plot", "{}/none/r.png"), "--plot"),
         (("io", "--dir", "{}", "--transport", "gds"), "unknown transport 'gds'"),

@@ -73,6 +73,32 @@ def test_the_page_has_every_bench_and_says_what_is_missing(tmp_path: Path, some:
         assert words in text
 
 
+@pytest.mark.parametrize("broken_off", [RuntimeError("out of memory"), OSError(5, "out of memory")])
+def test_a_bench_that_breaks_off_costs_no_page(
+    tmp_path: Path, some: Callable[..., None], monkeypatch: pytest.MonkeyPatch, broken_off: Exception
+) -> None:
+    def refuse(self: kit.Bench, *given: Any, **options: Any) -> None:
+        raise broken_off
+
+    some(disk={"cold": never})
+    monkeypatch.setattr(kit.Bench, "run", refuse)
+    found, text = made(tmp_path)
+    assert "out of memory" in found["cannot"]["disk"]
+    assert "out of memory" in text
+
+
+def test_a_failed_case_is_no_figure_of_the_page(
+    tmp_path: Path, some: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    some(disk={"cold": lambda: 1.0, "warm": lambda: 1.0})
+    add = kit.Run.add
+    wrong = {"warm": "other tokens"}
+    monkeypatch.setattr(kit.Run, "add", lambda run, name, rows: add(run, name, rows, wrong=wrong.get(name, "")))
+    found, text = made(tmp_path)
+    assert len(found["benches"]["disk"]["r"]) == 2
+    assert ("disk <moves> 1 & more." in text, "load of warm" in text) == (True, False)
+
+
 def test_after_ctrl_c_the_page_has_what_was_measured(tmp_path: Path, some: Callable[..., None]) -> None:
     some(copies={"far": never}, disk={"cold": lambda: 1.0, "warm": interrupted})
     found, text = made(tmp_path)
@@ -155,6 +181,38 @@ def test_copies_of_the_format_before_are_compared_with_those_of_this_one(tmp_pat
     assert (one.word, one.ratio, gone, came) == ("better", 1.25, [], [])
 
 
+def test_the_best_way_of_the_bare_loop_may_differ(tmp_path: Path) -> None:
+    for name, way in ("a", "4 threads, 4096 KiB"), ("b", "16 threads, 1024 KiB"):
+        row = {"case": "io", **figures.compared("store", series((1.0,)), f"bare loop, {way}", series((1.0,)))}
+        (tmp_path / name).write_text(json.dumps({"schema": "gdscache.bench.io/5", "comparisons": [row]}))
+    ((one,), gone, came) = report.compare(tmp_path / "a", tmp_path / "b")
+    assert (one.name, gone, came) == ("io: io, store, bare loop (ratio)", [], [])
+
+
+def test_servers_are_compared_by_first_tokens_and_requests_a_second(tmp_path: Path) -> None:
+    """But not those that failed."""
+    for name, scale in ("a", 1.0), ("b", 2.0):
+        rows = [
+            {"case": case, "way": "none", "first": {"recomputed": {"ms": [20.0 * scale] * 4, "cached": [0] * 4}}}
+            | {"shared_requests_per_s": [4.0 * scale] * 4, "shared_cached": [0.5] * 4}
+            for case in ("no cache", "gdscache")
+        ]
+        failed = [{"what": "gdscache", "cause": "exit status 3"}]
+        made = {"schema": "gdscache.bench.serving/3", "failed": failed, "rows": rows}
+        (tmp_path / name).write_text(json.dumps(made))
+    both, _, _ = report.compare(tmp_path / "a", tmp_path / "b")
+    assert {(one.name, one.word) for one in both} == {
+        ("serving: no cache, recomputed_ms", "worse"), ("serving: no cache, shared_requests_per_s", "better"),
+    }  # fmt: skip
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / report.JSON_NAME).mkdir()
+    monkeypatch.setattr(report, "measure", lambda *_, **__: pytest.fail("measured"))
+    answer = CliRunner().invoke(app, ["bench", "report", "--out", str(tmp_path)])
+    assert (type(answer.exception), "--out" in str(answer.exception)) == (InvalidValueError, True)
+
+
 def test_a_whole_report_is_compared_with_one_bench(tmp_path: Path) -> None:
     one = written(tmp_path / "one", up=(1.0,) * 4)
     whole = {"schema": report.SCHEMA, "benches": {"io": json.loads(written(tmp_path / "b", up=(2.0,) * 4).read_text())}}
@@ -165,7 +223,26 @@ def test_a_whole_report_is_compared_with_one_bench(tmp_path: Path) -> None:
     assert (change["ratio"], change["word"]) == (2.0, "better")
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"schema": "gdscache.inspect/5"}', '{"schema": "gdscache.bench.io/3"}'])
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        {"ratio": "x"}, {"ratio_min": None}, {"figure": [1]}, {"page_bytes": "x"}, {"ratio": float("inf")},
+        {"ratio": 10**400}, {"first": 1}, {"shared_requests_per_s": []},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_damaged_report_is_refused(tmp_path: Path, damaged: dict[str, Any]) -> None:
+    row = figures.compared("up", series((1.0,)), "x", series((1.0,))) | damaged
+    if "first" in damaged or "shared_requests_per_s" in damaged:
+        del row["ratio"]
+    (tmp_path / "a").write_text(json.dumps({"schema": "gdscache.bench.io/5", "comparisons": [row]}))
+    with pytest.raises(InvalidValueError, match="is damaged"):
+        report.compare(tmp_path / "a", tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[" * 100_000, "[]", '{"schema": "gdscache.inspect/5"}', '{"schema": "gdscache.bench.io/3"}']
+)
 def test_what_is_no_report_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "a").write_text(content)
     with pytest.raises(InvalidValueError):

@@ -158,6 +158,28 @@ def test_input_that_is_nested_too_deeply_is_refused(
         refused(run("replay", requests, "--cpu", "1GiB", "--set", f"store.queue={text[:5000]}"), "--set")
 
 
+@pytest.mark.parametrize("value", ["!!timestamp", "!!bool x", '!!int ""'])
+def test_a_set_value_that_is_not_yaml_is_refused(run: Run, requests: Path, value: str) -> None:
+    status, said = run("replay", requests, "--set", f"a={value}")
+    assert (status, "is not YAML" in said, "Traceback" in said) == (EXIT_REFUSED, True, False)
+
+
+@pytest.mark.parametrize("speed", ["--ssd-read-gbps", "--link-gbps", "--prefill-tokens-per-second"])
+@pytest.mark.parametrize("later", [0.0, 1e-310])
+def test_a_replay_of_any_speed_and_time_is_json_or_refused(
+    run: Run, gdscache: Callable[..., tuple[int, str, str]], requests: Path, speed: str, later: float
+) -> None:
+    """JSON has no infinity."""
+    second = REQUEST | {"timestamp": later, "hash_ids": [3, 4]}
+    requests.write_text(f"{json.dumps(REQUEST)}\n{json.dumps(second)}\n")
+    tiers = "--cpu", "128MiB", "--ssd", "1GiB", "--json"
+    for value in ("1e-9", "1e308", "inf"):
+        status, out, _ = gdscache("replay", requests, *tiers, speed, value)
+        assert (status, json.loads(out, parse_constant=pytest.fail)["schema"]) == (0, "gdscache.replay/6")
+    for value in ("1e-320", "0", "nan"):
+        refused(run("replay", requests, *tiers, speed, value), speed)
+
+
 CONTENTS = [b"", b"\xff\xfe\x00", b"\x00" * 100, b"nan", b'{"a": 1}', b"{", b"\x1f\x8b\x08"]
 NAMES = ["a\0b", "~nobody-of-this-name/x", "", "x" * 5000, "\ud800", "/proc/self/mem"]
 

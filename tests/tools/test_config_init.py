@@ -237,6 +237,19 @@ def test_nothing_is_written_over(init: Run, kind: str) -> None:
         assert os.listdir() == ["gdscache.yaml"]
 
 
+def test_a_link_stays(init: Run) -> None:
+    """What it leads to is replaced: a file in one step, a pipe or a device as it is."""
+    os.mkdir("there")
+    for name, target in ("file", "there/file"), ("device", "/dev/null"):
+        Path(name).symlink_to(target)
+        for _ in range(2):  # the first one makes the file
+            assert init("vllm", name, "--force")[0] == 0
+        assert os.readlink(name) == target
+    assert load_config(Path("there/file"), model=MHA).cpu is not None
+    assert Path("/dev/null").is_char_device()
+    assert (sorted(os.listdir()), os.listdir("there")) == (["device", "file", "there"], ["file"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import multiprocessing
+import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -30,6 +34,17 @@ def test_two_ranks_are_measured(tmp_path: Path) -> None:
         assert load["bytes_of_a_rank"] == load["pages"] * links.layout_of(links.models(2)[name]).page_bytes
         assert load["against_figure"] == whole["against_figure"]
     assert plot.stat().st_size > 0
+
+
+@pytest.mark.suite
+def test_ctrl_c_is_left_to_the_leader() -> None:
+    """A terminal sends it to the ranks, too, also while they start."""
+    before, settings = signal.getsignal(signal.SIGINT), links.Settings(total=1 << 20)
+    with contextlib.closing(links.Links(settings, links.models(1)["latents"], shared=True)):
+        (rank,) = multiprocessing.active_children()
+        (ignored,) = re.findall(r"^SigIgn:\s+(\w+)", Path(f"/proc/{rank.pid}/status").read_text(), re.MULTILINE)
+        assert int(ignored, 16) >> signal.SIGINT - 1 & 1
+        assert signal.getsignal(signal.SIGINT) == before
 
 
 def test_more_ranks_than_links_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -286,3 +286,10 @@ def test_on_a_terminal_frames_replace_each_other(tmp_path: Path) -> None:
     status, text = on_terminal(["-c", code], 80)
     assert status == 0
     assert text.count("running, page") >= 3
+
+
+def test_a_terminal_without_a_size_is_80_columns_wide(tmp_path: Path) -> None:
+    written(tmp_path, 1, time.time() + 60)
+    status, text = on_terminal(["-m", "gdscache", "top", str(tmp_path), "--once"], 0)
+    assert (status, "running, page" in text) == (0, True)
+    assert 0 < max(map(len, text.splitlines())) <= 80

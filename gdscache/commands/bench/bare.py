@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from gdscache.arrays import address
+from gdscache.commands.bench import machine
 from gdscache.commands.bench.figures import interleave, rate
 from gdscache.commands.console import Progress, silent
 from gdscache.cuda.driver import Driver
@@ -52,7 +53,7 @@ class BareLoop:
     """
 
     def __init__(self, path: Path, total: int, target: torch.Tensor | None = None) -> None:
-        self.total, self._target = total, target
+        self.total, self._path, self._target = total, path, target
         self._driver = Driver(target.device) if target is not None and target.is_cuda else None
         self.direct = not probe_direct_io(path.parent)
         with contextlib.ExitStack() as undo:
@@ -69,7 +70,9 @@ class BareLoop:
             undo.pop_all()
 
     def run(self, op: Op, way: Way, *, onward: bool = False) -> float:
-        """GB/s of one pass. `onward`: each part is also copied to the target."""
+        """GB/s of one pass. `onward`: each part is also copied to the target. Reads through the page cache are cold."""
+        if op is Op.READ and not self.direct:
+            machine.drop_cached([self._path])
         nbytes = self.total // way.io_bytes * way.io_bytes
         calls = self._file, op is Op.WRITE, nbytes, way.io_bytes, way.threads
         target = self._target.data_ptr() if onward and self._target is not None else 0

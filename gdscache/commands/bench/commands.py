@@ -202,10 +202,12 @@ def report(
     import torch
 
     from gdscache.commands.bench import report as measured
+    from gdscache.commands.bench.kit import check_writable
 
     if not directory.is_dir():
         raise InvalidValueError(f"--dir {directory} is not a directory", "name a directory that exists")
     out.mkdir(parents=True, exist_ok=True)
+    check_writable(out / measured.JSON_NAME, "--out")
     seconds = 60.0 * (minutes or (9 if torch.cuda.is_available() else 13))
     with progress_bar(lines=True) as progress:
         found = measured.measure(directory, out, seconds, progress, quick=quick)

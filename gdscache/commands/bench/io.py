@@ -150,6 +150,7 @@ class ColdEngine:
             assert manager.ssd is not None, "no SSD tier"
             self._cpu = manager.cpu
             self.slab = next(iter(manager.ssd.path.glob("slab-*.bin")))
+            self.cache = machine.cache_state(self.slab, direct=True)  # of the last load through it
             self._flat: torch.Tensor | None = None
             self._undo = undo.pop_all()
 
@@ -179,6 +180,7 @@ class ColdEngine:
                     index.drop(entry)
         if not self.transport["direct"]:  # reads through the page cache are to be cold
             machine.drop_cached([self.slab])
+            self.cache = machine.cache_state(self.slab, direct=False)
         hit = self.engine.lookup(self._tokens)
         return self._loaded(lambda: hit, "ssd")
 
@@ -324,6 +326,7 @@ def stores_and_loads(place: Place, page_bytes: int, transport: str = "", *, requ
             best = max(ways, key=lambda name: rates[name]["median"])
             least = None if transport or not place.on_disk else target
             found.append(_row(engine, place, label, (rates["ours"], f"bare loop, {best}", rates[best]), least))
+        engine.store()  # the bare loop wrote over the pages
         engine.check()
     if require_gds and transport in GDS and gds_operations() == counted:
         raise IOFailedError("--require-gds: nvidia-fs counted no I/O", "see gdscache doctor and docs/gds.md")
@@ -369,7 +372,7 @@ def _row(engine: ColdEngine, place: Place, what: str, figures: tuple[Series, str
         file_system=machine.storage(place.directory)["file_system"],
         transport=transport["name"],
         threads=place.threads,
-        cache=machine.cache_state(engine.slab, direct=bool(transport["direct"])),
+        cache=engine.cache,
     )
 
 

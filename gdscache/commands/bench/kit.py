@@ -24,6 +24,9 @@ import copy
 import dataclasses
 import json
 import math
+import os
+import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,7 +39,7 @@ import typer
 from gdscache.commands import EXIT_FAILED, EXIT_INTERRUPTED
 from gdscache.commands.bench import machine
 from gdscache.commands.bench.figures import Ratios, Row, Values, draw
-from gdscache.commands.console import Progress, Table, progress_bar, show, silent
+from gdscache.commands.console import Progress, Table, progress_bar, reason_of, show, silent
 from gdscache.errors import (
     GdsCacheError,
     InvalidValueError,
@@ -195,15 +198,22 @@ class Bench:
         keep: Keep = lambda found: None,
         seconds: float = math.inf,
     ) -> dict[str, Any]:
-        """Measure, as plain data. Raises errors that precede the first case."""
+        """Measure, as plain data. An error outside the cases fails those that are left. Raises errors that precede the
+        plan, and those of gdscache."""
         settings.check()
         run = Run(self.sections, progress, keep, seconds, judged=settings.profile != "quick")
         try:
-            self.measure(run, settings, directory)
+            with _terminable():
+                self.measure(run, settings, directory)
         except NoTimeLeftError:
             pass  # the report names the cases that are left
         except KeyboardInterrupt:
             run.found["interrupted"] = True
+        except (RuntimeError, OSError, MemoryError) as error:
+            if not run.found["left"]:
+                raise
+            for name in run.found["left"]:
+                run.fail(name, cause_of(error))
         run.save()
         return run.found
 
@@ -221,20 +231,20 @@ class Bench:
         head = self.head(settings, directory)
 
         def keep(found: Report) -> None:
-            if json_file is not None and (json_file.is_file() or not json_file.exists()):  # a pipe gets one report
-                write_json(json_file, {**head, **found})
+            if json_file is not None and not _in_place(json_file):  # a pipe gets one report
+                keep_json(json_file, {**head, **found})
 
         with progress_bar(lines=True) as progress:
             found = self.run(settings, directory, progress, keep)
         report = {**head, **found}
         tables = self.tables(report, everything=settings.everything)
         above = ["--quick: these figures show that everything runs, and mean nothing."] if quick(report) else []
-        show(machine_line(report["machine"]), *above, *tables, *below(report), *self.bottom(report))
+        show(machine_line(report["machine"]), *above, *tables, *below(report), *self.bottom(counted(report)))
         if json_file is not None:
             write_json(json_file, report)
         if matplotlib is not None:
             figure = matplotlib.figure.Figure(layout="constrained")
-            draw(self.panels(report), figure)
+            draw(self.panels(counted(report)), figure)
             title = gpus(report["machine"]) or report["machine"]["cpu"] or ""
             figure.suptitle(f"{title} (--quick: figures mean nothing)" if quick(report) else title)
             figure.savefig(plot, dpi=150)
@@ -244,11 +254,31 @@ class Bench:
             raise typer.Exit(EXIT_FAILED)
 
     def tables(self, report: Report, *, everything: bool = False) -> list[Table]:
-        return [*(panel.table() for panel in self.panels(report)), *(self.details(report) if everything else ())]
+        good = counted(report)
+        return [*(panel.table() for panel in self.panels(good)), *(self.details(good) if everything else ())]
 
     def head(self, settings: Settings, directory: Path) -> dict[str, Any]:
         """A report's first keys."""
         return {"schema": self.schema, "machine": machine.describe(directory), "settings": settings.describe()}
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """End the bench on SIGTERM and SIGHUP as on an error, so that its files and processes go too. Further signals
+    leave that alone, and `nohup` holds."""
+    some = (signal.SIGTERM, signal.SIGHUP)
+
+    def end(number: int, _: object) -> None:
+        for one in some:
+            signal.signal(one, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    before = {one: signal.signal(one, end) for one in some if signal.getsignal(one) is not signal.SIG_IGN}
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
 
 
 def cause_of(error: BaseException) -> str:
@@ -259,14 +289,33 @@ def cause_of(error: BaseException) -> str:
 
 def check_writable(path: Path | None, option: str) -> None:
     """Raise `InvalidValueError` before minutes of work if `path` cannot be a file."""
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise InvalidValueError(f"{option} {path} cannot be written", "name a file in a directory that exists")
+    if path is None:
+        return
+    there = path.exists() and _in_place(path)
+    place = str(path) if there else f"{os.path.dirname(os.path.realpath(path))}/."
+    if path.is_dir() or not os.access(place, os.W_OK):
+        raise InvalidValueError(f"{option} {path} cannot be written", "name a file in a directory of yours that exists")
+
+
+def _in_place(path: Path) -> bool:
+    """Whether a file is written where it is, not replaced: a link, a pipe or a device."""
+    return path.is_symlink() or (path.exists() and not path.is_file())
+
+
+def keep_json(path: Path, report: Mapping[str, Any]) -> None:
+    """Write a report that is not whole yet. An error is told, and ends nothing."""
+    try:
+        write_json(path, report)
+    except OSError as error:
+        typer.echo(f"{path}: the report so far cannot be written: {reason_of(error)}", err=True)
 
 
 def write_json(path: Path, report: Mapping[str, Any]) -> None:
-    """Write a report atomically: a reader finds the old file or the new one, after a crash too."""
+    """Write a report atomically: a reader finds the old file or the new one, after a crash too. Links, pipes and
+    devices are written through."""
     text = json.dumps(report, indent=2) + "\n"
-    if path.exists() and not path.is_file():  # a pipe or a device
+    if _in_place(path):
+        print(end="", flush=True)  # it may be /dev/stdout
         path.write_text(text)
         return
     write_whole(path, text.encode(), path.stat().st_mode & 0o777 if path.exists() else 0o644)
@@ -291,6 +340,17 @@ def _unjudged(part: Any) -> Any:
     if isinstance(part, Mapping):
         return {key: _unjudged(value) for key, value in part.items() if key not in ("target", "met")}
     return [_unjudged(value) for value in part] if isinstance(part, list) else part
+
+
+def counted(report: Report) -> dict[str, Any]:
+    """A report without the rows of failed cases."""
+    failed = {one["what"] for one in report.get("failed", ())}
+    return {
+        key: [one for one in found if not isinstance(one, dict) or one.get("case") not in failed]
+        if isinstance(found, list)
+        else found
+        for key, found in report.items()
+    }
 
 
 def quick(report: Report) -> bool:

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import itertools
 import multiprocessing
+import signal
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
@@ -120,7 +121,13 @@ class Links:
                 here, there = context.Pipe()
                 given = (there, number, 0 if shared else number, model, self.pages)
                 process = context.Process(target=serve, args=given, daemon=True)
-                process.start()
+                leading = signal.signal(
+                    signal.SIGINT, signal.SIG_IGN
+                )  # ranks inherit it: the leader ends them on Ctrl-C
+                try:
+                    process.start()
+                finally:
+                    signal.signal(signal.SIGINT, leading)
                 undo.callback(process.join, 10)
                 undo.callback(process.terminate)
                 there.close()

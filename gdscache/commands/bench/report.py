@@ -7,6 +7,8 @@ import functools
 import html
 import io
 import json
+import math
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,10 +18,10 @@ import torch
 
 from gdscache.commands.bench import copy, figures, kit, links, machine, ttft
 from gdscache.commands.bench import io as bench_io
-from gdscache.commands.bench.figures import RATE, spread
+from gdscache.commands.bench.figures import RATE, series, spread
 from gdscache.commands.bench.kit import cause_of
 from gdscache.commands.console import Progress, Table, duration, figure, reason_of
-from gdscache.errors import GdsCacheError, InvalidValueError
+from gdscache.errors import InvalidValueError
 from gdscache.runtime.files import write_whole
 
 SCHEMA = "gdscache.bench.report/1"
@@ -28,6 +30,7 @@ PAGE_SHARE = 0.05  # of the time, for the plots
 PAIRS = 10  # of copies, for a figure
 QUIET = ("same", "unsure")  # words for no known change
 _ROUNDS = 4  # in each report: with fewer rounds, spreads miss each other by chance in more than one of twenty cases
+_CHOSEN = re.compile(r", \d+ threads.*")  # of the bare loop, whose best way differs from run to run
 _LESS = ("s", "us", "bytes")  # units of which less is better; of `RATE` more is better
 _STYLE = """
 :root { color-scheme: light dark }
@@ -102,7 +105,7 @@ def measure(directory: Path, out: Path, seconds: float, progress: Progress, *, q
             keep = functools.partial(_keep, out, found, part.name, part.bench.head(settings, part.directory))
             named = _titled(progress, part.title)
             rows = part.bench.run(settings, part.directory, named, keep, seconds=(until - began) * share)
-        except GdsCacheError as error:
+        except kit.ERRORS as error:
             found["cannot"][part.name] = cause_of(error)
             continue
         found["interrupted"] = rows["interrupted"]
@@ -118,7 +121,7 @@ def _titled(progress: Progress, title: str) -> Progress:
 
 def _keep(out: Path, found: dict[str, Any], name: str, head: kit.Report, rows: kit.Report) -> None:
     found["benches"][name] = {**head, **rows}
-    kit.write_json(out / JSON_NAME, found)
+    kit.keep_json(out / JSON_NAME, found)
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------
@@ -141,10 +144,11 @@ def page(found: kit.Report, parts: Sequence[Part], matplotlib: Any) -> str:
     for part in (part for part in parts if part.name in found["benches"]):
         bench, report = part.bench, found["benches"][part.name]
         body.append(f"<h2>{_text(part.title)}</h2>")
-        body += [f'<p class="bottom">{_text(line)}</p>' for line in bench.bottom(report)]
-        body.append(f"<figure>{_svg(bench.panels(report), matplotlib)}</figure>")
+        good = kit.counted(report)
+        body += [f'<p class="bottom">{_text(line)}</p>' for line in bench.bottom(good)]
+        body.append(f"<figure>{_svg(bench.panels(good), matplotlib)}</figure>")
         body += map(_part, bench.tables(report))
-        if details := "".join(map(_part, bench.details(report))):
+        if details := "".join(map(_part, bench.details(good))):
             body.append(f"<details><summary>For developers of gdscache</summary>{details}</details>")
         body += map(_part, kit.below(report))
     if found["cannot"]:
@@ -240,36 +244,48 @@ def _figures(path: Path) -> dict[str, Figure]:
     file = path / JSON_NAME if path.is_dir() else path
     try:
         report = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidValueError(
             f"{file} cannot be read: {reason_of(error)}", "name a report, or the folder of one"
         ) from None
     if not isinstance(report, dict) or not str(report.get("schema", "")).startswith("gdscache.bench."):
         raise InvalidValueError(f"{file} is no report of gdscache bench", "see gdscache bench --help")
     benches = report.get("benches", {report["schema"].split(".")[2].partition("/")[0]: report})
-    return {
-        f"{name}: {key}": figure
-        for name, bench in benches.items()
-        for section, rows in bench.items()
-        for row in (rows if isinstance(rows, list) else ())
-        if isinstance(row, dict)
-        for key, figure in _of_row(section, row)
-    }
+    try:
+        return {
+            f"{name}: {key}": figure
+            for name, bench in benches.items()
+            for section, rows in kit.counted(bench).items()
+            for row in (rows if isinstance(rows, list) else ())
+            if isinstance(row, dict)
+            for key, figure in _of_row(section, row)
+        }
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
+        raise InvalidValueError(f"{file} is damaged: {error}", "name another report") from None
 
 
 def _of_row(section: str, row: Mapping[str, Any]) -> Iterator[tuple[str, Figure]]:
     """A row's ratio to its reference, if it has one: the ratio is steadier than the figure itself. Else its series."""
-    words = [str(row[key]) for key in ("case", "what", "op", "against", "direction") if key in row]
+    words = [_CHOSEN.sub("", str(row[key])) for key in ("case", "what", "op", "against", "direction") if key in row]
     words += [f"{row[key]:,} B" for key in ("io_bytes", "page_bytes") if key in row]
     name = ", ".join(dict.fromkeys(words)) or section
     unit = row.get("unit", RATE if "gb_per_second" in row else "")  # such a row is of `bench copy`, format 5
     more = True if unit == RATE else False if unit in _LESS else None
     if "ratio" in row:
         rounds = row.get("figure", row.get("gb_per_second", {})).get("values", ())
-        yield f"{name} (ratio)", Figure(row["ratio"], *spread(row), more, len(rounds))
+        yield f"{name} (ratio)", _figure(row["ratio"], *spread(row), more, rounds)
         return
-    for key, series in row.items():
-        if isinstance(series, Mapping) and {"median", "min", "max"} <= series.keys():
-            better = False if key.endswith("_seconds") else more
-            rounds = series.get("values", ())
-            yield f"{name}, {key}", Figure(series["median"], series["min"], series["max"], better, len(rounds))
+    served = {f"{key}_ms": found["ms"] for key, found in row.get("first", {}).items()}
+    served |= {key: found for key, found in row.items() if key.endswith("_per_s")}
+    for key, found in {**row, **{key: series(values) for key, values in served.items()}}.items():
+        if isinstance(found, Mapping) and {"median", "min", "max"} <= found.keys():
+            better = True if key.endswith("_per_s") else False if key.endswith(("_seconds", "_ms")) else more
+            middle, low, high = (found[name] for name in ("median", "min", "max"))
+            yield f"{name}, {key}", _figure(middle, low, high, better, found.get("values", ()))
+
+
+def _figure(middle: Any, low: Any, high: Any, more: bool | None, rounds: Sequence[Any]) -> Figure:
+    """Raises `ValueError` or `TypeError` for a figure that is no number."""
+    if not all(map(math.isfinite, (middle, low, high))):
+        raise ValueError(f"{middle} ({low} to {high}) is no figure")
+    return Figure(middle, low, high, more, len(rounds))

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -192,7 +192,6 @@ def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
     """Measure all runs. Files go into temporary directories, which are deleted. Raises `InvalidValueError`."""
     stages, serving = chosen(settings), Serving(run, settings)
     with contextlib.ExitStack() as undo:
-        undo.enter_context(_terminable())
         for one in (directory, settings.disk) if settings.disk else (directory,):
             made = tempfile.TemporaryDirectory(prefix="gdscache-bench-", dir=one)
             serving.folders.append(Path(undo.enter_context(made)))
@@ -205,20 +204,6 @@ def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
                 run.cannot(serving.label(at, way), "vLLM's own offloading needs a GPU")
             for first in range(0, len(some), settings.at_once):
                 serving.side_by_side(at, some[first : first + settings.at_once])
-
-
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """End the bench on SIGTERM as on an error, so that its engines are killed."""
-
-    def end(number: int, _: object) -> None:
-        sys.exit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @dataclasses.dataclass

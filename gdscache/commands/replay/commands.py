@@ -23,6 +23,7 @@ from gdscache.errors import InvalidValueError
 from gdscache.sizes import GIB
 
 SCHEMA = "gdscache.replay/6"
+_LEAST_RATE = 1e-9  # slower, times would be infinite, which JSON lacks
 _LATENCY_S = 100e-6  # of each read and write of the SSD
 _TIERS, _LIMITS = "Tiers", "Limits"  # panels of the help
 
@@ -145,8 +146,8 @@ def _model(ssd_read: float, ssd_write: float, link: float, prefill: float | None
         ("--link-gbps", link),
         ("--prefill-tokens-per-second", prefill),
     ):
-        if rate is not None and not rate > 0:
-            raise InvalidValueError(f"{option} is {rate:g}", "give a number above 0")
+        if rate is not None and not rate >= _LEAST_RATE:
+            raise InvalidValueError(f"{option} is {rate:g}", f"give at least {_LEAST_RATE:g}")
     speeds = ssd_read * 1e9, ssd_write * 1e9, link * 1e9
     return MachineModel(*speeds, _LATENCY_S, math.inf if prefill is None else prefill)
 

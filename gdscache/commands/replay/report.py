@@ -104,12 +104,12 @@ def _tier(pools: Sequence[Hierarchy], workload: Workload, name: str, hits: int, 
 
 
 def _ssd(pools: Sequence[Hierarchy], seconds: float) -> dict[str, Any] | None:
-    """The writes of a trace of so many seconds. Rates are None for a trace that takes no time."""
+    """The writes of a trace of so many seconds. Rates are None for a trace of less than a microsecond."""
     capacity = sum(pool.ssd.capacity for pool in pools if pool.ssd is not None)
     if not capacity:
         return None
     written = sum(pool.executor.written["ssd"] * pool.extent_bytes for pool in pools)
-    a_day = written * _DAY / seconds if seconds > 0 else None
+    a_day = written * _DAY / seconds if seconds >= 1e-6 else None
     return {
         "written_bytes": written,
         "written_bytes_per_day": a_day,
