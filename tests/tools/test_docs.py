@@ -218,8 +218,8 @@ def loggers() -> set[str]:
 
 # Of vLLM's connector, whose module imports vLLM.
 CONNECTOR = (
-    "loads", "begun_pages", "offered_pages", "bad_pages", "deferred", "late", "blocks_awaited", "scheduler_seconds",
-    "worker_seconds", "steps",
+    "loads", "begun_pages", "offered_pages", "refused_pages", "bad_pages", "deferred", "late", "blocks_awaited",
+    "scheduler_seconds", "worker_seconds", "steps",
 )  # fmt: skip
 
 

@@ -250,7 +250,13 @@ class Stores:
             self._let_go(0)
 
     def _forget_read(self) -> None:
-        self._reading = [entry for entry in self._reading if not entry[0].done()]
+        left = []
+        for store, blocks in self._reading:
+            if not store.done():
+                left.append((store, blocks))
+            elif not store.taken:  # an error, which the log has
+                self._counts["refused_pages"] += len(blocks)
+        self._reading = left
 
 
 class Loads:

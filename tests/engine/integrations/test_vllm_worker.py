@@ -23,6 +23,7 @@ from gdscache.errors import (
     EngineClosedError,
     InterfaceUnsupportedError,
     LayerHooksError,
+    SlotRangeError,
     StorageError,
     VerifiedLoadError,
 )
@@ -284,6 +285,18 @@ def test_requests_of_a_step_that_share_blocks(worker: Worker) -> None:
     worker.session.engine.drain(30)
     assert (worker.session.cached(shared), worker.session.cached(other)) == (4, 5)
     assert worker.counts["offered_pages"] == 6
+
+
+def test_pages_of_a_store_that_is_refused_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    engine, _ = stub_engine()
+    engine.store_pages = raising(SlotRangeError("no such block", ""))
+    counts: Counter[str] = Counter()
+    stores = Stores([engine], counts)
+    stores.begin([StoreOrder("a", hashes(1), 0, (0, 1, 2))], last=True)
+    until(lambda: not stores.reads(), "the store is refused")
+    stores.close()
+    assert counts == {"offered_pages": 3, "refused_pages": 3}
+    assert "SlotRangeError" in caplog.text
 
 
 def test_single_pages_are_handed_over_together() -> None:
