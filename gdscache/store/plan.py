@@ -112,6 +112,10 @@ class StorePlanner:
             return self.outlets[0].keys
         return set[bytes]().union(*(outlet.keys for outlet in self.outlets))
 
+    @property
+    def dirty_pages(self) -> int:
+        return 0 if self._landing is None else self._landing.index.dirty_pages
+
     # -- accepting ---------------------------------------------------------------------------------------------------
 
     def accept(self, job: StoreJob) -> None:
@@ -174,10 +178,9 @@ class StorePlanner:
         return sorted({number for outlet in outlets for number in outlet.lacking(pages, self._epoch)})
 
     def _falls_behind(self) -> bool:
-        landing = self._landing
-        if landing is None:
+        if self._landing is None:
             return False
-        return (landing.index.dirty_pages if self._policy == "write_back" else len(self.keys)) > self._most_held
+        return (self.dirty_pages if self._policy == "write_back" else len(self.keys)) > self._most_held
 
     def _offer(
         self, pages: Sequence[Page], *, behind: bool
@@ -507,15 +510,14 @@ class StorePlanner:
         The coldest go first, so that eviction finds clean pages. At most as many go as the SSD has room for; if it does
         not keep up, others become clean unwritten.
         """
-        landing = self._landing
         going = self.earned() if everything else []
-        if landing is None or not landing.index.dirty_pages:
+        if not self.dirty_pages:
             return going
-        waiting = landing.index.dirty_pages - self._cleaning
+        waiting = self.dirty_pages - self._cleaning
         wanted = waiting if everything else waiting - self._low if waiting > self._high else 0
         wanted = min(wanted, self._limit - len(self.keys))
         if wanted > 0:
-            going += self.leaving(landing.index.coldest_dirty(wanted, self.keys))
+            going += self.leaving(self._index.coldest_dirty(wanted, self.keys))
         full = not any(outlet.room for outlet in self.outlets)
         if not everything and (self._off or self.behind or full):
             self._give_up()

@@ -107,11 +107,12 @@ class Storer:
 
         `change` surrounds the steps that change the engine.
         """
-        left = remaining(seconds)
+        left, planner = remaining(seconds), self._planner
         while self.drain(left()):
             with change, self._manager.lock:
-                if not self._demote(self._planner.clean(everything=True)):
-                    break
+                dirty = planner.dirty_pages
+                if not self._demote(planner.clean(everything=True)) and planner.dirty_pages == dirty:
+                    break  # refused pages become clean, and a round of them alone is not the last
         else:
             return False
         return self._unfit is None or self._unfit.flush(left(), change)
