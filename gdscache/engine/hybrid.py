@@ -288,6 +288,8 @@ class HybridEngine:
             for batch, part, table in zip(batches, hit.parts, self._tables(hit, slots), strict=True):
                 if len(table):
                     batch.append((part, table))
+        for engine, batch in zip(self.engines, batches, strict=True):
+            engine.check_batch(batch)
         loads: list[LayerwiseLoad | None] = []
         try:
             for engine, batch in zip(self.engines, batches, strict=True):

@@ -36,7 +36,7 @@ from gdscache.metrics import EngineCollector
 from gdscache.storage.base import Op
 from tests.support.dict_tier import DictTier
 from tests.support.faulty import PLAN, Fault
-from tests.support.helpers import WAIT, flip_file, prompt, raising, read_page, together, until
+from tests.support.helpers import WAIT, flip_file, prompt, raising, read_page, together, until, untouched
 from tests.support.hybrid import (
     FULL,
     KV,
@@ -252,6 +252,10 @@ def test_a_batch_is_of_hits_of_this_engine_and_no_block_is_in_it_twice(open_hybr
             host.engine.load_many(batch)  # type: ignore[arg-type]
     with pytest.raises(SlotRangeError, match="twice"):
         host.engine.load_many([(hit, slots), (hit, slots)])
+    more = {name: host.take(name, len(pages)) for name, pages in hit.pages.items()}
+    with pytest.raises(SlotRangeError, match="twice"):  # in the second pool alone
+        host.engine.load_many([(hit, slots), (hit, {**more, "window": slots["window"]})])
+    assert untouched(host.of("full")[1], slots["full"] + more["full"]), "a call that is refused has begun a load"
     assert not any(engine.stats()["leases"] for engine in host.engine.engines)
     other = open_hybrid("windows", tmp_path / "other")
     for one, foreign in ((other, hit), (host, other.engine.lookup(PROMPT))):
@@ -260,6 +264,7 @@ def test_a_batch_is_of_hits_of_this_engine_and_no_block_is_in_it_twice(open_hybr
     empty = host.engine.load_many([])
     assert (empty.tokens, empty.results(WAIT), empty.result(WAIT).tokens) == (0, [], 0)
     host.give(slots)
+    host.give(more)
 
 
 def test_a_page_that_goes_behind_a_lookup_is_seen_by_the_load(open_hybrid: OpenHybrid) -> None:
