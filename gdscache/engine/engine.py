@@ -221,7 +221,7 @@ class CacheEngine:
         digest = self._namespaces.get((arguments.text(salt, "salt"), group))
         if digest is None:
             digest = namespace_digest(self._fields(salt, group))
-            if len(self._namespaces) < _SALTS_KEPT:
+            if len(self._namespaces) < _SALTS_KEPT * (1 + len(self.groups)):
                 self._namespaces[salt, group] = digest
         return digest
 

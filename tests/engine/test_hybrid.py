@@ -161,6 +161,20 @@ def test_salts_are_apart_and_go_one_by_one(open_hybrid: OpenHybrid) -> None:
     assert host.load(PROMPT).tokens == 0
 
 
+def test_the_groups_of_a_salt_go_together_while_a_few_salts_are_known(
+    open_hybrid: OpenHybrid, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gdscache.engine.engine._SALTS_KEPT", 3)
+    host = open_hybrid("together")
+    [engine] = host.engine.engines
+    salts = ["a", "b", "c"]
+    for salt in salts:
+        host.store(PROMPT[:16], salt=salt)
+    for salt in salts:
+        engine.invalidate(engine.namespace(salt, engine.groups[0]))
+    assert len(engine.manager.tiers["cpu"].index) == 0, "pages of a salt's other group are left"
+
+
 # -- pages that go, or are bad -----------------------------------------------------------------------------------------
 
 
