@@ -37,7 +37,6 @@ _FIRST_ROUND_BYTES = 32 << 20
 # Of `write_back`, as shares of the landing tier's slots: above the second the coldest dirty pages are written, down to
 # the first.
 WATERMARKS = (0.25, 0.5)
-_UNWRITTEN = ("closed", "switched_off", "lock_lost")  # causes that come before any byte is written
 
 
 def round_pages(extent_bytes: int, *, waiting: bool) -> Iterator[int]:
@@ -402,8 +401,6 @@ class StorePlanner:
         elif cause == "deadline" and entries is not None:
             parcel.set_apart(rows, self.manager.lease("quarantine"))
             self._end_empty(parcel)
-        if cause and (cause in _UNWRITTEN or cause == f"{outlet.tier.name}_full"):
-            outlet.admission.not_written(len(rows))
         if cause:
             parcel.note(rows, cause)
         over = last_of(rows, outlet, parcel.left)

@@ -186,6 +186,7 @@ class Storer:
             log_failure(error)
             for parcel in some:
                 planner.written(parcel, outlet, parcel.rows, "closed" if error is None else "error")
+                outlet.admission.not_written(len(parcel))
                 planner.released(parcel, outlet, parcel.rows)
 
     # -- gathering ---------------------------------------------------------------------------------------------------

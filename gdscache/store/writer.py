@@ -152,7 +152,7 @@ class TierWriter:
         while room and self._ready:
             parcel, rows = self._ready[0]
             if self._manager.clearing.epoch(parcel.job.namespace) != parcel.job.epoch:
-                self._finish(parcel, rows, "cleared")  # the batch may have the same pages again, stored since
+                self._drop(parcel, rows, "cleared")  # the batch may have the same pages again, stored since
                 self._ready.popleft()
                 continue
             self._ready.popleft()
@@ -201,10 +201,10 @@ class TierWriter:
                 pages = parcel.pages
                 placed = [row for row in rows if pages[row].key in entries]
                 if len(placed) < len(rows):
-                    self._finish(parcel, [row for row in rows if pages[row].key not in entries], cause)
+                    self._drop(parcel, [row for row in rows if pages[row].key not in entries], cause)
                 if placed and self._manager.clearing.epoch(parcel.job.namespace) != parcel.job.epoch:
                     self._give_up([entries.pop(pages[row].key) for row in placed])
-                    self._finish(parcel, placed, "cleared")
+                    self._drop(parcel, placed, "cleared")
                 elif placed:
                     going.append((parcel, placed))
             for key, kept in self._retentions(going).items():  # a store may have asked for more before the reservation
@@ -340,16 +340,22 @@ class TierWriter:
             else:
                 held, batch.held = list(batch.held.values()), {}
                 self._give_up(held)
-                in_turn(*(functools.partial(self._finish, parcel, rows, "error") for parcel, rows in batch.parts))
+                finish = self._drop if batch.moving is None else self._finish
+                in_turn(*(functools.partial(finish, parcel, rows, "error") for parcel, rows in batch.parts))
 
     def _give_up(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
             self._tier.index.drop(entry)
         self._tier.index.release_all(entries)
 
-    def _finish(self, parcel: Parcel, rows: Sequence[int], cause: str) -> None:
+    def _finish(self, parcel: Parcel, rows: Sequence[int], cause: str) -> list[int]:
         if ended := self._planner.written(parcel, self._outlet, rows, cause):
             self._planner.released(parcel, self._outlet, ended)
+        return ended
+
+    def _drop(self, parcel: Parcel, rows: Sequence[int], cause: str) -> None:
+        """`_finish` pages before any byte of them is written."""
+        self._outlet.admission.not_written(len(self._finish(parcel, rows, cause)))
 
     def _late(self, parcel: Parcel, row: int, entry: Entry) -> Late:
         """A write whose slots may be used again only when it has ended."""
