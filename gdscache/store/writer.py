@@ -44,7 +44,7 @@ class _WriteBatch:
     In flight, by `moving`, `begun` by the executor's clock: its pages, in order, are the rows of the move, and have
     `entries` and `sums`, uint64 (pages, layers). `over`: the end of the move is known."""
 
-    parts: Sequence[_Part]
+    parts: list[_Part]
     held: dict[bytes, Entry] = dataclasses.field(default_factory=dict)
     entries: Sequence[Entry] = ()
     sums: Checksums = dataclasses.field(default_factory=lambda: _NO_SUMS)
@@ -136,8 +136,12 @@ class TierWriter:
     def _next(self) -> _WriteBatch | None:
         with self._manager.lock:
             if not self._starting and len(self._flying) < _FLIGHTS:
-                batch = _WriteBatch([])  # before its pages are taken: an error then would lose them
-                batch.parts = self._batch()
+                batch = _WriteBatch([])
+                try:
+                    self._fill(batch.parts)
+                except BaseException:
+                    self._lose(batch)
+                    raise
                 if batch.parts:
                     self._starting = True
                     return batch
@@ -146,8 +150,7 @@ class TierWriter:
             self._completing = True
             return self._flying[0]
 
-    def _batch(self) -> list[_Part]:
-        batch: list[_Part] = []
+    def _fill(self, batch: list[_Part]) -> None:
         room = self.size.pages
         while room and self._ready:
             parcel, rows = self._ready[0]
@@ -155,12 +158,13 @@ class TierWriter:
                 self._drop(parcel, rows, "cleared")  # the batch may have the same pages again, stored since
                 self._ready.popleft()
                 continue
-            self._ready.popleft()
-            batch.append((parcel, rows[:room]))
+            part, rest = (parcel, rows[:room]), (parcel, rows[room:])
+            batch.append(part)  # first: pages that are in neither would have no outcome
             if len(rows) > room:
-                self._ready.appendleft((parcel, rows[room:]))
-            room -= len(batch[-1][1])
-        return batch
+                self._ready[0] = rest
+            else:
+                self._ready.popleft()
+            room -= len(part[1])
 
     def _start(self, batch: _WriteBatch) -> None:
         self._manager.watch()
