@@ -133,7 +133,7 @@ class Storer:
         return {
             "bytes": sum(one.queued * one.extent_bytes for one in planners),
             "to_ssd_bytes": sum(len(one.keys) * one.extent_bytes for one in planners),
-            "limit_bytes": self._planner.limit_bytes,
+            "limit_bytes": sum(one.limit_bytes for one in planners),
         }
 
     def under_way(self) -> set[bytes]:

@@ -23,7 +23,7 @@ from gdscache.storage.base import Op
 from gdscache.store import plan
 from gdscache.store.parcel import Parcel, StoreJob
 from tests.support.faulty import PLAN, Fault
-from tests.support.helpers import MHA, SMALL, WAIT, Host, OpenHost, layout_of, prompt, quiet, settle, until
+from tests.support.helpers import MHA, PACKED, SMALL, WAIT, Host, OpenHost, layout_of, prompt, quiet, settle, until
 from tests.support.replays import PAGE, make, problems, run, work_of
 from tests.support.write_parts import dirty, on, written
 
@@ -412,6 +412,17 @@ def test_clear_while_the_ssd_stalls_leaves_nothing(policy_host: OpenHost) -> Non
     assert (on(host, "cpu", prompt(2, 2)), on(host, "ssd", prompt(1, 3))) == ([], [])
     assert host.engine.stats()["dropped"] == {"cleared": 3}
     settle(host.engine)
+
+
+def test_pages_that_do_not_fit_into_packed_extents_have_the_queue_again(policy_host: OpenHost) -> None:
+    host = policy_host("write_through", model=PACKED, cpu=200, ssd=400, bounce=400, queue=8)
+    queue, told = host.engine.config.store.queue, host.engine._parts.storer.queue
+    with PLAN.rule(Op.WRITE, Fault.HANG):
+        for number in range(8):
+            host.store(prompt(number, 4))
+        until(lambda: told()["to_ssd_bytes"] > queue, "pages of both kinds are on their way")
+        assert told()["to_ssd_bytes"] <= told()["limit_bytes"] == 2 * queue
+    quiet(host.engine)
 
 
 def budget_left(host: Host) -> int:
