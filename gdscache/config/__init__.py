@@ -364,12 +364,15 @@ class Config(ConfigSection):
         has_tier = any(info.data.get(tier, True) for tier in ("cpu", "ssd", "tiers"))
         small: dict[tuple[int | str, ...], tuple[str, str]] = {}
         if model is not None and (has_tier or name not in ("host_buffer", "store")):
-            extent = sum(layout.extent_bytes for layout in model.pool_layouts)  # each pool holds a page
+            layouts = model.pool_layouts  # each pool holds a page
+            extent = sum(layout.extent_bytes for layout in layouts)
+            unpacked = sum(max(layout.extent_bytes, layout.plane_bytes) for layout in layouts)  # as in the planes
             for loc, size in _sizes(name, checked):
                 pages, what = SIZES.get((name, *loc), (1, "one page"))
-                if size < pages * extent:
-                    message = f"{dotted((name, *loc))} is {_figures(size)}, and {what} needs {_figures(pages * extent)}"
-                    small[loc] = message, f"raise it to {format_size(pages * extent)}, or lower model.page_tokens"
+                least = pages * (unpacked if (name, *loc) == ("gpu", "capacity") else extent)
+                if size < least:
+                    message = f"{dotted((name, *loc))} is {_figures(size)}, and {what} needs {_figures(least)}"
+                    small[loc] = message, f"raise it to {format_size(least)}, or lower model.page_tokens"
         if error is not None or small:
             raise rejected(CapacityError, small, error)
         return checked

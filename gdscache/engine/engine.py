@@ -201,6 +201,16 @@ class CacheEngine:
         """Raises `SlotRangeError` for a number that is no block of the planes, or is named twice."""
         self._parts.planes.check_blocks(blocks)
 
+    def check_batch(self, requests: Sequence[tuple[Hit, Blocks]]) -> None:
+        """Raises `SlotRangeError` if requests of a batch of loads name a block twice, `InvalidValueError` if their hits
+        are of two kinds."""
+        if len(requests) > 1:
+            self.check_blocks(np.concatenate([blocks for _, blocks in requests]))
+            if len({hit.checked for hit, _ in requests}) > 1:
+                raise InvalidValueError(
+                    "a batch has hits of lookup() and of a prefetch's hit()", "load them in two calls of load_many()"
+                )
+
     def namespace(self, salt: str = "", group: Group | None = None) -> bytes:
         """The namespace (32 bytes) of this model and a request's salt (an adapter, a tenant).
 
@@ -211,7 +221,7 @@ class CacheEngine:
         digest = self._namespaces.get((arguments.text(salt, "salt"), group))
         if digest is None:
             digest = namespace_digest(self._fields(salt, group))
-            if len(self._namespaces) < _SALTS_KEPT:
+            if len(self._namespaces) < _SALTS_KEPT * (1 + len(self.groups)):
                 self._namespaces[salt, group] = digest
         return digest
 
@@ -405,24 +415,19 @@ class CacheEngine:
         """
         with self.calls:
             self._check_attached()
-            planes, batch, pairs = self._parts.planes, [], hits_and_slots(requests, Hit)
-            for hit, slots in pairs:
+            planes = self._parts.planes
+            asked: list[tuple[Hit, Blocks]] = []
+            for hit, slots in hits_and_slots(requests, Hit):
                 blocks = planes.block_table(slots)
                 if len(blocks) > len(hit.pages):
                     raise SlotCountError(
                         f"slots for {len(blocks)} pages, the hit has {len(hit.pages)}",
                         f"pass blocks for pages of the hit alone; blocks of a page: {planes.blocks_per_page}",
                     )
-                batch.append((hit.pages[: len(blocks)], blocks, hit.start))
-            if len(batch) > 1:
-                # no slot twice over all requests
-                planes.check_blocks(np.concatenate([blocks for _, blocks, _ in batch]))
-                if len({hit.checked for hit, _ in pairs}) > 1:
-                    raise InvalidValueError(
-                        "a batch has hits of lookup() and of a prefetch's hit()",
-                        "load them in two calls of load_many()",
-                    )
-            checked = bool(pairs) and pairs[0][0].checked
+                asked.append((hit, blocks))
+            self.check_batch(asked)
+            batch = [(hit.pages[: len(blocks)], blocks, hit.start) for hit, blocks in asked]
+            checked = bool(asked) and asked[0][0].checked
             load = self._parts.loader.start(batch, "load", [self._parts.executor.behind(after)], checked=checked)
             load.begun()
             return load

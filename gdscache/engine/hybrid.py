@@ -288,6 +288,8 @@ class HybridEngine:
             for batch, part, table in zip(batches, hit.parts, self._tables(hit, slots), strict=True):
                 if len(table):
                     batch.append((part, table))
+        for engine, batch in zip(self.engines, batches, strict=True):
+            engine.check_batch(batch)
         loads: list[LayerwiseLoad | None] = []
         try:
             for engine, batch in zip(self.engines, batches, strict=True):
@@ -369,9 +371,11 @@ class HybridEngine:
         """The lengths at which windows and states are kept, including lengths behind `length` that need a page before
         it."""
         size = self.alignment
-        if not isinstance(keep_at, Iterable):
-            raise InvalidValueError(f"keep_at is {arguments.shown(keep_at)}", "pass a list of lengths: [hit.parted]")
-        given = [arguments.whole(one, "keep_at", 0, MAX_COUNT) for one in keep_at]
+        try:
+            given = [arguments.whole(one, "keep_at", 0, MAX_COUNT) for one in keep_at]
+        except TypeError:  # also of a tensor without dimensions, which is an `Iterable`
+            message = f"keep_at is {arguments.shown(keep_at)}"
+            raise InvalidValueError(message, "pass a list of lengths: [hit.parted]") from None
         ends = {one // size * size for one in (length, *given)}
         behind = length + max(group.span for group in self.groups) + size
         return (ends | {*marks(self.window_every, size, behind)}) - {0}

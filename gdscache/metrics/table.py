@@ -244,7 +244,8 @@ FAMILIES = (
     _gauge("store_queue_to_ssd_bytes", "Bytes of them on their way to the SSD.", "store_queue.to_ssd_bytes"),
     _gauge(
         "store_queue_limit_bytes",
-        "The most of them on their way to the SSD, and of the others; of both without a CPU tier.",
+        "The most of them on their way to the SSD, and of the others; of both without a CPU tier. "
+        "With model.pack it is twice store.queue.",
         "store_queue.limit_bytes",
     ),
     _counter("admitted_pages", "Pages that the SSD's admission let in.", "store_policy.admission.admitted"),

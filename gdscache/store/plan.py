@@ -37,7 +37,6 @@ _FIRST_ROUND_BYTES = 32 << 20
 # Of `write_back`, as shares of the landing tier's slots: above the second the coldest dirty pages are written, down to
 # the first.
 WATERMARKS = (0.25, 0.5)
-_UNWRITTEN = ("closed", "switched_off", "lock_lost")  # causes that come before any byte is written
 
 
 def round_pages(extent_bytes: int, *, waiting: bool) -> Iterator[int]:
@@ -112,6 +111,10 @@ class StorePlanner:
             return self.outlets[0].keys
         return set[bytes]().union(*(outlet.keys for outlet in self.outlets))
 
+    @property
+    def dirty_pages(self) -> int:
+        return 0 if self._landing is None else self._landing.index.dirty_pages
+
     # -- accepting ---------------------------------------------------------------------------------------------------
 
     def accept(self, job: StoreJob) -> None:
@@ -174,10 +177,9 @@ class StorePlanner:
         return sorted({number for outlet in outlets for number in outlet.lacking(pages, self._epoch)})
 
     def _falls_behind(self) -> bool:
-        landing = self._landing
-        if landing is None:
+        if self._landing is None:
             return False
-        return (landing.index.dirty_pages if self._policy == "write_back" else len(self.keys)) > self._most_held
+        return (self.dirty_pages if self._policy == "write_back" else len(self.keys)) > self._most_held
 
     def _offer(
         self, pages: Sequence[Page], retention: Retention, *, behind: bool
@@ -271,12 +273,17 @@ class StorePlanner:
             whole = len(some) == len(pages)
             of, at = (pages, places) if whole else ([pages[i] for i in some], [places[i] for i in some])
             kept = self.manager.expiry.joined_all(of, job.retention)
-            entries = landing.index.insert_all(of, taken, PageState.PENDING, kept, leases=1)
+            parcel = Parcel(job, at, taken, landing.name, [], [], to, copied=False)
+            self._set_out(parcel, parcels)
+            parcel.leases.append(lease := self.manager.lease("store"))
+            parcel.entries = entries = landing.index.insert_all(of, taken, PageState.PENDING, kept, leases=1)
             del slots[: len(some)]
+            try:
+                lease.take(landing.index, entries)
+            except BaseException:
+                landing.index.release_all(entries)
+                raise
             self._earned.came(taken)
-            lease = self.manager.lease("store")
-            lease.take(landing.index, entries)
-            self._set_out(Parcel(job, at, taken, landing.name, entries, [lease], to, copied=False), parcels)
 
     def _offer_again(self, job: StoreJob, places: range, landing: Tier, parcels: list[Parcel]) -> None:
         entries: dict[int, Entry] = {}
@@ -290,7 +297,7 @@ class StorePlanner:
         for to, chosen in ways.items():
             if to:
                 going = [some[n] for n in chosen]
-                self._set_out(self._copied(job, going, [entries[i] for i in going], landing, to), parcels)
+                self._send_on(job, going, [entries[i] for i in going], landing, to, parcels)
         taken = {some[n] for to, chosen in ways.items() if to for n in chosen}
         self.finish_pages(job, [i for i in places if i not in taken])
 
@@ -317,12 +324,10 @@ class StorePlanner:
             ways, causes = self._offer([job.pages[i] for i in places], job.retention, behind=False)
             for to, some in ways.items():
                 if to:
-                    taken = bounced[len(bounced) - len(some) :]
+                    going, taken = [places[n] for n in some], bounced[len(bounced) - len(some) :]
+                    parcel = Parcel(job, going, taken, self._bounced, None, [], to, copied=False)
                     del bounced[len(bounced) - len(some) :]
-                    self._set_out(
-                        Parcel(job, [places[n] for n in some], taken, self._bounced, None, [], to, copied=False),
-                        parcels,
-                    )
+                    self._set_out(parcel, parcels)
                 else:
                     for n in some:
                         self.finish_pages(job, (places[n],), causes.get(n, full))
@@ -339,16 +344,28 @@ class StorePlanner:
         _, causes = self._offer((job.pages[i],), job.retention, behind=True)
         self.finish_pages(job, (i,), causes.get(0, ""))
 
-    def _copied(
-        self, job: StoreJob, places: Sequence[int], entries: Sequence[Entry], landing: Tier, to: tuple[Outlet, ...]
-    ) -> Parcel:
-        lease = self.manager.lease("store")
+    def _send_on(
+        self,
+        job: StoreJob,
+        places: Sequence[int],
+        entries: Sequence[Entry],
+        landing: Tier,
+        to: tuple[Outlet, ...],
+        parcels: list[Parcel],
+    ) -> None:
+        """Pages whose bytes are in the landing tier set out."""
+        parcel = Parcel(job, places, [e.slot for e in entries], landing.name, entries, [], to, copied=True)
+        self._set_out(parcel, parcels)
+        parcel.leases.append(lease := self.manager.lease("store"))
         for entry in entries:
             lease.add(landing.index, entry)
-        return Parcel(job, places, [e.slot for e in entries], landing.name, entries, [lease], to, copied=True)
 
     def _set_out(self, parcel: Parcel, parcels: list[Parcel]) -> None:
+        """`parcels` has it before anything else changes: behind an error it is abandoned."""
         parcels.append(parcel)
+        if parcel.job.receipt is None:
+            self.queued += len(parcel)
+            self._cleaning += len(parcel)
         for outlet in parcel.to:
             outlet.set_out(parcel.keys(parcel.rows), parcel.job.epoch, parcel.job.retention)
 
@@ -401,8 +418,6 @@ class StorePlanner:
         elif cause == "deadline" and entries is not None:
             parcel.set_apart(rows, self.manager.lease("quarantine"))
             self._end_empty(parcel)
-        if cause and (cause in _UNWRITTEN or cause == f"{outlet.tier.name}_full"):
-            outlet.admission.not_written(len(rows))
         if cause:
             parcel.note(rows, cause)
         over = last_of(rows, outlet, parcel.left)
@@ -509,15 +524,14 @@ class StorePlanner:
         The coldest go first, so that eviction finds clean pages. At most as many go as the SSD has room for; if it does
         not keep up, others become clean unwritten.
         """
-        landing = self._landing
         going = self.earned() if everything else []
-        if landing is None or not landing.index.dirty_pages:
+        if not self.dirty_pages:
             return going
-        waiting = landing.index.dirty_pages - self._cleaning
+        waiting = self.dirty_pages - self._cleaning
         wanted = waiting if everything else waiting - self._low if waiting > self._high else 0
         wanted = min(wanted, self._limit - len(self.keys))
         if wanted > 0:
-            going += self.leaving(landing.index.coldest_dirty(wanted, self.keys))
+            going += self.leaving(self._index.coldest_dirty(wanted, self.keys))
         full = not any(outlet.room for outlet in self.outlets)
         if not everything and (self._off or self.behind or full):
             self._give_up()
@@ -537,16 +551,25 @@ class StorePlanner:
 
     def leaving(self, pages: Sequence[Page]) -> list[Parcel]:
         """Parcels of the landing tier's pages that go on to tiers of files without a store."""
+        parcels: list[Parcel] = []
+        try:
+            self._leave(pages, parcels)
+        except BaseException:
+            for parcel in parcels:
+                self.abandon(parcel)
+            raise
+        return parcels
+
+    def _leave(self, pages: Sequence[Page], parcels: list[Parcel]) -> None:
         landing = self._landing
         if landing is None or self._off:
-            return []
+            return
         index, groups = landing.index, dict[tuple[bytes, Retention], list[Entry]]()
         behind = self._policy != "write_back" and self._falls_behind()  # dirty pages hold their slots anyway
         for number in self._lacking(pages):
             entry = index.find(pages[number].key)
             if entry is not None and entry.state is PageState.VERIFIED:
                 groups.setdefault((entry.namespace, entry.retention), []).append(entry)
-        parcels: list[Parcel] = []
         for (namespace, retention), entries in groups.items():
             epoch = self._epoch(namespace)
             while entries:
@@ -554,7 +577,7 @@ class StorePlanner:
                 if self._policy == "write_back":  # dirty pages wait
                     some = entries[: max(outlet.room for outlet in self.outlets)]
                     if not some:
-                        return parcels
+                        return
                 entries = entries[len(some) :]
                 ways, _ = self._offer([entry.page for entry in some], retention, behind=behind)
                 for to, places in ways.items():
@@ -564,7 +587,4 @@ class StorePlanner:
                             index.mark_clean(entry)
                         continue
                     job = StoreJob(None, [e.page for e in leaving], epoch, retention)
-                    self._set_out(self._copied(job, job.numbers, leaving, landing, to), parcels)
-                    self.queued += len(leaving)
-                    self._cleaning += len(leaving)
-        return parcels
+                    self._send_on(job, job.numbers, leaving, landing, to, parcels)

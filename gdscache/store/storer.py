@@ -107,11 +107,12 @@ class Storer:
 
         `change` surrounds the steps that change the engine.
         """
-        left = remaining(seconds)
+        left, planner = remaining(seconds), self._planner
         while self.drain(left()):
             with change, self._manager.lock:
-                if not self._demote(self._planner.clean(everything=True)):
-                    break
+                dirty = planner.dirty_pages
+                if not self._demote(planner.clean(everything=True)) and planner.dirty_pages == dirty:
+                    break  # refused pages become clean, and a round of them alone is not the last
         else:
             return False
         return self._unfit is None or self._unfit.flush(left(), change)
@@ -132,7 +133,7 @@ class Storer:
         return {
             "bytes": sum(one.queued * one.extent_bytes for one in planners),
             "to_ssd_bytes": sum(len(one.keys) * one.extent_bytes for one in planners),
-            "limit_bytes": self._planner.limit_bytes,
+            "limit_bytes": sum(one.limit_bytes for one in planners),
         }
 
     def under_way(self) -> set[bytes]:
@@ -185,6 +186,7 @@ class Storer:
             log_failure(error)
             for parcel in some:
                 planner.written(parcel, outlet, parcel.rows, "closed" if error is None else "error")
+                outlet.admission.not_written(len(parcel))
                 planner.released(parcel, outlet, parcel.rows)
 
     # -- gathering ---------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ class _WriteBatch:
     In flight, by `moving`, `begun` by the executor's clock: its pages, in order, are the rows of the move, and have
     `entries` and `sums`, uint64 (pages, layers). `over`: the end of the move is known."""
 
-    parts: Sequence[_Part]
+    parts: list[_Part]
     held: dict[bytes, Entry] = dataclasses.field(default_factory=dict)
     entries: Sequence[Entry] = ()
     sums: Checksums = dataclasses.field(default_factory=lambda: _NO_SUMS)
@@ -136,8 +136,12 @@ class TierWriter:
     def _next(self) -> _WriteBatch | None:
         with self._manager.lock:
             if not self._starting and len(self._flying) < _FLIGHTS:
-                batch = _WriteBatch([])  # before its pages are taken: an error then would lose them
-                batch.parts = self._batch()
+                batch = _WriteBatch([])
+                try:
+                    self._fill(batch.parts)
+                except BaseException:
+                    self._lose(batch)
+                    raise
                 if batch.parts:
                     self._starting = True
                     return batch
@@ -146,21 +150,21 @@ class TierWriter:
             self._completing = True
             return self._flying[0]
 
-    def _batch(self) -> list[_Part]:
-        batch: list[_Part] = []
+    def _fill(self, batch: list[_Part]) -> None:
         room = self.size.pages
         while room and self._ready:
             parcel, rows = self._ready[0]
             if self._manager.clearing.epoch(parcel.job.namespace) != parcel.job.epoch:
-                self._finish(parcel, rows, "cleared")  # the batch may have the same pages again, stored since
+                self._drop(parcel, rows, "cleared")  # the batch may have the same pages again, stored since
                 self._ready.popleft()
                 continue
-            self._ready.popleft()
-            batch.append((parcel, rows[:room]))
+            part, rest = (parcel, rows[:room]), (parcel, rows[room:])
+            batch.append(part)  # first: pages that are in neither would have no outcome
             if len(rows) > room:
-                self._ready.appendleft((parcel, rows[room:]))
-            room -= len(batch[-1][1])
-        return batch
+                self._ready[0] = rest
+            else:
+                self._ready.popleft()
+            room -= len(part[1])
 
     def _start(self, batch: _WriteBatch) -> None:
         self._manager.watch()
@@ -206,10 +210,10 @@ class TierWriter:
                 pages = parcel.pages
                 placed = [row for row in rows if pages[row].key in entries]
                 if len(placed) < len(rows):
-                    self._finish(parcel, [row for row in rows if pages[row].key not in entries], cause)
+                    self._drop(parcel, [row for row in rows if pages[row].key not in entries], cause)
                 if placed and self._manager.clearing.epoch(parcel.job.namespace) != parcel.job.epoch:
                     self._give_up([entries.pop(pages[row].key) for row in placed])
-                    self._finish(parcel, placed, "cleared")
+                    self._drop(parcel, placed, "cleared")
                 elif placed:
                     going.append((parcel, placed))
             for key, kept in self._retentions(going).items():  # a store may have asked for more before the reservation
@@ -345,16 +349,22 @@ class TierWriter:
             else:
                 held, batch.held = list(batch.held.values()), {}
                 self._give_up(held)
-                in_turn(*(functools.partial(self._finish, parcel, rows, "error") for parcel, rows in batch.parts))
+                finish = self._drop if batch.moving is None else self._finish
+                in_turn(*(functools.partial(finish, parcel, rows, "error") for parcel, rows in batch.parts))
 
     def _give_up(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
             self._tier.index.drop(entry)
         self._tier.index.release_all(entries)
 
-    def _finish(self, parcel: Parcel, rows: Sequence[int], cause: str) -> None:
+    def _finish(self, parcel: Parcel, rows: Sequence[int], cause: str) -> list[int]:
         if ended := self._planner.written(parcel, self._outlet, rows, cause):
             self._planner.released(parcel, self._outlet, ended)
+        return ended
+
+    def _drop(self, parcel: Parcel, rows: Sequence[int], cause: str) -> None:
+        """`_finish` pages before any byte of them is written."""
+        self._outlet.admission.not_written(len(self._finish(parcel, rows, cause)))
 
     def _late(self, parcel: Parcel, row: int, entry: Entry) -> Late:
         """A write whose slots may be used again only when it has ended."""

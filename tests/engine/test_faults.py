@@ -9,6 +9,7 @@ import errno
 import logging
 import os
 import sqlite3
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from gdscache import PageStatus
 from gdscache.disk import catalog_file
 from gdscache.errors import IOFailedError, LoadFailedError, StorageError
 from gdscache.storage.base import Op
+from gdscache.store import plan
+from gdscache.tiers.base import Lease
 from tests.support.faults import ExtentPart
 from tests.support.faulty import PLAN, READ_FAULTS, Fault
 from tests.support.helpers import (
@@ -304,3 +307,53 @@ def test_an_unexpected_error_in_the_writer_strands_nothing(
     settle(host.engine)
     host.keep_on_ssd(prompt(1, 3))
     assert host.load(prompt(1, 3)).tokens == 12
+
+
+@pytest.mark.parametrize(("owner", "name", "cpu"), [(plan, "Parcel", 6), (Lease, "take", 6), (plan, "Parcel", None)])
+def test_an_error_while_pages_find_slots_loses_none(
+    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, cpu: int | None
+) -> None:
+    host = open_host(cpu=cpu)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, raising(MemoryError))
+        assert set(host.store(prompt(1, 2)).result(WAIT).dropped) == {0, 1}
+    settle(host.engine)
+    for seed in (1, 2, 3):
+        assert host.store(prompt(seed, 2)).result(5).dropped == {}
+    assert host.load(prompt(3, 2)).tokens == 8
+
+
+def test_an_error_while_dirty_pages_set_out_leaves_none_on_its_way(
+    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = open_host(store={"write_policy": "write_back"})
+    for priority in (0, 1):  # a parcel each
+        host.store(prompt(priority, 1), priority=priority)
+    host.engine.drain(WAIT)
+    made = iter((plan.Parcel, raising(MemoryError)))
+    with monkeypatch.context() as patch:
+        patch.setattr(plan, "Parcel", lambda *call, **options: next(made)(*call, **options))
+        with pytest.raises(MemoryError):
+            host.engine.flush(WAIT)
+    host.engine.flush(5)
+    settle(host.engine)
+    assert host.engine.stats()["stored"]["ssd"] == 2
+
+
+def test_an_error_while_a_batch_is_chosen_gives_its_pages_their_outcome(open_host: OpenHost) -> None:
+    class Ready(deque[Any]):
+        popped = 0
+
+        def popleft(self) -> Any:
+            self.popped += 1
+            part = super().popleft()
+            if self.popped == 1:
+                raise MemoryError
+            return part
+
+    host = open_host()
+    writer = host.engine._parts.storer.writers["ssd"]
+    writer._ready = Ready()
+    assert host.store(prompt(1, 2)).result(5).dropped == {0: "error", 1: "error"}
+    settle(host.engine)
+    assert host.store(prompt(2, 2)).result(5).dropped == {}

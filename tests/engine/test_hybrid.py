@@ -36,7 +36,7 @@ from gdscache.metrics import EngineCollector
 from gdscache.storage.base import Op
 from tests.support.dict_tier import DictTier
 from tests.support.faulty import PLAN, Fault
-from tests.support.helpers import WAIT, flip_file, prompt, raising, read_page, together, until
+from tests.support.helpers import WAIT, flip_file, prompt, raising, read_page, together, until, untouched
 from tests.support.hybrid import (
     FULL,
     KV,
@@ -161,6 +161,20 @@ def test_salts_are_apart_and_go_one_by_one(open_hybrid: OpenHybrid) -> None:
     assert host.load(PROMPT).tokens == 0
 
 
+def test_the_groups_of_a_salt_go_together_while_a_few_salts_are_known(
+    open_hybrid: OpenHybrid, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gdscache.engine.engine._SALTS_KEPT", 3)
+    host = open_hybrid("together")
+    [engine] = host.engine.engines
+    salts = ["a", "b", "c"]
+    for salt in salts:
+        host.store(PROMPT[:16], salt=salt)
+    for salt in salts:
+        engine.invalidate(engine.namespace(salt, engine.groups[0]))
+    assert len(engine.manager.tiers["cpu"].index) == 0, "pages of a salt's other group are left"
+
+
 # -- pages that go, or are bad -----------------------------------------------------------------------------------------
 
 
@@ -252,6 +266,10 @@ def test_a_batch_is_of_hits_of_this_engine_and_no_block_is_in_it_twice(open_hybr
             host.engine.load_many(batch)  # type: ignore[arg-type]
     with pytest.raises(SlotRangeError, match="twice"):
         host.engine.load_many([(hit, slots), (hit, slots)])
+    more = {name: host.take(name, len(pages)) for name, pages in hit.pages.items()}
+    with pytest.raises(SlotRangeError, match="twice"):  # in the second pool alone
+        host.engine.load_many([(hit, slots), (hit, {**more, "window": slots["window"]})])
+    assert untouched(host.of("full")[1], slots["full"] + more["full"]), "a call that is refused has begun a load"
     assert not any(engine.stats()["leases"] for engine in host.engine.engines)
     other = open_hybrid("windows", tmp_path / "other")
     for one, foreign in ((other, hit), (host, other.engine.lookup(PROMPT))):
@@ -260,6 +278,7 @@ def test_a_batch_is_of_hits_of_this_engine_and_no_block_is_in_it_twice(open_hybr
     empty = host.engine.load_many([])
     assert (empty.tokens, empty.results(WAIT), empty.result(WAIT).tokens) == (0, [], 0)
     host.give(slots)
+    host.give(more)
 
 
 def test_a_page_that_goes_behind_a_lookup_is_seen_by_the_load(open_hybrid: OpenHybrid) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from gdscache import HybridEngine
 from gdscache.engine.hybrid_handles import HybridHit
@@ -267,6 +268,7 @@ def test_wrong_stores_are_clear_errors_and_store_nothing(open_hybrid: OpenHybrid
         (slots, {"keep_at": [1.5]}, InvalidValueError, "keep_at"),
         (slots, {"keep_at": [-1]}, InvalidValueError, "keep_at"),
         (slots, {"keep_at": 16}, InvalidValueError, "keep_at is 16"),
+        (slots, {"keep_at": torch.tensor(16)}, InvalidValueError, "keep_at is of type Tensor"),
         (slots, {"priority": 9}, InvalidValueError, "priority"),
         (slots, {"ttl": 0}, InvalidValueError, "ttl"),
         *([(both, {}, SlotRangeError, "twice")] if model == "together" else []),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import threading
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
@@ -15,13 +16,14 @@ from hypothesis import strategies as st
 
 from gdscache.commands.replay.clock import Clock, MachineModel
 from gdscache.commands.replay.hierarchy import Hierarchy, Ledger
+from gdscache.errors import IOFailedError
 from gdscache.index.retention import Retention
 from gdscache.pages.keys import Page
 from gdscache.storage.base import Op
 from gdscache.store import plan
 from gdscache.store.parcel import Parcel, StoreJob
 from tests.support.faulty import PLAN, Fault
-from tests.support.helpers import SMALL, WAIT, Host, OpenHost, prompt, quiet, settle, until
+from tests.support.helpers import MHA, PACKED, SMALL, WAIT, Host, OpenHost, layout_of, prompt, quiet, settle, until
 from tests.support.replays import PAGE, make, problems, run, work_of
 from tests.support.write_parts import dirty, on, written
 
@@ -410,6 +412,62 @@ def test_clear_while_the_ssd_stalls_leaves_nothing(policy_host: OpenHost) -> Non
     assert (on(host, "cpu", prompt(2, 2)), on(host, "ssd", prompt(1, 3))) == ([], [])
     assert host.engine.stats()["dropped"] == {"cleared": 3}
     settle(host.engine)
+
+
+def test_pages_that_do_not_fit_into_packed_extents_have_the_queue_again(policy_host: OpenHost) -> None:
+    host = policy_host("write_through", model=PACKED, cpu=200, ssd=400, bounce=400, queue=8)
+    queue, told = host.engine.config.store.queue, host.engine._parts.storer.queue
+    with PLAN.rule(Op.WRITE, Fault.HANG):
+        for number in range(8):
+            host.store(prompt(number, 4))
+        until(lambda: told()["to_ssd_bytes"] > queue, "pages of both kinds are on their way")
+        assert told()["to_ssd_bytes"] <= told()["limit_bytes"] == 2 * queue
+    quiet(host.engine)
+
+
+def budget_left(host: Host) -> int:
+    """Pages that `ssd.endurance` still has room for."""
+    left = host.engine.stats()["store_policy"]["admission"]["endurance"]["left_bytes"]
+    return int(left) // host.engine.layout.extent_bytes
+
+
+def test_pages_that_are_cleared_before_their_write_cost_no_endurance(policy_host: OpenHost) -> None:
+    extent = layout_of(MHA).extent_bytes
+    host = policy_host("write_through", cpu=24, ssd=24, ssd_options={"endurance": 8 * 20 * extent})
+    flights = host.engine._parts.storer.writers["ssd"]._flying
+    with PLAN.rule(Op.WRITE, Fault.HANG):
+        for number in range(1, 4):  # three batches are in flight at most
+            host.store(prompt(number, 1))
+            until(lambda number=number: len(flights) == number, "its write has begun")  # type: ignore[misc]
+        host.store(prompt(4, 4))
+        until(lambda: budget_left(host) == 13, "the last pages wait for their write")
+        host.engine.clear()
+    quiet(host.engine)
+    assert budget_left(host) == 17
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_pages_that_lose_their_slots_before_their_write_cost_no_endurance(
+    policy_host: OpenHost, monkeypatch: pytest.MonkeyPatch, refused: bool
+) -> None:
+    extent = layout_of(MHA).extent_bytes
+    host = policy_host("write_through", cpu=24, ssd=24, ssd_options={"endurance": 8 * 20 * extent})
+    manager = host.engine.manager
+    ssd = manager.files[0]
+    reserve = ssd.reserve
+
+    def reserved(*call: Any) -> Any:
+        if refused:
+            raise IOFailedError("the disk is full", errno=errno.ENOSPC)
+        entries = reserve(*call)
+        manager.clearing.clear()
+        return entries
+
+    monkeypatch.setattr(ssd, "reserve", reserved)
+    host.store(prompt(1, 4))
+    quiet(host.engine)
+    assert host.engine.stats()["dropped"] == {"disk_full" if refused else "cleared": 4}
+    assert budget_left(host) == 20
 
 
 @pytest.mark.parametrize("policy", ["write_through", "write_back", "never"])

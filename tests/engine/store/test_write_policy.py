@@ -198,6 +198,18 @@ def test_flush_says_when_it_is_not_done_in_time(policy_host: OpenHost) -> None:
     assert (written(), dirty(host)) == (3, 0)
 
 
+def test_flush_goes_on_behind_pages_that_are_refused(policy_host: OpenHost) -> None:
+    host = policy_host("write_back", cpu=16, queue=2, store={"admission": "second_offer"})
+    known = prompt(1, 2)
+    stored(host, known)
+    host.engine.flush(WAIT)  # its first offer
+    drop_from(host.engine, "cpu")
+    for seed in (2, 3, 4, 1):
+        stored(host, prompt(seed, 2))
+    host.engine.flush(WAIT)  # a round of two pages: the first three are refused whole
+    assert (dirty(host), on(host, "ssd", known)) == (0, [0, 1])
+
+
 def test_flush_is_drain_for_the_other_policies(policy_host: OpenHost) -> None:
     host = policy_host("write_through_selective", cpu=8)
     stored(host, prompt(1, 3))

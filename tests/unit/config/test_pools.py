@@ -192,6 +192,15 @@ def test_the_queue_holds_a_page_that_cannot_be_packed() -> None:
         plain_parts(Config.from_dict(given | {"store": {"queue": page - 4096}}))
 
 
+def test_gpu_capacity_is_of_pages_as_the_planes_have_them() -> None:
+    model = {"name": "m", "layers": 2, "kv_heads": 8, "head_dim": 128, "page_tokens": 64, "pack": "on"}
+    page = 2 * 2 * 8 * 128 * 64 * 2  # bytes
+    given = {"model": model, "cpu": {"capacity": 64 * page}}
+    Config.from_dict(given | {"gpu": {"capacity": page}})
+    with pytest.raises(CapacityError, match=r"gpu\.capacity is 508KiB, and one page needs 512KiB"):
+        Config.from_dict(given | {"gpu": {"capacity": page - 4096}})
+
+
 NAMES = st.fixed_dictionaries(
     {
         "first": st.sampled_from([[0], [1]]),
