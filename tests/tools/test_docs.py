@@ -218,7 +218,7 @@ def loggers() -> set[str]:
 
 # Of vLLM's connector, whose module imports vLLM.
 CONNECTOR = (
-    "loads", "begun_pages", "offered_pages", "refused_pages", "bad_pages", "deferred", "late", "blocks_awaited",
+    "loads", "begun_pages", "offered_pages", "unstored_pages", "bad_pages", "deferred", "late", "blocks_awaited",
     "scheduler_seconds", "worker_seconds", "steps",
 )  # fmt: skip
 

@@ -18,7 +18,7 @@ COUNTED = {
     "loads": "Loads of cached prefixes that were begun.",
     "begun_pages": "Pages of those loads.",
     "offered_pages": "Pages that were handed over to be stored.",
-    "refused_pages": "Pages of these whose store was refused as a whole; the log has the error.",
+    "unstored_pages": "Pages of these whose store was refused as a whole; the log has the error.",
     "bad_pages": "Pages that a load between steps did not bring, and that were computed.",
     "deferred": "Times that a request was told to ask again, since its pages were on their way.",
     "late": "Requests whose pages did not come in time.",

@@ -255,7 +255,7 @@ class Stores:
             if not store.done():
                 left.append((store, blocks))
             elif not store.taken:  # an error, which the log has
-                self._counts["refused_pages"] += len(blocks)
+                self._counts["unstored_pages"] += len(blocks)
         self._reading = left
 
 

@@ -295,7 +295,7 @@ def test_pages_of_a_store_that_is_refused_are_counted(caplog: pytest.LogCaptureF
     stores.begin([StoreOrder("a", hashes(1), 0, (0, 1, 2))], last=True)
     until(lambda: not stores.reads(), "the store is refused")
     stores.close()
-    assert counts == {"offered_pages": 3, "refused_pages": 3}
+    assert counts == {"offered_pages": 3, "unstored_pages": 3}
     assert "SlotRangeError" in caplog.text
 
 
