@@ -29,7 +29,7 @@ from gdscache.disk import kept
 from gdscache.disk.catalog_file import MOST_SHARDS, open_own, system_errors
 from gdscache.errors import DirectoryNotWritableError, NotARegularFileError
 from gdscache.pages.layout import is_plain
-from gdscache.runtime.threads import start
+from gdscache.runtime.threads import failure_of, log_failure, start
 from gdscache.sizes import Count
 
 KEPT = 512  # durations of a kind
@@ -297,9 +297,9 @@ class StatusWriter:
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, self._descriptor)
             undo.callback(path.unlink, missing_ok=True)
+            self._write()
             start([self._thread], self._end.set)
             undo.pop_all()
-        self._write()
 
     def close(self) -> None:
         """Stop, and delete the page if its name is still ours; may be called twice. Waits 2 s at most for a write of
@@ -314,13 +314,17 @@ class StatusWriter:
             _log.error("%s: files for after a restart are not written after %g s", self._path.parent, _SAVE_S)
 
     def _run(self) -> None:
+        said: object = None  # the kind of the last page's failure, which is logged once while it lasts
         try:
             while not self._end.wait(PERIOD_S):
                 with self._writing:
-                    self._write()
+                    error = failure_of(self._write)
+                if type(error) is not said:
+                    log_failure(error)
+                said = type(error)
                 if self._number % _SAVED_EVERY == 0:
-                    self._save()
-            self._save()
+                    log_failure(failure_of(self._save))
+            log_failure(failure_of(self._save))
         finally:
             self._leave()
 

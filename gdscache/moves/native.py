@@ -188,7 +188,7 @@ class NativePlanes(HostPlanes):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MoveLimits:
-    """In bytes: I/O in flight over all moves, and the size of one job of each kind. See move.h."""
+    """In bytes: I/O in flight on one disk over all moves, and the size of one job of each kind. See move.h."""
 
     flying: int = 64 << 20
     io: int = 4 << 20

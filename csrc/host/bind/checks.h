@@ -53,6 +53,8 @@ inline bool sound(const Way& way, const Executor& executor) {
     if (!files) return true;
     const int32_t memory = memory_of(way, source, target, executor.reserve_space());
     if (memory < 0) return way.pages == 0;  // there is no reserve to pass through
+    const bool stays = !way.places.empty() || target == Space::Kind::kMemory;
+    if (stays && way.sums.empty() && spaces[way.source].sums && !spaces[memory].sums) return false;  // they come along
     const int32_t disk = spaces[target == Space::Kind::kFiles ? way.target : way.source].disk;
     return (spaces[memory].reached >> disk & 1) != 0;
 }

@@ -78,7 +78,7 @@ OpenExecutor::OpenExecutor(const Int64s& bounds, int64_t extent_bytes, int32_t p
     check(sizes);
     refuse_if(nb::len(spaces) == 0 || nb::len(spaces) > 1 << 10, "no sound number of spaces");
     refuse_if(threads < 0 || threads > 1 << 10, "no sound number of threads");
-    refuse_if(nb::len(disks) > 64, "no sound number of disks");
+    refuse_if(nb::len(disks) > kMostDisks, "no sound number of disks");
     pool_ = pool ? pool->pool : nullptr;
     gpu_ = gpu ? gpu->copies : nullptr;
     std::vector<std::optional<Means>> means;

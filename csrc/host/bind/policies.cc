@@ -92,7 +92,12 @@ using ShadowKeys = Keys<LruShadow::Walk>;
 
 using Uses = std::vector<std::tuple<uint64_t, int64_t, int64_t>>;
 
+// `uses`: in the order of their times.
 void see(ReuseSample& sample, const Uses& uses, bool stored) {
+    int64_t last = INT64_MIN;
+    for (const auto& [bits, number, now] : uses) {
+        require(now >= std::exchange(last, now) && sample.sound(bits, number, now), "a use that is not sound");
+    }
     for (const auto& [bits, number, now] : uses) sample.see(bits, number, now, stored);
 }
 
@@ -110,7 +115,8 @@ void begin(LifetimeOrder& order, const nb::sequence& keys, const nb::object& pla
     using Answer = std::optional<std::tuple<int64_t, std::vector<int64_t>, std::vector<int64_t>>>;
     order.begin(keys_at(keys, places), std::move(sample),
                 [learn = std::move(learn)](int64_t pages, int64_t stored) -> std::optional<LifetimeOrder::Lifetimes> {
-        auto answer = nb::cast<Answer>(learn(pages, stored));
+        Answer answer;
+        require(nb::try_cast<Answer>(learn(pages, stored), answer), "an answer of no lifetimes");
         if (!answer) return {};
         auto& [share, less, more] = *answer;
         return LifetimeOrder::Lifetimes{share, std::move(less), std::move(more)};

@@ -172,7 +172,7 @@ bool Executor::wait_for(Held& held, std::condition_variable& condition, Nanoseco
     return true;
 }
 
-// --- our threads: they copy, and see deadlines pass when there is nothing to copy
+// --- our threads: they see deadlines pass, and copy
 
 void Executor::copy_loop() {
     give_way();
@@ -180,6 +180,8 @@ void Executor::copy_loop() {
     std::vector<uint8_t> unfit;
     Held held(*this);
     while (!closing_) {
+        const Nanoseconds time = now();
+        if (moves_.deadline() <= time) moves_.expire(time);
         if (const CopyJob* const job = moves_.take_copy(Hands::kOurs)) {
             held.let_go();
             const Nanoseconds begin = now();
@@ -193,14 +195,10 @@ void Executor::copy_loop() {
             moves_.copy_ended(job->id, found.data(), /*broken=*/nullptr, unfit.data());
             continue;
         }
-        const Nanoseconds time = now(), until = moves_.deadline();
-        if (until <= time) {
-            moves_.expire(time);
-        } else if (!held.woke()) {
-            ++idle_;
-            held.wait(copies_, std::min(until - time, kLongest));
-            --idle_;
-        }
+        if (held.woke()) continue;
+        ++idle_;
+        held.wait(copies_, std::min(moves_.deadline() - time, kLongest));
+        --idle_;
     }
 }
 

@@ -34,6 +34,7 @@ enum class Status : uint8_t {
 // The smaller value goes first on a device that both need.
 enum class Priority : uint8_t { kLoad, kPrefetch, kStore, kDemotion };
 constexpr int kPriorities = 4;
+constexpr int kMostDisks = 64;  // of an executor
 
 // A place for bytes. `foreign`: planes and memory of a GPU; other threads take copies of them as jobs and report their
 // ends (Moves::take_copy). `sums`: uint64 (slots, layers), or null. Stores write the checksums of a memory's slots
@@ -94,7 +95,7 @@ struct Limits {
     int32_t layers = 0;
     int32_t page_blocks = 1;
     std::vector<int64_t> bounds;      // the first byte of each layer in an extent, and the end of the last
-    int64_t flying_bytes = 64 << 20;  // of reads and writes, over all moves
+    int64_t flying_bytes = 64 << 20;  // of one disk's reads and writes, over all moves
     int64_t io_bytes = 4 << 20;       // of one job
     int64_t copy_bytes = 2 << 20;
     int64_t foreign_copy_bytes = 64 << 20;

@@ -232,10 +232,10 @@ void Moves::pass_deadline(Move& move) {
         for (size_t page = 0; page < flight->over.size(); ++page) {
             if (flight->over[page]) continue;
             const int32_t row = flight->job.pages[page].row;
-            flying_ -= flight->part;
+            traffic_[flight->disk].flying -= flight->part;
             if (move.row[row].late++ == 0) move.outcome.late.push_back(row);
             if (flight->job.write) {
-                writing_ -= flight->part;
+                traffic_[flight->disk].writing -= flight->part;
                 --move.group[0].todo;
             } else {
                 judge(move, row, Status::kDeadline);

@@ -150,6 +150,11 @@ private:
     struct Move;
     struct Flight;
     struct Copying;
+    struct Traffic {
+        int64_t flying = 0;        // bytes of I/O that is not late
+        int64_t writing = 0;       // of these, bytes of writes
+        int32_t reads_in_row = 0;  // while writes wait
+    };
 
     using Order = std::map<std::pair<Priority, int64_t>, Move*>;  // by priority, then in the order of `begin`
 
@@ -169,8 +174,7 @@ private:
     int64_t io_bytes(int32_t files) const;
     const IoJob* issue(Move& move, std::unique_ptr<Flight> flight);
     bool looked_at(const Move& move, const Way& way) const;
-    bool fits(int64_t bytes, int32_t disk);
-    bool fits_write(int64_t bytes, int32_t files);
+    bool fits(int64_t bytes, int32_t files, bool write);
     int32_t memory(const Way& way) const;
     bool foreign(const Move& move, const Way& way) const;
     void tell(const Move& move, const Way& way, int64_t bytes);
@@ -196,10 +200,8 @@ private:
     Reserve reserve_;
     Status refusal_ = Status::kPending;
     int64_t begun_ = 0, next_job_ = 1;
-    int64_t flying_ = 0;        // bytes of I/O that is not late
-    int64_t writing_ = 0;       // of these, bytes of writes
+    Traffic traffic_[kMostDisks];
     int64_t held_slots_ = 0;
-    int32_t reads_in_row_ = 0;  // while writes wait
     uint64_t crowded_ = 0;      // see `crowded`
     bool owed_to_write_ = false;         // the next room in flight is for a write
     bool watched_ = false;

@@ -17,7 +17,7 @@ enum class Moves::Cell : uint8_t { kOpen, kQueued, kDone };
 struct Moves::Flight {
     IoJob job;
     Move* move = nullptr;
-    int32_t way = 0, group = 0;
+    int32_t way = 0, group = 0, disk = 0;
     bool late = false;
     int64_t part = 0;           // bytes of a page
     std::vector<bool> over;     // pages whose I/O has ended

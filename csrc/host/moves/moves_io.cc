@@ -22,16 +22,17 @@ Status verdict_on(int32_t error) {
 const IoJob* Moves::take_io(int32_t disk) {
     crowded_ &= ~(uint64_t{1} << disk);
     owed_to_write_ = false;
+    Traffic& own = traffic_[disk];
     const bool writes_wait = std::ranges::any_of(
         open_, [](const auto& entry) { return entry.second->work == Work::kWrite && !entry.second->all_issued(); });
-    const bool write_first = writes_wait && reads_in_row_ >= kReadsPerWrite && writing_ == 0;
+    const bool write_first = writes_wait && own.reads_in_row >= kReadsPerWrite && own.writing == 0;
     const IoJob* job = write_first ? next_of(Work::kWrite, disk) : nullptr;
     if (!job) {
         owed_to_write_ = write_first && (crowded_ >> disk & 1) != 0;
         job = next_of(Work::kLoad, disk);
     }
     if (!job && writes_wait && !write_first) job = next_of(Work::kWrite, disk);
-    if (job) reads_in_row_ = writes_wait && !job->write ? reads_in_row_ + 1 : 0;
+    if (job) own.reads_in_row = writes_wait && !job->write ? own.reads_in_row + 1 : 0;
     return job;
 }
 
@@ -86,7 +87,7 @@ const IoJob* Moves::next_read(Move& move, int32_t disk) {
             continue;
         }
         if (others_turn(move, number, way.source, disk)) return nullptr;
-        if (!fits(static_cast<int64_t>(job.pages.size()) * part, disk)) return nullptr;
+        if (!fits(static_cast<int64_t>(job.pages.size()) * part, way.source, /*write=*/false)) return nullptr;
         if (passes) {
             const size_t wanted = job.pages.size();
             if (!take_slots(*flight, disk)) return nullptr;
@@ -134,22 +135,22 @@ int64_t Moves::io_bytes(int32_t files) const {
     return spaces_[files].io_bytes ? spaces_[files].io_bytes : limits_.io_bytes;
 }
 
-// Whether `bytes` more may be in flight. One job always may; a read may not if the room is owed to a write.
-bool Moves::fits(int64_t bytes, int32_t disk) {
-    return flying_ == 0 || (!owed_to_write_ && flying_ + bytes <= limits_.flying_bytes) || crowds(disk);
+// Whether `bytes` more may be in flight on a disk. One write always may, and one read beside any writes; further reads
+// may not if the room is owed to a write. Writes leave room for reads: they take half of it, or the size of two jobs if
+// that is more.
+bool Moves::fits(int64_t bytes, int32_t files, bool write) {
+    const Traffic& now = traffic_[spaces_[files].disk];
+    const int64_t half = std::max(limits_.flying_bytes / 2, 2 * std::max(io_bytes(files), limits_.extent_bytes));
+    const bool share = !write || now.writing == 0 || now.writing + bytes <= half;
+    const bool only = now.flying == (write ? 0 : now.writing);
+    const bool room = share && !owed_to_write_ && now.flying + bytes <= limits_.flying_bytes;
+    return only || room || crowds(spaces_[files].disk);
 }
 
 // Note that a disk's I/O waits for room. Returns false, for its callers to return.
 bool Moves::crowds(int32_t disk) {
     crowded_ |= uint64_t{1} << disk;
     return false;
-}
-
-// `fits` for a write. Writes leave room for reads: they take half of it, or the size of two jobs if that is more.
-bool Moves::fits_write(int64_t bytes, int32_t files) {
-    const int64_t job = std::max(io_bytes(files), limits_.extent_bytes);
-    const bool share = writing_ == 0 || writing_ + bytes <= std::max(limits_.flying_bytes / 2, 2 * job);
-    return share ? fits(bytes, spaces_[files].disk) : crowds(spaces_[files].disk);
 }
 
 // Whether a move's next I/O is for another disk, which is then woken once.
@@ -168,7 +169,7 @@ const IoJob* Moves::next_write(Move& move, int32_t disk) {
     const int64_t most = std::max<int64_t>(1, io_bytes(way.target) / limits_.extent_bytes);
     int64_t page = move.cursors[number].page;
     const int64_t end = std::min(way.pages, page + most);
-    if (!fits_write((end - page) * limits_.extent_bytes, way.target)) return nullptr;
+    if (!fits((end - page) * limits_.extent_bytes, way.target, /*write=*/true)) return nullptr;
     auto flight = std::make_unique<Flight>();
     IoJob& job = flight->job;
     for (; page < end; ++page) {
@@ -194,10 +195,11 @@ const IoJob* Moves::issue(Move& move, std::unique_ptr<Flight> flight) {
     job.first = job.write ? 0 : move.spec.groups[flight->group].first;
     job.last = job.write ? limits_.layers : move.spec.groups[flight->group].last;
     flight->move = &move;
+    flight->disk = spaces_[job.files].disk;
     flight->left = static_cast<int32_t>(job.pages.size());
     flight->over.assign(job.pages.size(), false);
-    flying_ += flight->part * flight->left;
-    if (job.write) writing_ += flight->part * flight->left;
+    traffic_[flight->disk].flying += flight->part * flight->left;
+    if (job.write) traffic_[flight->disk].writing += flight->part * flight->left;
     ++move.ios;
     flights_.emplace(job.id, std::move(flight));
     return &job;
@@ -236,10 +238,10 @@ void Moves::end_page(Flight& flight, int32_t page, int32_t error, const uint64_t
         if (--move.row[row].late == 0) end_late(move, row);
         return;
     }
-    flying_ -= flight.part;
+    traffic_[flight.disk].flying -= flight.part;
     news_.room = true;
     if (flight.job.write) {
-        writing_ -= flight.part;
+        traffic_[flight.disk].writing -= flight.part;
         if (error != 0) move.outcome.errors.emplace_back(row, error);
         --move.group[0].todo;
     } else if (error == 0) {

@@ -8,6 +8,8 @@
 #include <memory>
 #include <vector>
 
+#include "base/error.h"
+
 namespace gdscache {
 
 // 32 bytes. All zero: no key.
@@ -46,6 +48,19 @@ public:
             const Cell& one = cells_[cell];
             if (one.id == kNone || (one.hash == hash && (*this)[one.id].key == key)) return one.id;
         }
+    }
+    // The ids of all these keys. Throws if one, or `kNone`, is not `good`, or with `once` comes twice. Needs `Row::named`.
+    std::vector<uint32_t> find_all(auto&& keys, bool once, const char* why, auto good) {
+        std::vector<uint32_t> ids;
+        bool all = true;
+        for (const Name& key : keys) {
+            const uint32_t id = find(key);
+            all = all && good(id) && !std::exchange((*this)[id].named, once);
+            if (all) ids.push_back(id);
+        }
+        for (const uint32_t id : ids) (*this)[id].named = false;
+        require(all, why);
+        return ids;
     }
     // A row for a key that has none.
     uint32_t add(const Name& key) {

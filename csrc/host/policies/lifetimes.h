@@ -7,6 +7,7 @@
 #include <map>
 #include <new>
 #include <optional>
+#include <ranges>
 #include <span>
 
 #include "base/error.h"
@@ -46,8 +47,16 @@ public:
     // Start over with restored pages, the first to evict first.
     void begin(std::span<const Key> keys, std::shared_ptr<ReuseSample> sample, Learn learn) {
         require(sample && sample->classes() == kClasses, "a sample of other classes");
-        pages_ = {};
-        restored_ = {};
+        Table<Page> pages;
+        List<Page> restored;
+        for (const Key& key : keys) {
+            require(pages.find(key) == kNone, "a page that is restored twice");
+            const uint32_t id = pages.add(key);
+            pages[id].level = kRestored;
+            restored.push_back(pages, id);
+        }
+        pages_ = std::move(pages);
+        restored_ = restored;
         stock_.clear();
         spare_.clear();
         levels_.clear();
@@ -59,15 +68,10 @@ public:
         stored_ = now_ = ticks_ = 0;
         present_ = static_cast<int64_t>(keys.size());
         ++changes_;
-        for (const Key& key : keys) {
-            require(pages_.find(key) == kNone, "a page that is restored twice");
-            const uint32_t id = pages_.add(key);
-            pages_[id].level = kRestored;
-            restored_.push_back(pages_, id);
-        }
         widen();
     }
     void insert(std::span<const New> pages) {
+        require(ghosts_ != nullptr, "an order that was not begun");
         ++changes_;
         for (const New& page : pages) {
             if (!run_.empty() && run_.back().key != page.parent) enter_run();
@@ -77,16 +81,14 @@ public:
     void touch(std::span<const Key> keys) {
         ++changes_;
         enter_run();
-        for (const Key& key : keys) {
-            uint32_t id = pages_.find(key);
-            require(id != kNone, "a page that is not in the order");
+        for (uint32_t id : ids_of(keys, /*once=*/false)) {
             if (pages_[id].level == kRestored) {  // a restored page has no state
+                const New again{pages_[id].key, {}};
                 restored_.remove(pages_, id);
                 pages_.drop(id);
                 --present_;
-                const New again{key, {}};
-                enter({&again, 1}, 0);
-                id = pages_.find(key);
+                enter({&again, 1}, 0);  // in the same row
+                id = pages_.find(again.key);
             }
             use(id);
         }
@@ -94,9 +96,9 @@ public:
     void evict(std::span<const Gone> gone) {
         ++changes_;
         enter_run();
+        const std::vector<uint32_t> ids = ids_of(gone | std::views::transform(&Gone::key), /*once=*/true);
         for (size_t n = 0; n < gone.size(); ++n) {
-            const uint32_t id = pages_.find(gone[n].key);
-            require(id != kNone, "a page that is not in the order");
+            const uint32_t id = ids[n];
             --present_;
             if (pages_[id].level == kRestored) {
                 restored_.remove(pages_, id);
@@ -154,6 +156,7 @@ private:
         Key key;
         uint32_t before = 0, after = 0;
         uint32_t level = 0;
+        bool named = false;
         uint64_t state = 0;  // bits from the lowest: 4, its uses; 3, its group; 8, its lot; above, its last use
     };
     struct Level {
@@ -198,6 +201,9 @@ public:
     };
 
 private:
+    std::vector<uint32_t> ids_of(auto&& keys, bool once) {
+        return pages_.find_all(keys, once, "a page that is not in the order", [](uint32_t id) { return id != kNone; });
+    }
     // Enter the pages of a run, whose length is now known.
     void enter_run() {
         if (run_.empty()) return;

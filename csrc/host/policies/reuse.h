@@ -23,6 +23,11 @@ public:
     bool watches(uint64_t bits) const { return static_cast<int64_t>(bits >> 36 & 0xFFFF) < limit; }
     // The time of the next conclusion, in a tier of this many pages.
     int64_t due(int64_t pages) const { return last + std::max(round_, (pages + 3) / 4); }
+    // Whether `see` takes this use.
+    bool sound(uint64_t bits, int64_t number, int64_t now) const {
+        const uint32_t id = rows_.find({bits});
+        return number >= 0 && number < classes() && (id == Table<Seen>::kNone || now >= rows_[id].time);
+    }
     // A page is used, or `stored`. `bits`: 64 of its key's, watched. `number`: its class from now on.
     void see(uint64_t bits, int64_t number, int64_t now, bool stored) {
         require(number >= 0 && number < classes(), "a class that is not one of the classes");

@@ -4,6 +4,7 @@
 
 #include <functional>
 #include <optional>
+#include <ranges>
 #include <span>
 #include <unordered_map>
 #include <unordered_set>
@@ -72,14 +73,15 @@ public:
     // The tier stores pages that it lacked. Stops behind the first page at which `room` exceeds `most`. Returns the
     // number of pages taken, and whether it stopped so.
     std::pair<size_t, bool> insert(std::span<const New> all, int64_t most) {
+        const auto has = [&](const New& page) { return samples(page.key) && this->has(rows_.find(page.key)); };
+        require(std::ranges::none_of(all, has), "a page that the tier has already");
         changed();
         for (size_t n = 0; n < all.size(); ++n) {
             const Key& key = all[n].key;
             if (!samples(key)) continue;
             const Key parent = shift_ ? Key() : all[n].parent;
             uint32_t id = rows_.find(key);
-            require(id == kNone || rows_[id].place == Place::kNone || rows_[id].owed,
-                    "a page that the tier has already");
+            require(!this->has(id), "a page that comes twice");
             count();
             if (id != kNone && rows_[id].owed) {
                 rows_[id].owed = false;
@@ -108,11 +110,7 @@ public:
     }
     // The tier uses pages that it has.
     void touch(std::span<const Key> keys) {
-        changed();
-        for (const Key& key : keys) {
-            if (!samples(key)) continue;
-            const uint32_t id = rows_.find(key);
-            require(id != kNone && rows_[id].place != Place::kNone && !rows_[id].owed, "a page that the tier has not");
+        for (const uint32_t id : ids_of(keys, /*once=*/false)) {
             ++seen;
             ++used;
             if (rows_[id].place == Place::kLeft) {
@@ -122,14 +120,11 @@ public:
                 move(id, Place::kRecent);
             }
         }
+        changed();
     }
     // The tier gives up pages for others.
     void evict(std::span<const Key> keys) {
-        ++evictions_;
-        for (const Key& key : keys) {
-            if (!samples(key)) continue;
-            const uint32_t id = rows_.find(key);
-            require(id != kNone && rows_[id].place != Place::kNone && !rows_[id].owed, "a page that the tier has not");
+        for (const uint32_t id : ids_of(keys, /*once=*/true)) {
             --pages;
             if (rows_[id].place == Place::kLeft) {
                 release(id);
@@ -138,13 +133,13 @@ public:
                 ++owed_;
             }
         }
+        ++evictions_;
     }
     // A page is gone for another reason, and LRU would lose it too.
     void drop(const Key& key) {
-        changed();
         if (!samples(key)) return;
-        const uint32_t id = rows_.find(key);
-        require(id != kNone && rows_[id].place != Place::kNone && !rows_[id].owed, "a page that the tier has not");
+        const uint32_t id = ids_of({&key, 1}, /*once=*/true)[0];
+        changed();
         --pages;
         if (rows_[id].place != Place::kLeft && rows_[id].parent != kNone) unfollow(rows_[id].parent);
         release(id);
@@ -209,7 +204,7 @@ private:
         uint32_t children = 0;  // pages of the shadow that follow it, even if it is absent
         uint32_t behind = 0;    // the same, and pages of `left`
         Place place = Place::kNone;
-        bool owed = false;
+        bool owed = false, named = false;
         uint64_t number = 0;  // aside: the older its last use, the lower
     };
     static constexpr uint32_t kNone = Table<Page>::kNone;
@@ -317,6 +312,12 @@ public:
     };
 
 private:
+    // Whether the tier has the page of a row.
+    bool has(uint32_t id) const { return id != kNone && rows_[id].place != Place::kNone && !rows_[id].owed; }
+    std::vector<uint32_t> ids_of(std::span<const Key> keys, bool once) {
+        auto sampled = keys | std::views::filter([&](const Key& key) { return samples(key); });
+        return rows_.find_all(sampled, once, "a page that the tier has not", [&](uint32_t id) { return has(id); });
+    }
     List<Page>& list_of(Place place) {
         return place == Place::kRecent ? recent_ : place == Place::kAside ? aside_ : left_;
     }

@@ -87,8 +87,8 @@ public:
 
     // --- requests
 
-    // Whether I/O is under way whose end leaves room for other I/O.
-    bool flying() const { return flying_ > 0; }
+    // Whether I/O of a disk is under way whose end leaves room for other I/O of it.
+    bool flying(int32_t disk) const { return traffic_[disk].flying > 0; }
 
     void begin(const MoveSpec& spec) {
         Booked& book = books[spec.id];
@@ -136,8 +136,7 @@ public:
                 ++book.late_ios;
                 for (const int32_t page : flight.left) {
                     Row& row = book.rows[flight.job.pages[page].row];
-                    flying_ -= flight.job.stop - flight.job.start;
-                    if (flight.job.write) writing_ -= flight.job.stop - flight.job.start;
+                    fly(flight.job, -1);
                     row.late++;
                     row.was_late = row.ended = true;
                     if (book.load()) judge(row, Status::kDeadline);
@@ -163,7 +162,7 @@ public:
         const bool fills =
             !book.store && passes(way(book, book.rows.at(job.pages.front().row)));  // slots that it takes
         REQUIRE_FAST(job.pages.size() == 1 || bytes <= (fills ? (usual + extent - 1) / extent * extent : usual));
-        REQUIRE_FAST(job.write ? fits_write(bytes, job.files) : fits(bytes));
+        REQUIRE_FAST(job.write ? fits_write(bytes, job.files) : fits(bytes, disk));
         for (const auto& [id, other] : books) {  // moves before it could not go
             if (!(other.key() < book.key())) continue;
             REQUIRE_FAST(book.store ? !can_write(other, disk, true) : !can_read(other, disk));
@@ -174,15 +173,16 @@ public:
         const bool write_waits = any([&](const Booked& one) { return can_write(one, disk, false); });
         const bool write_could = any([&](const Booked& one) { return can_write(one, disk, true); });
         const bool read_could = any([&](const Booked& one) { return can_read(one, disk); });
+        Traffic& own = traffic_[disk];
         if (book.store) {
-            REQUIRE_FAST(!read_could || write_due());
-            reads_in_row_ = reads_beside_ = 0;
+            REQUIRE_FAST(!read_could || write_due(disk));
+            own.reads_in_row = own.reads_beside = 0;
         } else {
             REQUIRE_FAST(refusal == Status::kPending && !book.broken);
-            REQUIRE_FAST(!write_due() || !write_could);
-            reads_in_row_ = unwritten() ? reads_in_row_ + 1 : 0;
-            reads_beside_ = unwritten() ? reads_beside_ + (write_waits && writing_ == 0 ? 1 : 0) : 0;
-            REQUIRE_FAST(reads_beside_ <= 8);
+            REQUIRE_FAST(!write_due(disk) || !write_could);
+            own.reads_in_row = unwritten() ? own.reads_in_row + 1 : 0;
+            own.reads_beside = unwritten() ? own.reads_beside + (write_waits && own.writing == 0 ? 1 : 0) : 0;
+            REQUIRE_FAST(own.reads_beside <= 8);
         }
         std::set<int64_t> taken;  // of the reserve
         const std::set<int64_t> needed = needed_slots();
@@ -221,8 +221,7 @@ public:
             cell.io = job.id;
         }
         for (const int64_t slot : taken) REQUIRE_FAST(!world.fence || slot == *taken.begin() || slot % world.fence);
-        flying_ += bytes;
-        if (job.write) writing_ += bytes;
+        fly(job, std::ssize(job.pages));
         ++book.ios;
         Flying& flight = ios[job.id] = {job, group, {}};
         for (size_t n = 0; n < job.pages.size(); n++) flight.left.insert(static_cast<int32_t>(n));
@@ -235,7 +234,7 @@ public:
             owed = owed || can_write(book, disk, false);
         }
         for (auto& [id, book] : books) {
-            REQUIRE_FAST((owed && flying_ > 0 && write_due()) || !can_read(book, disk));
+            REQUIRE_FAST((owed && flying(disk) && write_due(disk)) || !can_read(book, disk));
             if (refusal != Status::kPending && book.load() && !book.over) never_read(book, refusal);
         }
     }
@@ -249,8 +248,7 @@ public:
         if (flight.late) {
             --row.late;
         } else {
-            flying_ -= flight.job.stop - flight.job.start;
-            if (flight.job.write) writing_ -= flight.job.stop - flight.job.start;
+            fly(flight.job, -1);
             row.cells[flight.group].read = error ? Reading::kFailed : Reading::kThere;
             if (book.store) {
                 row.ended = true;
@@ -434,7 +432,8 @@ public:
 
     // Nothing is under way any more, and no question is open.
     void check_rest() {
-        REQUIRE_FAST(flying_ == 0 && writing_ == 0 && ios.empty() && copies.empty() && !moves.has_ended_late());
+        for (const Traffic& own : traffic_) REQUIRE_FAST(own.flying == 0 && own.writing == 0);
+        REQUIRE_FAST(ios.empty() && copies.empty() && !moves.has_ended_late());
         REQUIRE_FAST(moves.free_slots() == world.slots && moves.held_slots() == 0);
         for (const auto& [id, book] : books) {
             REQUIRE_FAST(book.over && book.forgotten && !moves.knows(id));
@@ -534,7 +533,18 @@ private:
         }
     }
 
-    bool fits(int64_t bytes) const { return flying_ == 0 || flying_ + bytes <= world.limits.flying_bytes; }
+    // A job of `pages` pages begins, or -`pages` pages of it have ended or are late.
+    void fly(const IoJob& job, int64_t pages) {
+        Traffic& own = traffic_[world.spaces[job.files].disk];
+        own.flying += pages * (job.stop - job.start);
+        if (job.write) own.writing += pages * (job.stop - job.start);
+    }
+
+    // Each disk has its own room, and a read beside writes alone always fits.
+    bool fits(int64_t bytes, int32_t disk, bool write = false) const {
+        const Traffic& own = traffic_[disk];
+        return own.flying == (write ? 0 : own.writing) || own.flying + bytes <= world.limits.flying_bytes;
+    }
 
     int64_t io_bytes(int32_t files) const {
         return world.spaces[files].io_bytes ? world.spaces[files].io_bytes : world.limits.io_bytes;
@@ -543,7 +553,10 @@ private:
     // The same for a write, beside others.
     bool fits_write(int64_t bytes, int32_t files) const {
         const int64_t job = std::max(io_bytes(files), world.limits.extent_bytes);
-        return fits(bytes) && (writing_ == 0 || writing_ + bytes <= std::max(world.limits.flying_bytes / 2, 2 * job));
+        const int32_t disk = world.spaces[files].disk;
+        const int64_t writing = traffic_[disk].writing;
+        const bool share = writing == 0 || writing + bytes <= std::max(world.limits.flying_bytes / 2, 2 * job);
+        return share && fits(bytes, disk, true);
     }
 
     // Whether a move's next read could begin now, as far as is known.
@@ -566,7 +579,7 @@ private:
             }
             if (!first) continue;
             const Way& of = way(book, *first);
-            return world.spaces[of.source].disk == disk && fits(bytes) && (!passes(of) || moves.free_slots() > 0);
+            return world.spaces[of.source].disk == disk && fits(bytes, disk) && (!passes(of) || moves.free_slots() > 0);
         }
         return false;
     }
@@ -587,8 +600,8 @@ private:
         return !room || fits_write(bytes, way(book, *first).target);
     }
 
-    // Whether reads have had their turns, and the next is a write's.
-    bool write_due() const { return reads_in_row_ >= 8 && writing_ == 0; }
+    // Whether reads have had their turns on a disk, and the next is a write's.
+    bool write_due(int32_t disk) const { return traffic_[disk].reads_in_row >= 8 && traffic_[disk].writing == 0; }
 
     bool unwritten() const {
         return std::any_of(books.begin(), books.end(), [&](const auto& entry) {
@@ -717,10 +730,13 @@ private:
         REQUIRE_FAST(failed == errors && told == late);
     }
 
-    int64_t flying_ = 0;        // bytes of I/O that is not late
-    int64_t writing_ = 0;       // ... of writes
-    int32_t reads_in_row_ = 0;  // while a write waits
-    int32_t reads_beside_ = 0;  // while a move of the same kind of files waits
+    struct Traffic {
+        int64_t flying = 0;        // bytes of I/O that is not late
+        int64_t writing = 0;       // ... of writes
+        int32_t reads_in_row = 0;  // while a write waits
+        int32_t reads_beside = 0;  // while a write of the same disk waits
+    };
+    Traffic traffic_[2];  // by disk
 };
 
 }  // namespace gdscache::test

@@ -145,6 +145,30 @@ void abandon(Open open, uint64_t seed) {
     std::this_thread::sleep_for(std::chrono::microseconds(random.below(500)));
 }
 
+// A read that hangs is given up at its deadline, however many copies wait.
+void deadlines(Open open) {
+    auto disk = open_faulty_disk(open());
+    FaultyDisk* const faulty = disk.get();
+    Rig rig(std::move(disk), 1, 16, 64);
+    const Way way = reads(rig, 1);
+    faulty->fail({fault(rig, 0, Failing::kHang)});
+    const std::vector<Group> whole = groups_of(rig.limits, {0});
+    const int64_t load = rig.begin(Priority::kLoad, after(0.05), {way}, whole);
+    Way up;
+    up.source = kPlanes;
+    up.target = kCpu;
+    up.pages = 8;
+    up.sources.resize(static_cast<size_t>(up.pages * kPageBlocks));
+    std::iota(up.sources.begin(), up.sources.end(), 0);
+    up.targets.resize(static_cast<size_t>(up.pages));
+    std::iota(up.targets.begin(), up.targets.end(), 8);
+    int64_t store = 0;
+    for (int n = 0; n < 1000; n++) store = rig.begin(Priority::kStore, kForever, {up}, whole);  // for seconds
+    CHECK(rig.executor->wait(load, -1, after(60)) == 0);
+    CHECK(!rig.executor->wait(store, -1, 0));
+    faulty->release();
+}
+
 }  // namespace
 
 TEST_CASE("pages go out of planes into memory and files, and come back by all routes") {
@@ -157,6 +181,7 @@ TEST_CASE("pages go out of planes into memory and files, and come back by all ro
 }
 
 TEST_CASE("a fault costs its own page; a hanging one is told at its end") { each_disk(ring, threads, faults); }
+TEST_CASE("a deadline passes while all that copy have work") { each_disk(ring, threads, deadlines); }
 TEST_CASE("a wrong byte of any layer is found") { each_disk(ring, threads, looks); }
 TEST_CASE("moves without any I/O end at once") { each_disk(ring, threads, refusals); }
 TEST_CASE("`stop` releases all waiting threads, and I/O ends first") { each_disk(ring, threads, stops); }

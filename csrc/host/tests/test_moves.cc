@@ -1,5 +1,7 @@
 // The monitor of moves against plain books (moves_model.h): moves, spaces and limits at random, events in any order.
 
+#include <optional>
+
 #include "tests/moves_model.h"
 
 using namespace gdscache;
@@ -197,7 +199,7 @@ private:
     bool take_io(int32_t disk) {
         hear();
         // Ends of I/O will wake it again: it had to leave room for other moves' writes.
-        const bool asleep = asleep_io_[disk] && !(model_.flying() && crowded(disk));
+        const bool asleep = asleep_io_[disk] && !(model_.flying(disk) && crowded(disk));
         asleep_io_[disk] = true;
         while (const IoJob* const job = moves_.take_io(disk)) {
             REQUIRE_FAST(!asleep);
@@ -352,7 +354,71 @@ private:
     std::set<std::pair<int64_t, int32_t>> ends_;  // ended moves, and ready groups, as found by their waiters
 };
 
+// An executor of a memory, and files of two disks: the second one's calls have 32 MiB.
+struct TwoDisks {
+    explicit TwoDisks(int64_t extent_bytes) {
+        limits.extent_bytes = extent_bytes;
+        limits.layers = 1;
+        limits.bounds = {0, extent_bytes};
+        std::vector<Space> spaces(3, {Kind::kFiles});
+        spaces[0].kind = Kind::kMemory;
+        spaces[0].sums = sums;
+        spaces[2].disk = 1;
+        spaces[2].io_bytes = 32 << 20;
+        moves.emplace(limits, spaces, -1, Reserve(0, 0, 0));
+    }
+
+    void begin(int64_t id, Priority priority, int32_t source, int32_t target, int64_t pages) {
+        MoveSpec spec;
+        spec.id = id;
+        spec.priority = priority;
+        spec.until = std::numeric_limits<Nanoseconds>::max();
+        Way way;
+        way.source = source;
+        way.target = target;
+        way.pages = pages;
+        for (int64_t n = 0; n < pages; n++) way.sources.push_back(n % 32);
+        way.targets = way.sources;
+        spec.ways.push_back(way);
+        const int64_t extent = limits.extent_bytes;
+        spec.groups.push_back({0, 1, 0, extent, 0, extent, 0, extent});
+        moves->begin(spec);
+    }
+
+    // Begin all that a disk may. Returns its bytes.
+    int64_t take_all(int32_t disk) {
+        int64_t bytes = 0;
+        while (const IoJob* const job = moves->take_io(disk)) bytes += std::ssize(job->pages) * limits.extent_bytes;
+        return bytes;
+    }
+
+    uint64_t sums[32] = {};
+    Limits limits;
+    std::optional<Moves> moves;
+};
+
 }  // namespace
+
+TEST_CASE("a load waits for no write, and no disk for another") {
+    for (const int64_t extent : {4 << 20, 64 << 20}) {  // the larger one's writes are two
+        for (const int32_t files : {1, 2}) {
+            TwoDisks rig(extent);
+            rig.begin(1, Priority::kDemotion, 0, files, 64);
+            REQUIRE(rig.take_all(files - 1) >= std::min<int64_t>(extent * 2, 32 << 20));
+            for (const int32_t from : {1, 2}) {
+                rig.begin(1 + from, Priority::kLoad, from, 0, 1);
+                REQUIRE(rig.take_all(from - 1) == extent);
+            }
+        }
+        for (const int32_t files : {1, 2}) {
+            TwoDisks rig(extent);
+            rig.begin(1, Priority::kPrefetch, files, 0, 1000);
+            REQUIRE(rig.take_all(files - 1) == 64 << 20);
+            rig.begin(2, Priority::kDemotion, 0, 3 - files, 1);
+            REQUIRE(rig.take_all(2 - files) == extent);
+        }
+    }
+}
 
 TEST_CASE("moves of any kind against plain books") {
     const uint64_t count = setting("ROUNDS", 1000), from = setting("FIRST_SEED", 0);

@@ -456,3 +456,43 @@ def test_a_page_is_full_before_its_rarest_causes() -> None:
     assert isinstance(found, status_page.Status)
     assert 20 < len(found.causes) <= 48
     assert min(found.causes.values()) > most - 60
+
+
+def test_a_writer_outlives_exceptions_of_its_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The directory stays the engine's, and the page comes again. What goes wrong for long is logged once."""
+    monkeypatch.setattr(status_page, "_SAVED_EVERY", 3)
+    own, calls, saved = CacheDirectory.open(tmp_path), list[int](), list[int]()
+
+    def figures() -> status_page.Figures:
+        calls.append(1)
+        if len(calls) in (2, 3, 4):
+            raise MemoryError("short of memory for a moment")
+        return status_page.Figures(1, 0, 0, "running", "", {})
+
+    def save() -> None:
+        saved.append(1)
+        raise MemoryError("short of memory for long")
+
+    writer = status_page.StatusWriter(tmp_path, figures, save, own.close)
+    until(lambda: number_of(tmp_path) >= 6, "the page is written on")
+    assert not own.closed
+    writer.close()
+    assert own.closed
+    assert len(saved) >= 3, "the last time at the end"
+    told = [str(record.exc_info[1]) for record in caplog.records if record.exc_info]
+    assert told.count("short of memory for a moment") == 1
+    assert told.count("short of memory for long") == len(saved)
+
+
+def test_a_writer_that_is_refused_leaves_nothing(tmp_path: Path) -> None:
+    def figures() -> status_page.Figures:
+        raise MemoryError("short of memory")
+
+    released, before = list[int](), threading.active_count()
+    with pytest.raises(MemoryError):
+        status_page.StatusWriter(tmp_path, figures, released=lambda: released.append(1))
+    assert threading.active_count() == before
+    assert not (tmp_path / "status").exists()
+    assert not released, "the directory is the caller's still"

@@ -11,13 +11,28 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 
 from gdscache.arrays import integers
 from gdscache.errors import DeviceError, InvalidValueError, NativeCallError
 from gdscache.moves import Way
 from gdscache.moves.native import MoveLimits, Space
-from gdscache.native import SHORT, CuFiles, Executor, Gpu, HostPlanes, put_rows, take_rows, take_unbound
+from gdscache.native import (
+    NEVER,
+    SHORT,
+    CuFiles,
+    Executor,
+    Gpu,
+    HostPlanes,
+    LifetimeOrder,
+    LruShadow,
+    ReuseSample,
+    put_rows,
+    take_rows,
+    take_unbound,
+)
 from gdscache.storage.base import Descriptors
+from tests.support.helpers import WAIT
 from tests.support.hooks import hooks
 
 HUGE = [(1 << 63) - 1, -(1 << 63), 1 << 62, 1 << 48, 1 << 32, 1 << 31, -1, -(1 << 31)]
@@ -191,6 +206,25 @@ def test_moves_that_make_no_sense_are_refused(executor: Executor) -> None:
             executor.begin(1, 0, 0, ways(targets=bad), GROUPS, None, None, False)
 
 
+def test_checksums_that_come_with_the_bytes_need_a_table(opening: Opening) -> None:
+    """Reads that pass through the reserve need none: these pages stay nowhere."""
+    slots, blocks = np.arange(4, dtype=np.int64), np.arange(8, dtype=np.int64).reshape(4, 2)
+    os.ftruncate(opening.file, SLOTS * EXTENT)
+    opening.spoil("ssd", sums=opening.sums)
+    opening.spoil("cpu", sums=None)
+    executor = opening.open()
+    for way in (Way("ssd", "cpu", slots, slots), Way("ssd", "planes", slots, blocks, "cpu", slots)):
+        with pytest.raises(NativeCallError) as caught:
+            executor.begin(1, 0, NEVER, [way], GROUPS)
+        assert caught.value.errno == errno.EINVAL
+    known = np.full((4, LAYERS), xxhash.xxh3_64_intdigest(bytes(LAYER)), np.uint64)
+    for number, way in enumerate((Way("ssd", "planes", slots, blocks), Way("ssd", "cpu", slots, slots, sums=known))):
+        executor.begin(number, 0, NEVER, [way], GROUPS)
+        assert executor.wait(number, WAIT) == 0
+        assert executor.outcome(number)[0].tolist() == [1] * 4
+    executor.close()
+
+
 def test_calls_about_what_nobody_knows(executor: Executor) -> None:
     for value in HUGE:
         executor.cancel(value)
@@ -321,3 +355,75 @@ def test_faults_are_for_disks_that_were_opened_with_them(opening: Opening) -> No
     hooks.fail(executor, integers([[-1, 0, 1, 1, errno.EIO]]))
     hooks.release(executor)
     executor.close()
+
+
+KEYS = [bytes([n + 1]) * 32 for n in range(4)]
+CLASSES = 44  # of the order by lifetimes
+
+
+def lifetime_order(
+    learn: Callable[[int, int], Any] = lambda pages, stored: None, round: int = 1 << 40
+) -> LifetimeOrder:
+    order = LifetimeOrder()
+    order.begin(KEYS[:3], np.arange(3), ReuseSample(CLASSES, 10, round), learn)
+    return order
+
+
+BAD_CALLS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], Any]]] = {
+    name: (make, call, look)
+    for make, look, calls in (
+        (
+            lifetime_order,
+            lambda order: order.walk()(),
+            {
+                "begin": lambda o: o.begin([KEYS[3]] * 2, np.arange(2), ReuseSample(CLASSES, 10, 10), print),
+                "touch_all": lambda o: o.touch_all([KEYS[0], KEYS[3]]),
+                "evict_all": lambda o: o.evict_all([(KEYS[0], None), (KEYS[3], None)]),
+                "evict_all twice": lambda o: o.evict_all([(KEYS[0], None), (KEYS[0], None)]),
+            },
+        ),
+        (
+            lambda: LruShadow(KEYS[:3]),
+            lambda shadow: (shadow.recency(), shadow.seen, shadow.used, shadow.owed, shadow.room),
+            {
+                "touch": lambda s: s.touch([KEYS[0], KEYS[3]]),
+                "evict": lambda s: s.evict([KEYS[0], KEYS[3]]),
+                "evict twice": lambda s: s.evict([KEYS[0], KEYS[0]]),
+                "insert": lambda s: s.insert([(KEYS[3], None), (KEYS[0], None)]),
+            },
+        ),
+        (
+            lambda: ReuseSample(CLASSES, 10, 10),
+            lambda sample: (len(sample), [part.tolist() for part in sample.take()]),
+            {
+                "see another class": lambda s: s.see([(1, 0, 5), (2, CLASSES, 6)], True),
+                "see an earlier use": lambda s: s.see([(1, 0, 5), (1, 0, 4)], True),
+            },
+        ),
+    )
+    for name, call in calls.items()
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_a_refused_call_of_an_order_changes_nothing(name: str) -> None:
+    make, call, look = BAD_CALLS[name]
+    changed = make()
+    with pytest.raises(NativeCallError):
+        call(changed)
+    assert look(changed) == look(make())
+
+
+def test_an_order_that_was_not_begun_takes_no_pages() -> None:
+    order = LifetimeOrder()
+    with pytest.raises(NativeCallError, match="not begun"):
+        order.insert_all([(KEYS[0], b"")])
+    assert order.walk()() == []
+
+
+@pytest.mark.parametrize("answer", [(1, [1] * CLASSES, "x"), 5, (1, [1], [1])])
+def test_an_answer_that_is_none_is_told(answer: Any) -> None:
+    order = lifetime_order(lambda pages, stored: answer, 1)
+    order.insert_all([(KEYS[3], b"")])
+    with pytest.raises(NativeCallError, match="lifetimes"):
+        order.walk()
