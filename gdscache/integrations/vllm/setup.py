@@ -30,7 +30,7 @@ from gdscache.integrations.fetching import ENDING_S
 from gdscache.integrations.fields import plain, table_in
 from gdscache.integrations.ropes import rope_limit, ropes
 from gdscache.integrations.settings import config_named, content_of, contents_of, switches_of
-from gdscache.integrations.vllm.cache_groups import groups_of, kinds_of, layers_of, refuse_groups
+from gdscache.integrations.vllm.cache_groups import groups_of, kinds_of, layers_of, refuse_groups, states_of
 from gdscache.integrations.vllm.planes import VllmPlanes
 from gdscache.integrations.weights import commit_of, model_directory, weights_served
 
@@ -271,6 +271,11 @@ def facts_of(
     }
     if groups := groups_of(cache):
         facts["groups"] = groups
+    if states := states_of(cache):
+        facts["states"] = plain(states)
+    if str(getattr(model.hf_text_config, "model_type", "")).startswith("llama4"):
+        given = model.try_get_generation_config() | model.override_generation_config
+        facts["attn_temperature_tuning"] = given.get("attn_temperature_tuning", _built_length(model) > 32768)
     if media is not None:  # of images, sounds and videos; vLLM's field has the images' settings alone
         facts["processors"] = _files(model, "*processor_config.json")
     if planes.tensors[0].device.type == "cpu":
