@@ -314,12 +314,13 @@ def _files(model: Any, pattern: str) -> str:
 
 def _ropes_by_length(model: Any) -> list[object]:
     """For each rope that depends on vLLM's configured length: its kind, and that length, or for longrope whether it is
-    above the length of training (then the long factors apply). An unknown kind may depend on anything."""
+    above the length of training (then the long factors apply). An unknown kind may depend on anything. A dynamic one
+    divides the length by that of training if it is given."""
     found: list[object] = []
     for kind, rope in ropes(getattr(model.hf_text_config, "rope_parameters", None)):
         if kind == "longrope":
             found.append([kind, _built_length(model) > rope["original_max_position_embeddings"]])
-        elif kind not in _STEADY_ROPES:
+        elif kind not in _STEADY_ROPES or "max_trained_positions" in rope:
             found.append([kind, _built_length(model)])
     return found
 

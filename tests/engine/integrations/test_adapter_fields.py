@@ -106,6 +106,8 @@ QUANTISE = {
         f"{ENVIRONMENT}.SGLANG_MORI_COMBINE_DTYPE", f"{ENVIRONMENT}.SGLANG_MORI_DISPATCH_DTYPE",
     ],
     "vllm": [
+        "AttentionConfig.flash_attn_version", "AttentionConfig.mla_prefill_backend",
+        "AttentionConfig.sparse_mla_force_mqa",
         "ParallelConfig.all2all_backend", "ParallelConfig.data_parallel_size", "ParallelConfig.enable_eplb",
         "ParallelConfig.enable_expert_parallel", "ParallelConfig.disable_custom_all_reduce",
         f"{ENVIRONMENT}.AITER_BF16_FP8_MOE_BOUND", f"{ENVIRONMENT}.FLA_TRIL_PRECISION",

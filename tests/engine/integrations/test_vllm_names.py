@@ -44,6 +44,9 @@ def test_a_length_that_memory_shortened_is_not_the_one_that_was_built() -> None:
 
 
 def test_an_unknown_rope_has_the_length_itself() -> None:
+    """And a dynamic one that divides the length: PLaMo 3 and MiniMax M2 build ropes by `max_model_len`."""
+    trained = {"rope_type": "dynamic", "factor": 2.0, "max_trained_positions": 256}
+    assert facts(trained, max_model_len=512) == [["dynamic", 512]]
     assert facts({"rope_type": "spiral"}, max_model_len=2048) == [["spiral", 2048]]
     both = {"full_attention": {"rope_type": "spiral"}, "other": {"rope_type": "default"}}
     assert facts(both, max_model_len=512) == [["spiral", 512]]
