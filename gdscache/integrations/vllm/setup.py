@@ -288,6 +288,10 @@ def facts_of(
 def weights_of(vllm: Any) -> str:
     """See `weights_served`."""
     load_format = str(vllm.load_config.load_format)
+    elsewhere = {} if load_format in _FROM_FILES else {"load_format": load_format}
+    scope = os.environ.get("VLLM_USE_MODELSCOPE", "")  # another hub, whose files of this name may be others
+    if not elsewhere and scope.strip().lower() in ("1", "true") and not Path(vllm.model_config.model).exists():
+        elsewhere["VLLM_USE_MODELSCOPE"] = scope
 
     def source() -> tuple[Path, str | None]:
         model = vllm.model_config
@@ -295,7 +299,6 @@ def weights_of(vllm: Any) -> str:
         found = model_directory(str(other or model.model), model.revision, vllm.load_config.download_dir)
         return found, None if other or getattr(model, "hf_config_path", None) else commit_of(model)
 
-    elsewhere = {} if load_format in _FROM_FILES else {"load_format": load_format}
     return weights_served("vLLM", load_format, elsewhere, source)
 
 
