@@ -111,6 +111,7 @@ QUANTISE = {
         f"{ENVIRONMENT}.AITER_FORCE_A8W4", f"{ENVIRONMENT}.AITER_SITUV2_A4W4", f"{ENVIRONMENT}.AITER_SITUV2_A8W4",
         f"{ENVIRONMENT}.ROCM_QUICK_REDUCE_QUANTIZATION",
         f"{ENVIRONMENT}.SGLANG_MORI_COMBINE_DTYPE", f"{ENVIRONMENT}.SGLANG_MORI_DISPATCH_DTYPE",
+        f"{ENVIRONMENT}.SGLANG_MORI_MOE_MAX_INPUT_TOKENS",  # rows above it are dropped
     ],
     "vllm": [
         "AttentionConfig.flash_attn_version", "AttentionConfig.mla_prefill_backend",
@@ -118,6 +119,7 @@ QUANTISE = {
         "ParallelConfig.all2all_backend", "ParallelConfig.data_parallel_size", "ParallelConfig.enable_eplb",
         "ParallelConfig.enable_expert_parallel", "ParallelConfig.disable_custom_all_reduce",
         f"{ENVIRONMENT}.AITER_BF16_FP8_MOE_BOUND", f"{ENVIRONMENT}.FLA_TRIL_PRECISION",
+        f"{ENVIRONMENT}.XHS_VIDEO_JPEG_QUALITY",  # of the frames of a video behind its digest
     ],
 }  # fmt: skip
 
