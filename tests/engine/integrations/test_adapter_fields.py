@@ -107,7 +107,7 @@ FLASHINFER = [
 QUANTISE = {
     "sglang": [
         "ServerArgs.boundary_reduction", "ServerArgs.disable_custom_all_reduce",
-        "ServerArgs.enable_aiter_allreduce_fusion",
+        "ServerArgs.enable_aiter_allreduce_fusion", "ServerArgs.ep_size",
         f"{ENVIRONMENT}.AITER_FORCE_A8W4", f"{ENVIRONMENT}.AITER_SITUV2_A4W4", f"{ENVIRONMENT}.AITER_SITUV2_A8W4",
         f"{ENVIRONMENT}.ROCM_QUICK_REDUCE_QUANTIZATION",
         f"{ENVIRONMENT}.SGLANG_MORI_COMBINE_DTYPE", f"{ENVIRONMENT}.SGLANG_MORI_DISPATCH_DTYPE",
