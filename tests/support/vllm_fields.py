@@ -21,7 +21,10 @@ VERSION = "0.33.0"
 OTHER_PYTHON = SimpleNamespace(major=3, minor=99)
 LONG = {"rope_type": "longrope", "original_max_position_embeddings": 1024}
 # Harmless by name: what they come to is held.
-LOOKED_AT = {"model", "model_weights", "revision", "max_model_len", "original_max_model_len", "quant_config"}
+LOOKED_AT = {
+    "model", "model_weights", "revision", "max_model_len", "original_max_model_len", "quant_config",
+    "override_generation_config",
+}  # fmt: skip
 # The parts of vLLM's configuration, by the field that has each.
 PARTS = {
     "model_config": "ModelConfig", "multimodal_config": "MultiModalConfig", "cache_config": "CacheConfig",
@@ -57,7 +60,8 @@ class Setup:
         model = self.parts["ModelConfig"]
         model.multimodal_config = self.parts["MultiModalConfig"]
         model.model, model.model_weights, model.revision = str(folder / "model"), "", None
-        model.hf_text_config = SimpleNamespace(rope_parameters=LONG)
+        model.hf_text_config = SimpleNamespace(rope_parameters=LONG, model_type="llama4_text")
+        model.try_get_generation_config, model.override_generation_config = dict[str, object], {}
         model.max_model_len = model.original_max_model_len = 2048
         model.multimodal_config.mm_encoder_fp8_scale_path = str(folder / "scales")
         self.parts["CacheConfig"].prefix_caching_hash_algo = "sha256"
@@ -76,6 +80,8 @@ class Setup:
             "layers": lambda: self._replace(described=["another"]),
             "names": lambda: self._replace(layers={"another": 0}),
             "ropes_by_length": lambda: setattr(model, "max_model_len", 512),
+            "states": lambda: self.patches.append((setup, "states_of", lambda _: ["another"])),
+            "attn_temperature_tuning": lambda: model.override_generation_config.update(attn_temperature_tuning=True),
             "quant_config": lambda: setattr(self.vllm.quant_config, "bits", 4),
             "code": lambda: (folder / "model/code.py").write_text("another"),
             "processors": lambda: (folder / "model/video_preprocessor_config.json").write_text("another"),
@@ -85,7 +91,7 @@ class Setup:
             "python": lambda: self.patches.append((setup, "sys", SimpleNamespace(version_info=OTHER_PYTHON))),
         }
 
-        rope = SimpleNamespace(rope_parameters=LONG, more=1)
+        rope = SimpleNamespace(rope_parameters=LONG, model_type="llama4_text", more=1)
         self.values: dict[str, object] = {  # where "another" would change more than that line
             "ModelConfig.hf_text_config": rope,
             "MultiModalConfig.mm_encoder_fp8_scale_path": str(folder / "other scales"),

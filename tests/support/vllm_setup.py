@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 
 class FullAttentionSpec(SimpleNamespace):
     """By the name of vLLM's."""
@@ -16,6 +18,8 @@ class MLAAttentionSpec(SimpleNamespace):
 
 class MambaSpec(SimpleNamespace):
     """By the name of vLLM's."""
+
+    shapes, dtypes = ((2, 8), (4, 4)), (torch.bfloat16, torch.float16)
 
 
 def setup(**changes: Any) -> tuple[Any, Any]:

@@ -42,6 +42,12 @@ def groups_of(cache: Any) -> list[dict[str, object]]:
     return [] if len(found) == 1 and not found[0].keys() & {"window", "chunk", "state"} else found
 
 
+def states_of(cache: Any) -> list[object]:
+    """Of each group of states, the shapes and types of its layers' tensors, which lie in a state in this order."""
+    specs = [group.kv_cache_spec for group in cache.kv_cache_groups if kinds_of(group.kv_cache_spec)[0] == _STATE]
+    return [[[layer.shapes, layer.dtypes] for layer in layers_of(spec)] for spec in specs]
+
+
 def block_tokens(cache: Any) -> dict[str, int]:
     """The tokens of a block, by name of each layer in a group."""
     return {name: int(group.kv_cache_spec.block_size) for group in cache.kv_cache_groups for name in group.layer_names}

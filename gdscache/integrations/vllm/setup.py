@@ -30,7 +30,7 @@ from gdscache.integrations.fetching import ENDING_S
 from gdscache.integrations.fields import plain, table_in
 from gdscache.integrations.ropes import rope_limit, ropes
 from gdscache.integrations.settings import config_named, content_of, contents_of, switches_of
-from gdscache.integrations.vllm.cache_groups import groups_of, kinds_of, layers_of, refuse_groups
+from gdscache.integrations.vllm.cache_groups import groups_of, kinds_of, layers_of, refuse_groups, states_of
 from gdscache.integrations.vllm.planes import VllmPlanes
 from gdscache.integrations.weights import commit_of, model_directory, weights_served
 
@@ -271,6 +271,11 @@ def facts_of(
     }
     if groups := groups_of(cache):
         facts["groups"] = groups
+    if states := states_of(cache):
+        facts["states"] = plain(states)
+    if str(getattr(model.hf_text_config, "model_type", "")).startswith("llama4"):
+        given = model.try_get_generation_config() | model.override_generation_config
+        facts["attn_temperature_tuning"] = given.get("attn_temperature_tuning", _built_length(model) > 32768)
     if media is not None:  # of images, sounds and videos; vLLM's field has the images' settings alone
         facts["processors"] = _files(model, "*processor_config.json")
     if planes.tensors[0].device.type == "cpu":
@@ -283,6 +288,10 @@ def facts_of(
 def weights_of(vllm: Any) -> str:
     """See `weights_served`."""
     load_format = str(vllm.load_config.load_format)
+    elsewhere = {} if load_format in _FROM_FILES else {"load_format": load_format}
+    scope = os.environ.get("VLLM_USE_MODELSCOPE", "")  # another hub, whose files of this name may be others
+    if not elsewhere and scope.strip().lower() in ("1", "true") and not Path(vllm.model_config.model).exists():
+        elsewhere["VLLM_USE_MODELSCOPE"] = scope
 
     def source() -> tuple[Path, str | None]:
         model = vllm.model_config
@@ -290,7 +299,6 @@ def weights_of(vllm: Any) -> str:
         found = model_directory(str(other or model.model), model.revision, vllm.load_config.download_dir)
         return found, None if other or getattr(model, "hf_config_path", None) else commit_of(model)
 
-    elsewhere = {} if load_format in _FROM_FILES else {"load_format": load_format}
     return weights_served("vLLM", load_format, elsewhere, source)
 
 
@@ -309,12 +317,13 @@ def _files(model: Any, pattern: str) -> str:
 
 def _ropes_by_length(model: Any) -> list[object]:
     """For each rope that depends on vLLM's configured length: its kind, and that length, or for longrope whether it is
-    above the length of training (then the long factors apply). An unknown kind may depend on anything."""
+    above the length of training (then the long factors apply). An unknown kind may depend on anything. A dynamic one
+    divides the length by that of training if it is given."""
     found: list[object] = []
     for kind, rope in ropes(getattr(model.hf_text_config, "rope_parameters", None)):
         if kind == "longrope":
             found.append([kind, _built_length(model) > rope["original_max_position_embeddings"]])
-        elif kind not in _STEADY_ROPES:
+        elif kind not in _STEADY_ROPES or "max_trained_positions" in rope:
             found.append([kind, _built_length(model)])
     return found
 

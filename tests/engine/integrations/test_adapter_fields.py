@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +86,47 @@ def test_another_value_of_a_line_finds_nothing(kind: str, line: str, stored: dic
     other = namespace(kind, line, stored[kind])
     assert other != namespace(kind, None, stored[kind])
     assert restarted(kind, stored[kind], other) == 0
+
+
+@pytest.mark.parametrize("kind", STAND_INS)
+def test_no_reason_is_of_a_time_when_less_was_served(kind: str) -> None:
+    """Several ranks are served, states, and groups of layers."""
+    file = Path(str(SETUPS[kind].__file__)).with_name("fields.toml")
+    reasons = " ".join(group["why"] for group in tomllib.loads(file.read_text())["harmless"])
+    assert not re.search(r"one rank|(states|groups) are refused", reasons)
+
+
+# Some quantise what ranks or experts exchange, or what is multiplied; the others decide whether these apply.
+FLASHINFER = [
+    f"{ENVIRONMENT}.{name}" for name in (
+        "FLASHINFER_DISABLE_FP4_QUANT_FAST_MATH", "FLASHINFER_NVFP4_4OVER6", "FLASHINFER_NVFP4_4OVER6_E4M3_USE_256",
+        "FLASHINFER_NVFP4_4OVER6_ERR_MODE", "FLASHINFER_NVFP4_4OVER6_ERR_USE_FAST_MATH",
+        "TRTLLM_DISABLE_FP4_QUANT_FAST_MATH",
+    )
+]  # fmt: skip
+QUANTISE = {
+    "sglang": [
+        "ServerArgs.boundary_reduction", "ServerArgs.disable_custom_all_reduce",
+        "ServerArgs.enable_aiter_allreduce_fusion", "ServerArgs.ep_size",
+        f"{ENVIRONMENT}.AITER_FORCE_A8W4", f"{ENVIRONMENT}.AITER_SITUV2_A4W4", f"{ENVIRONMENT}.AITER_SITUV2_A8W4",
+        f"{ENVIRONMENT}.ROCM_QUICK_REDUCE_QUANTIZATION",
+        f"{ENVIRONMENT}.SGLANG_MORI_COMBINE_DTYPE", f"{ENVIRONMENT}.SGLANG_MORI_DISPATCH_DTYPE",
+        f"{ENVIRONMENT}.SGLANG_MORI_MOE_MAX_INPUT_TOKENS",  # rows above it are dropped
+    ],
+    "vllm": [
+        "AttentionConfig.flash_attn_version", "AttentionConfig.mla_prefill_backend",
+        "AttentionConfig.sparse_mla_force_mqa",
+        "ParallelConfig.all2all_backend", "ParallelConfig.data_parallel_size", "ParallelConfig.enable_eplb",
+        "ParallelConfig.enable_expert_parallel", "ParallelConfig.disable_custom_all_reduce",
+        f"{ENVIRONMENT}.AITER_BF16_FP8_MOE_BOUND", f"{ENVIRONMENT}.FLA_TRIL_PRECISION",
+        f"{ENVIRONMENT}.XHS_VIDEO_JPEG_QUALITY",  # of the frames of a video behind its digest
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", STAND_INS)
+def test_what_quantises_is_held(kind: str) -> None:
+    assert {TABLES[kind]().kinds.get(line) for line in QUANTISE[kind] + FLASHINFER} == {"held"}
 
 
 @pytest.mark.parametrize("kind", STAND_INS)

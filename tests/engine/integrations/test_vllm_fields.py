@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -43,3 +44,20 @@ def test_weights_from_elsewhere_need_a_name() -> None:
         with pytest.raises(WeightsNotFoundError, match=load_format) as raised:
             setup.weights_of(vllm)
         assert "model.weights" in raised.value.hint
+
+
+def test_weights_from_another_hub_need_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The snapshot of that name in Hugging Face's cache is not what vLLM reads."""
+    monkeypatch.setattr(setup, "model_directory", lambda *_: tmp_path)
+    monkeypatch.setattr(setup, "weights_served", lambda _, __, elsewhere, source: elsewhere or source())
+    model = SimpleNamespace(model="org/name", revision=None)
+    vllm = SimpleNamespace(
+        load_config=SimpleNamespace(load_format="auto", download_dir=str(tmp_path)), model_config=model
+    )
+    read: Any = (tmp_path, None)
+    assert setup.weights_of(vllm) == read
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "True")
+    elsewhere: Any = setup.weights_of(vllm)
+    assert elsewhere == {"VLLM_USE_MODELSCOPE": "True"}
+    model.model = str(tmp_path)
+    assert setup.weights_of(vllm) == read

@@ -11,7 +11,7 @@ import torch
 
 from gdscache.errors import InvalidValueError, MediaUnsupportedError, RopeByLengthError
 from gdscache.integrations.vllm.planes import planes_of
-from gdscache.integrations.vllm.setup import Options, leaves_alone, model_of, refuse_media, refuse_setup
+from gdscache.integrations.vllm.setup import Options, facts_of, leaves_alone, model_of, refuse_media, refuse_setup
 from tests.support.vllm_setup import setup
 
 LONG = {"rope_type": "longrope", "original_max_position_embeddings": 1024, "short_factor": [], "long_factor": []}
@@ -44,6 +44,9 @@ def test_a_length_that_memory_shortened_is_not_the_one_that_was_built() -> None:
 
 
 def test_an_unknown_rope_has_the_length_itself() -> None:
+    """And a dynamic one that divides the length: PLaMo 3 and MiniMax M2 build ropes by `max_model_len`."""
+    trained = {"rope_type": "dynamic", "factor": 2.0, "max_trained_positions": 256}
+    assert facts(trained, max_model_len=512) == [["dynamic", 512]]
     assert facts({"rope_type": "spiral"}, max_model_len=2048) == [["spiral", 2048]]
     both = {"full_attention": {"rope_type": "spiral"}, "other": {"rope_type": "default"}}
     assert facts(both, max_model_len=512) == [["spiral", 512]]
@@ -70,6 +73,37 @@ def test_transformers_code_is_kept_to_one_side(kind: str, most: int) -> None:
             assert f"--max-model-len {most}" in raised.value.hint
         else:
             refuse_setup(vllm, cache, {})
+
+
+# -- Llama 4's attention ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("length", "asked", "file", "given", "tuned"),
+    [
+        (32768, 32768, {}, {}, False),
+        (32769, 32769, {}, {}, True),
+        (600, -1, {}, {}, True),  # 65,536 were built
+        (600, 600, {"attn_temperature_tuning": True}, {}, True),
+        (65536, 65536, {"attn_temperature_tuning": True}, {"attn_temperature_tuning": False}, False),
+    ],
+)
+def test_llama_4_tunes_its_attention_by_the_length_unless_it_is_told(
+    length: int, asked: int, file: dict[str, Any], given: dict[str, Any], tuned: bool
+) -> None:
+    llama = {
+        "max_model_len": length,
+        "original_max_model_len": asked,
+        "get_and_verify_max_len": lambda _: 65536,
+        "hf_text_config__model_type": "llama4_text",
+        "try_get_generation_config": lambda: file,
+        "override_generation_config": given,
+    }
+    vllm, cache = setup(**{f"model_config__{name}": value for name, value in llama.items()})
+    planes = planes_of({"0": torch.zeros(4, 2, 16, 8, dtype=torch.bfloat16)}, 4, 16, "LBNHC")
+    assert facts_of(vllm, cache, planes, "0.33.0", {})["attn_temperature_tuning"] is tuned
+    vllm.model_config.hf_text_config.model_type = "llama"
+    assert "attn_temperature_tuning" not in facts_of(vllm, cache, planes, "0.33.0", {})
 
 
 # -- what a request is made of -----------------------------------------------------------------------------------------

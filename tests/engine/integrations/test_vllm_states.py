@@ -111,6 +111,17 @@ def test_a_state_takes_its_own_bytes_on_every_tier(shape: Shape) -> None:
     assert sorted(seen) == list(range(len(shape.states) + 1))
 
 
+@pytest.mark.parametrize("change", [{"dtypes": (torch.bfloat16,) * 2}, {"shapes": ((8, 2), (4, 4))}], ids=str)
+def test_states_of_other_types_or_in_another_order_have_another_name(change: dict[str, object]) -> None:
+    """vLLM hands states over as bytes, as many as before."""
+    cache = Cache(SMALL)
+    before = cache.model()
+    vars(cache.config.kv_cache_groups[1].kv_cache_spec).update(change)
+    after = cache.model()
+    assert before.pop("salt") != after.pop("salt")
+    assert before == after
+
+
 class Engine:
     """An engine over vLLM's KV cache in this process, or over those of several ranks, in this process, too."""
 
