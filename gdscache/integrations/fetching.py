@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 
 ENDING_S = 5.0  # seconds; pins that end sooner are too old for a new load
+_CROWDED = PrefetchEnd.NO_ROOM, PrefetchEnd.QUEUE_FULL
 
 
 class Pinned(abc.ABC):
@@ -134,12 +135,12 @@ class PinnedFetch(Pinned):
         return self._gate.outpaced(time.monotonic() - self._since, begun, left, missing, verified * size)
 
     def crowded(self) -> bool:
-        """Whether the fetch ended because the CPU tier has no room for its pages."""
+        """Whether the fetch ended because the CPU tier, or the queue of prefetches, has no room for its pages."""
         if self._prefetch is None:
             return self._here > 0
         if not self._prefetch.done() or self.verified() >= self._here:
             return False
-        return self._prefetch.result(0).end is PrefetchEnd.NO_ROOM
+        return self._prefetch.result(0).end in _CROWDED
 
     def unused(self, first: int) -> str:
         """The present state of the pages from page `first` on, for a log line."""
@@ -223,7 +224,7 @@ class GroupFetch(Pinned):
             return any(self.pages)
         if not self._prefetch.done() or self.verified() == self.wanted:
             return False
-        return any(report.end is PrefetchEnd.NO_ROOM for report in self._prefetch.result(0))
+        return any(report.end in _CROWDED for report in self._prefetch.result(0))
 
     def unused(self, first: int) -> str:
         states = Counter(

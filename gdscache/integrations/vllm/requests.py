@@ -5,7 +5,7 @@ Plain state over a cache, without bytes or threads. A request is any object with
 
 A request's *fetch* begins at its arrival: its pages come to the CPU tier, are checked there, and stay pinned. The
 scheduler's question for the hit is answered "not yet" meanwhile, for at most `wait` seconds, and then with the checked
-prefix. If the CPU tier has no room, the pages go between two steps, straight to their blocks.
+prefix. If the CPU tier or the queue of prefetches has no room, the pages go between two steps, right to their blocks.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ class RequestTable:
             return
         known.sources = fetch.sources(known.local, there - known.local)
         if fetch.cached > there:
-            why = "late" if known.late else "no room in the CPU tier" if fetch.crowded() else "not loaded"
+            why = "late" if known.late else "no room in the CPU tier or the queue" if fetch.crowded() else "not loaded"
             self._cache.unused(request.request_id, fetch, there, why)
         self._offer(known, there, fetch)
         orders = self._orders(known, fetch, blocks, there) if tokens else []  # an error leaves the fetch to `finish`

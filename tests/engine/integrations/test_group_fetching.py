@@ -258,6 +258,19 @@ def test_without_room_all_goes_between_steps(opened: Callable[..., Hybrid]) -> N
     assert hybrid.load(fetch, range(8), between=True) == [True] * 8
 
 
+def test_behind_a_full_queue_all_goes_between_steps(
+    opened: Callable[..., Hybrid], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hybrid = opened()
+    hybrid.store(1, 24)
+    hybrid.drop("cpu")
+    monkeypatch.setattr(hybrid.pools[0]._parts.prefetcher._queue, "_most", 0)
+    fetch = ended(hybrid.fetch(1, 24))
+    assert (fetch.wanted, fetch.verified(), fetch.crowded()) == (6, 0, True)
+    assert hybrid.load(fetch, range(8), between=True) == [True] * 8
+    fetch.release()
+
+
 def test_pins_end(opened: Callable[..., Hybrid]) -> None:
     hybrid = opened()
     hybrid.store(1, 24)

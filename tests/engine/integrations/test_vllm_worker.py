@@ -463,6 +463,20 @@ def test_both_cpu_tiers_of_packed_pages_are_in_memory(tmp_path: Path) -> None:
         fetch.release()
 
 
+def test_behind_a_full_queue_of_prefetches_pages_go_between_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As without room in the CPU tier: else cached pages are computed."""
+    _, engine = over_tensors(tmp_path)
+    with engine:
+        engine.store(hashes(1), list(range(PAGES))).result(WAIT)
+        drop_from(engine, "cpu")
+        monkeypatch.setattr(engine._parts.prefetcher._queue, "_most", 0)
+        fetch = PinningCache(engine, 60.0).fetch(hashes(1), PAGES)
+        assert (fetch.done(), fetch.wanted, fetch.verified(), fetch.crowded()) == (True, PAGES, 0, True)
+        fetch.release()
+
+
 @pytest.mark.parametrize(("token", "stops"), [(1e-3, True), (1e3, False)])
 def test_a_slow_disk_is_waited_for_only_where_computing_is_slower(tmp_path: Path, token: float, stops: bool) -> None:
     """Two of five pages are under way, and nothing comes; to compute takes `token` seconds each."""
