@@ -468,6 +468,26 @@ def test_loads_of_an_engine_beside_each_other_do_not_look_slow(open_host: Opens)
     assert [(tier, nbytes) for tier, nbytes, _ in seen] == [("ssd", 8 * host.layout.page_bytes)]
 
 
+@pytest.mark.parametrize(
+    ("here", "before", "learned"), [(0, 0.0, 1), (2, 0.0, 1), (3, 0.0, 0), (3, 1e-9, ENOUGH), (3, WAIT, ENOUGH + 1)]
+)
+def test_a_tier_with_little_of_a_load_is_not_told_the_others_time(
+    open_host: Opens, here: int, before: float, learned: int
+) -> None:
+    """Of four pages `here` are in the CPU tier. But if even that time is shorter than expected, the SSD got faster."""
+    host = open_host(cpu=8, ssd=16)
+    host.keep_on_ssd(prompt(1, 4))
+    host.engine.prefetch(prompt(1, 4)[: 4 * here]).result(WAIT)
+    quiet(host.engine)
+    costs = host.engine.manager.costs = Costs()
+    for _ in range(ENOUGH if before else 0):
+        costs.observe_load("ssd", host.layout.page_bytes, before)
+    assert host.load(prompt(1, 4)).tokens == 16
+    quiet(host.engine)
+    host.engine.manager.busy.tell()
+    assert (costs.tiers["ssd"].observations if "ssd" in costs.tiers else 0) == learned
+
+
 def test_memory_that_nobody_could_measure_keeps_no_gate_from_deciding(open_host: Opens) -> None:
     """In a busy engine no load from memory is measured. A disk slower than computing is declined all the same."""
     host = open_host(cpu=8, ssd=16, load={"gate": "enforcing"})
