@@ -503,6 +503,21 @@ def test_memory_that_nobody_could_measure_keeps_no_gate_from_deciding(open_host:
     assert (hit.tiers, hit.declined, hit.seconds) == (("cpu", "cpu"), 8, None)
 
 
+def test_a_plain_tier_that_nobody_measured_is_as_fast_as_the_packed_one() -> None:
+    """Pages that do not fit packed are few: most loads, and all chunks of prefetches, measure the packed tier alone."""
+    costs = Costs()
+    gate = gate_of("enforcing", costs)
+    for _ in range(ENOUGH):
+        assert gate.decide(["ssd", "ssd_plain"], 0, 2 * PAGE_TOKENS, {}).pages == 2, "nothing is known yet"
+        costs.observe_load("ssd", PAGE_BYTES, 1.0)
+        costs.observe_prefill(PAGE_TOKENS, 0, 0.1)
+    assert gate.decide(["ssd", "ssd_plain"], 0, 2 * PAGE_TOKENS, {}).pages == 0
+    for n in range(ENOUGH):
+        assert costs.load_price("ssd_plain") == costs.load_price("ssd"), f"{n} loads say too little"
+        costs.observe_load("ssd_plain", PAGE_BYTES, 1e-3)
+    assert gate.decide(["ssd_plain"] * 2, 0, 2 * PAGE_TOKENS, {}).pages == 2
+
+
 class Used:
     """The event after which a load's blocks are free; until then a forward pass uses them."""
 
