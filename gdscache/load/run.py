@@ -10,13 +10,13 @@ import enum
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from gdscache.arrays import Int64Array, integers
-from gdscache.load.plan import LoadPlan, TierRun
+from gdscache.load.plan import LoadPlan, TierRun, slowest_of
 from gdscache.load.planner import LoadPlanner
 from gdscache.load.report import LoadPart, LoadReport
 from gdscache.moves import PLANES, Executor, Move, Moving, PageStatus, Priority, Spent, Steps, Way, failure
@@ -185,20 +185,19 @@ class LoadRun:
             return
         brought = [run for run in self.plan.runs if run.filling is None and not run.tier.plain]
         brought = brought or [run for run in self.plan.runs if run.filling is None]
-        if self._by_ranks or not waits or self._manager.tiers[self._slowest(brought)].kind == "files":
+        if (
+            self._by_ranks
+            or not waits
+            or self._manager.tiers[slowest_of(brought, self._manager.tiers)[0]].kind == "files"
+        ):
             self._watch(brought, self._start)
 
     def _watch(self, runs: Sequence[TierRun], since: float) -> None:
-        """Measure the slowest tier of `runs`, which move since `since`. If it has less than half of their pages, most
-        of the time may be other tiers'."""
-        self._busy = tier = self._slowest(runs)
-        self._since, own = since, sum(len(run.rows) for run in runs if run.tier.name == tier)
-        self._little = 2 * own < sum(len(run.rows) for run in runs)
-        if not self._by_ranks and not self._little:
-            self._manager.busy.begin(tier, since)
-
-    def _slowest(self, runs: Iterable[TierRun]) -> str:
-        return max({run.tier.name for run in runs}, key=[*self._manager.tiers].index)
+        """Measure the slowest tier of `runs`, which move since `since`."""
+        self._busy, half = slowest_of(runs, self._manager.tiers)
+        self._since, self._little = since, not half
+        if half and not self._by_ranks:
+            self._manager.busy.begin(self._busy, since)
 
     def _ways(self, tier: Tier, runs: list[range]) -> list[tuple[Int64Array, Way]]:
         if not isinstance(tier, DurableTier):
@@ -387,17 +386,15 @@ class LoadRun:
             if spent is None or (spent.waited and manager.tiers[tier].kind != "files"):
                 return
             seconds = spent.seconds
-        rows = [run.rows for run in self.plan.runs if run.tier.name == tier and run.filling is None]
-        there = self.plan.loaded()
-        good = 0 not in there or not any(0 in there[some.start : some.stop] for some in rows)
-        nbytes = sum(map(len, rows)) * self._layout.bytes_in(tier)
+        pages = self.plan.brought(tier)
+        nbytes = None if pages is None else pages * self._layout.bytes_in(tier)
         if self._little:
             price = manager.costs.load_price(tier)
-            if not good or price is None or seconds >= price[0] * nbytes + price[1]:
+            if nbytes is None or price is None or seconds >= price[0] * nbytes + price[1]:
                 return
         if self._by_ranks or self._little:
             manager.busy.begin(tier, now - seconds)
-        manager.busy.end(tier, nbytes if good else None, now)
+        manager.busy.end(tier, nbytes, now)
 
     def _finish(self) -> None:
         plan, planner = self.plan, self._planner
