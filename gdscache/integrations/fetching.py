@@ -196,12 +196,15 @@ class GroupFetch(Pinned):
         seconds: float,
         start: int = 0,
         local: int = 0,
+        before: int = 0,
     ) -> None:
         """`most`: the greatest useful end of a hit, in tokens. `tokens`: of the request. `start`: tokens before page 0
-        of the fetch. `local`: its first pages that the inference engine has; they are cached here too."""
+        of the fetch. `local`: its first pages that the inference engine has; they are cached here too. `before`: tokens
+        before all these."""
         super().__init__(seconds)
-        self._local = local
-        self.found: HybridHit = engine.lookup_named(names, most, tokens, start + local * engine.alignment)
+        self._local, start = local, start + local * engine.alignment
+        self.found: HybridHit = engine.lookup_named(names, most, tokens, start, before)
+        self._behind = before + start  # tokens that the inference engine has
         self.parted = self.found.parted  # grows with other requests' stores while this one waits
         self.cached = local + (self.found.tokens + self.found.declined) // engine.alignment
         self.wanted = local + self.found.tokens // engine.alignment

@@ -60,7 +60,7 @@ class FakeFetch:
 
 class FakeCache:
     """The pages that are stored, by their names in some namespace. `asks`: a tier beyond this machine is asked, too.
-    `pays_behind`: the fewest local pages behind which the others are worth loading."""
+    `pays_behind`: the fewest pages of the inference engine's behind which the others are worth loading."""
 
     def __init__(self) -> None:
         self.stored: set[bytes] = set()
@@ -85,7 +85,7 @@ class FakeCache:
 
     def fetch(self, hashes: PageHashes, pages: int, local: int = 0) -> FakeFetch:
         cached = self.cached(hashes)
-        wanted = min(pages, cached) if local >= self.pays_behind else local
+        wanted = min(pages, cached) if hashes.before + local >= self.pays_behind else local
         self.fetches.append(FakeFetch(names_of(hashes), cached, wanted, self.clock))
         self.fetches[-1].asking = self.asks
         return self.fetches[-1]

@@ -139,8 +139,8 @@ class SeveralPools(PinningCache):
 
     def fetch(self, hashes: PageHashes, pages: int, local: int = 0) -> LinkedFetch:
         names, start = self._named(hashes, self.salt)
-        most = start + pages * self._size
-        return LinkedFetch(self._hybrid, names, most, names.tokens, self.pin_seconds, start, local)
+        most, before = start + pages * self._size, max(0, hashes.before * self._size - start)
+        return LinkedFetch(self._hybrid, names, most, names.tokens, self.pin_seconds, start, local, before)
 
     def cached(self, hashes: PageHashes) -> int:
         names, start = self._named(hashes, self.salt)

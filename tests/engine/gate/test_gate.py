@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gdscache import CacheEngine, Config
+from gdscache import CacheEngine, Config, PageHashes
 from gdscache.errors import InvalidValueError
 from gdscache.gate.busy_periods import BusyPeriods
 from gdscache.gate.costs import Costs, Prices
@@ -633,6 +633,23 @@ def test_a_lookup_behind_a_prefix_is_cut_by_tier(open_host: Opens) -> None:
     assert (hit.start, hit.tokens, hit.tiers, hit.pays, hit.declined) == (8, 8, ("cpu", "cpu"), 8, 8)
     assert hit.seconds == pytest.approx(0.02, rel=0.1)
     assert host.load(tokens, start=8).tokens == 8
+
+
+def test_pages_from_the_middle_of_a_request_are_judged_behind_those_before_them(open_host: Opens) -> None:
+    host = open_host(load={"gate": "enforcing"}, cpu=8, ssd=16)
+    digests = [bytes([n]) * 32 for n in range(6)]
+    names, blocks = PageHashes(digests), host.take(6)
+    host.engine.store(names, blocks).release_event.synchronize(WAIT)
+    quiet(host.engine)
+    drop_from(host.engine, "cpu")
+    for _ in range(ENOUGH):
+        host.engine.observe_load("ssd", host.layout.bytes_in("ssd"), 1.0)
+        for tokens, cached in ((4, 0), (8, 0), (4, 16), (8, 16)):
+            host.engine.observe_prefill(tokens, cached, 1e-3 * tokens + 0.015 * tokens * (cached + tokens / 2))
+    whole = host.engine.lookup(names, start=16)
+    found = [host.engine.lookup(PageHashes(digests[4:], parent=digests[3], before=before)) for before in (4, 0)]
+    assert [hit.tokens for hit in (whole, *found)] == [8, 8, 0]
+    assert found[0].recompute_seconds == whole.recompute_seconds
 
 
 def test_a_sequence_is_cut_too(open_engine: Opens) -> None:
