@@ -271,13 +271,14 @@ class CacheEngine:
             pages, length = self._named(tokens, salt)
             first = min(self._first_page(start), len(pages))
             manager, page_tokens = self.manager, self.layout.page_tokens
+            before = tokens.before * page_tokens if isinstance(tokens, PageHashes) else 0
             manager.have_watched()
             with self.timeline.span("lookup", pages=len(pages) - first):
                 found = manager.lookup(pages, first)
             tokens = len(found) * page_tokens
             manager.measures.tokens.answered((len(pages) - first) * page_tokens, tokens, found)
             keep, worth, seconds, computing = self.gate.decide(
-                found, start, length, self._parts.loader.planner.under_way
+                found, before + start, before + length, self._parts.loader.planner.under_way
             )
             kept, declined = tuple(found[:keep]), (len(found) - keep) * page_tokens
             names, size = tuple(pages[first : first + keep]), keep * page_tokens

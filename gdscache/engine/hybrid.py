@@ -193,12 +193,12 @@ class HybridEngine:
         (names, length), start = self._request(tokens, salt), self._start(start)
         return self.lookup_named(names, length, length, start)
 
-    def lookup_named(self, names: GroupNames, most: int, tokens: int, start: int = 0) -> HybridHit:
+    def lookup_named(self, names: GroupNames, most: int, tokens: int, start: int = 0, before: int = 0) -> HybridHit:
         """`lookup` for a request of `tokens` tokens whose pages have names already: the longest hit that ends at token
-        `most` or before it. `names`: of `group_names`."""
+        `most` or before it. `names`: of `group_names`. `before`: tokens before the first that these name."""
         hit = self._find(names, most, start)
         loads = [engine.load_prices(part.tiers) for engine, part in zip(self.engines, hit.parts, strict=True)]
-        decided = self.gate.decide_whole(loads, start, tokens, hit.tokens)
+        decided = self.gate.decide_whole(loads, before + start, before + tokens, hit.tokens)
         most = min(most, names.tokens) // self.alignment * self.alignment
         managers = [engine.manager for engine in self.engines]  # not the engines, which may be dropped
         told = {g: managers[p].told for g, p in self._pool_of.items()}

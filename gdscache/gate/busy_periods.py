@@ -31,9 +31,9 @@ class BusyPeriods:
         self._telling = threading.Lock()  # keeps reports in order
 
     def begin(self, tier: str, now: float) -> None:
-        """A load from a tier begins; `now`, in seconds, of any clock."""
+        """A load from a tier begins, or has begun at `now`, in seconds of any clock."""
         with self._lock:
-            if not self._under_way[tier]:
+            if not self._under_way[tier] or now < self._since[tier]:
                 self._since[tier] = now
             self._under_way[tier] += 1
 

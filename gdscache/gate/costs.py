@@ -26,6 +26,7 @@ import numpy.typing as npt
 from gdscache import arguments
 from gdscache.gate.fit import ENOUGH, Fit, spread
 from gdscache.limits import MAX_COUNT, MAX_SECONDS
+from gdscache.pages.layout import PLAIN
 
 Observations = list[tuple[tuple[float, ...], float]]  # (features of `Fit`, seconds)
 
@@ -107,7 +108,7 @@ class Costs:
         """(seconds a byte, seconds to begin) of a load from a tier; None before one was measured. The GPU's is free."""
         if tier == "gpu":
             return 0.0, 0.0
-        fit = self.tiers.get(tier)
+        fit = self._fit(tier)
         prices = None if fit is None else fit.coefficients
         return None if prices is None else (prices[0], prices[1])
 
@@ -123,12 +124,17 @@ class Costs:
         return self.prefill.enough and all(tier in self._assumed or self.knows(tier) for tier in tiers)
 
     def knows(self, tier: str) -> bool:
-        fit = self.tiers.get(tier)
+        fit = self._fit(tier)
         return fit is not None and fit.enough
+
+    def _fit(self, tier: str) -> Fit | None:
+        """A plain tier has the device of its packed one, which more loads measure."""
+        own, packed = self.tiers.get(tier), self.tiers.get(tier.removesuffix(PLAIN))
+        return own if packed is None or (own is not None and own.enough) else packed
 
     def maybe_faster(self, tiers: Collection[str]) -> bool:
         """Whether the last load from one of `tiers` was far faster than expected, and no change is established yet."""
-        return any(fit.off < 0 for tier in tiers if (fit := self.tiers.get(tier)) is not None)
+        return any(fit.off < 0 for tier in tiers if (fit := self._fit(tier)) is not None)
 
     def bandwidths(self) -> dict[str, float]:
         prices = {name: fit.coefficients for name, fit in list(self.tiers.items())}

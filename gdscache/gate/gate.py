@@ -40,6 +40,7 @@ class Gate:
         self._page_tokens, self._bytes_in = page_tokens, bytes_in
         self._hits: Counter[str] = Counter()
         self._pages: Counter[str] = Counter()
+        self._tokens: Counter[str] = Counter()
         self._declined = 0  # hits with declined pages since the last trial
         self._lock = threading.Lock()
 
@@ -73,7 +74,7 @@ class Gate:
             kind, pages = ("loaded", whole) if worth else ("declined", 0)
             if self.mode == "enforcing" and not worth and self._explores(below, *(one.costs for one in loads)):
                 kind, pages = "explored", whole
-        pages = self._counted(kind, tiers, worth, pages)
+        pages = self._counted(kind, tiers, worth, pages, hit)
         expected = (seconds if pages else 0.0) if all(load.known for load in loads) else None
         return Decision(pages, worth, expected, self._saved(computing, min(pages, 1)))
 
@@ -104,21 +105,23 @@ class Gate:
             return None
         return max(0.0, prices.rest(0) - prices.rest(pages))
 
-    def _counted(self, kind: str, tiers: Sequence[str], worth: int, loaded: int) -> int:
-        """Count the decision, unless the gate is off or all pages are on the GPU. Returns the pages to load."""
+    def _counted(self, kind: str, tiers: Sequence[str], worth: int, loaded: int, hit: int | None = None) -> int:
+        """Count the decision, unless the gate is off or all pages are on the GPU. Returns the pages to load. `hit`:
+        tokens that all pages save together; None: each saves its own."""
         if self.mode == "off" or tiers.count("gpu") == len(tiers):
             return loaded
         below = [len(some) - some.count("gpu") for some in (tiers[:worth], tiers[worth:loaded], tiers[loaded:])]
+        names = "unmeasured" if kind == "unmeasured" else "loaded", "explored", "declined"
         with self._lock:
             self._hits[kind] += 1
-            self._pages["unmeasured" if kind == "unmeasured" else "loaded"] += below[0]
-            self._pages["explored"] += below[1]
-            self._pages["declined"] += below[2]
+            for name, pages in zip(names, below, strict=True):
+                self._pages[name] += pages
+                self._tokens[name] += pages * self._page_tokens if hit is None else hit * (pages > 0)
         return len(tiers) if self.mode == "advisory" else loaded
 
     def stats(self) -> dict[str, Any]:
         with self._lock:
             hits = {kind: self._hits[kind] for kind in ("loaded", "cut", "declined", "explored", "unmeasured")}
-            pages = {kind: self._pages[kind] for kind in ("loaded", "declined", "explored", "unmeasured")}
-        tokens = {kind: n * self._page_tokens for kind, n in pages.items()}
+            kinds = "loaded", "declined", "explored", "unmeasured"
+            pages, tokens = ({kind: counts[kind] for kind in kinds} for counts in (self._pages, self._tokens))
         return {"mode": self.mode, "hits": hits, "pages": pages, "tokens": tokens, **self.costs.describe()}

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 
 ENDING_S = 5.0  # seconds; pins that end sooner are too old for a new load
+_CROWDED = PrefetchEnd.NO_ROOM, PrefetchEnd.QUEUE_FULL
 
 
 class Pinned(abc.ABC):
@@ -75,20 +76,24 @@ class PinnedFetch(Pinned):
 
     _prefetch: Prefetch | None
 
-    def __init__(self, engine: CacheEngine, hashes: PageHashes, pages: int, seconds: float, salt: str = "") -> None:
-        """`pages`: the most pages of use. Without a CPU tier, none is brought."""
+    def __init__(
+        self, engine: CacheEngine, hashes: PageHashes, pages: int, seconds: float, salt: str = "", local: int = 0
+    ) -> None:
+        """`pages`: the most pages of use. `local`: of these, the first ones that the inference engine has; they are
+        cached here too. Without a CPU tier, none is brought."""
         super().__init__(seconds)
         self._told_of = engine.told
         self._page_tokens = size = engine.layout.page_tokens
-        self._found: Hit = engine.lookup(hashes, salt=salt)
-        self._cached = (self._found.tokens + self._found.declined) // size
-        self._here = min(pages, self._found.tokens // size)
+        self._local = local
+        self._found: Hit = engine.lookup(hashes, local * size, salt)
+        self._cached = local + (self._found.tokens + self._found.declined) // size
+        self._here = min(pages, local + self._found.tokens // size)
         self._pages = pages
-        useful = _part(self._found, 0, 0, self._here, size)
+        useful = _part(self._found, local, 0, self._here - local, size)
         self._beyond = False
         if engine.config.cpu is not None and self._here == self._cached < pages:
-            names = tuple(engine.pages(hashes, salt)[:pages])
-            self._beyond = engine.asks(names[self._here :])
+            names = tuple(engine.pages(hashes, salt)[local:pages])
+            self._beyond = engine.asks(names[self._here - local :])
             useful = dataclasses.replace(useful, pages=names) if self._beyond else useful
         begun = bool(useful.pages) and engine.config.cpu is not None
         self._prefetch = engine.prefetch(useful, pin=seconds) if begun else None
@@ -113,10 +118,11 @@ class PinnedFetch(Pinned):
     @property
     def _told(self) -> int:
         """The number of pages that the prefetch has found, if it asked."""
-        return len(self._prefetch.tiers) if self._beyond and self._prefetch is not None else 0
+        return self._local + len(self._prefetch.tiers) if self._beyond and self._prefetch is not None else 0
 
     def verified(self) -> int:
-        return 0 if self._prefetch is None else min(self._pages, self._prefetch.verified // self._page_tokens)
+        there = 0 if self._prefetch is None else self._prefetch.verified // self._page_tokens
+        return min(self._pages, self._local + there)
 
     def loadable(self, pages: int) -> bool:
         """Whether a load may bring exactly this number of the first pages: they are checked and pinned."""
@@ -128,32 +134,33 @@ class PinnedFetch(Pinned):
             return False
         if not self._slow:
             self._slow = [0, *itertools.accumulate(self._sizes[name] for name in tiers)]
-        wanted, verified, size = min(self.wanted, len(self._slow) - 1), self.verified(), self._page_tokens
+        wanted, verified, size = min(self.wanted - self._local, len(self._slow) - 1), self.verified(), self._page_tokens
         begun = self._slow[min(self._prefetch.begun, wanted)]
-        left, missing = self._slow[wanted] - begun, max(0, wanted - verified) * size
+        left, missing = self._slow[wanted] - begun, max(0, self._local + wanted - verified) * size
         return self._gate.outpaced(time.monotonic() - self._since, begun, left, missing, verified * size)
 
     def crowded(self) -> bool:
-        """Whether the fetch ended because the CPU tier has no room for its pages."""
+        """Whether the fetch ended because the CPU tier, or the queue of prefetches, has no room for its pages."""
         if self._prefetch is None:
-            return self._here > 0
+            return self._here > self._local
         if not self._prefetch.done() or self.verified() >= self._here:
             return False
-        return self._prefetch.result(0).end is PrefetchEnd.NO_ROOM
+        return self._prefetch.result(0).end in _CROWDED
 
     def unused(self, first: int) -> str:
         """The present state of the pages from page `first` on, for a log line."""
-        pages, size = self._found.pages[first:], self._page_tokens
+        pages, size = self._found.pages[first - self._local :], self._page_tokens
         return words(joined(first * size, size, self._told_of(pages)))
 
     def sources(self, first: int, pages: int) -> Mapping[str, int]:
         """For `pages` pages from page `first` on: the number that each tier had at the fetch's begin."""
         tiers = self._prefetch.tiers if self._beyond and self._prefetch is not None else ()
-        return Counter(max(self._found.tiers, tiers, key=len)[first : first + pages])
+        at = first - self._local
+        return Counter(max(self._found.tiers, tiers, key=len)[at : at + pages])
 
     def checked(self, first: int, pages: int) -> Hit:
         """Pages counted by `verified`, for a load that cannot fail. Raises `LoadOrderError` for others."""
-        if self._prefetch is None or first < 0 or first + pages > self.verified():
+        if self._prefetch is None or first < self._local or first + pages > self.verified():
             raise LoadOrderError(
                 f"pages {first} to {first + pages} are to be loaded without a check, of {self.verified()} that had one",
                 "load the pages that the connector's own scheduler orders",
@@ -163,7 +170,7 @@ class PinnedFetch(Pinned):
 
     def unchecked(self, first: int, pages: int) -> Hit:
         """Pages from any tier, for a load with a verdict."""
-        return _part(self._found, first, first, pages, self._page_tokens)
+        return _part(self._found, first, first - self._local, pages, self._page_tokens)
 
 
 def _part(hit: Hit, first: int, at: int, pages: int, page_tokens: int) -> Hit:
@@ -181,15 +188,26 @@ class GroupFetch(Pinned):
     _prefetch: HybridPrefetch | None
 
     def __init__(
-        self, engine: HybridEngine, names: GroupNames, most: int, tokens: int, seconds: float, start: int = 0
+        self,
+        engine: HybridEngine,
+        names: GroupNames,
+        most: int,
+        tokens: int,
+        seconds: float,
+        start: int = 0,
+        local: int = 0,
+        before: int = 0,
     ) -> None:
         """`most`: the greatest useful end of a hit, in tokens. `tokens`: of the request. `start`: tokens before page 0
-        of the fetch."""
+        of the fetch. `local`: its first pages that the inference engine has; they are cached here too. `before`: tokens
+        before all these."""
         super().__init__(seconds)
-        self.found: HybridHit = engine.lookup_named(names, most, tokens, start)
+        self._local, start = local, start + local * engine.alignment
+        self.found: HybridHit = engine.lookup_named(names, most, tokens, start, before)
+        self._behind = before + start  # tokens that the inference engine has
         self.parted = self.found.parted  # grows with other requests' stores while this one waits
-        self.cached = (self.found.tokens + self.found.declined) // engine.alignment
-        self.wanted = self.found.tokens // engine.alignment
+        self.cached = local + (self.found.tokens + self.found.declined) // engine.alignment
+        self.wanted = local + self.found.tokens // engine.alignment
         begun = any(self.pages) and engine.config.cpu is not None
         self._prefetch = engine.prefetch(self.found, pin=seconds) if begun else None
         self._engine, self._gate, self._engines = engine, engine.gate, engine.engines
@@ -200,9 +218,9 @@ class GroupFetch(Pinned):
         return self.found.order
 
     def verified(self) -> int:
-        """`wanted` if all pages are checked and pinned, else 0."""
+        """`wanted` if all pages are checked and pinned, else none."""
         there = not any(self.pages) if self._prefetch is None else self._prefetch.verified
-        return self.wanted if there else 0
+        return self.wanted if there else self._local
 
     def loadable(self, pages: int) -> bool:
         """Whether these pages are the whole hit, checked and pinned: a part of it would lack its window."""
@@ -216,14 +234,16 @@ class GroupFetch(Pinned):
             sizes = {name: engine.layout.bytes_in(name) * (kind == "files") for name, kind in engine.tiers.items()}
             slow += sum(sizes[name] for name in part.tiers)
             begun += sum(sizes[name] for name in part.tiers[:turns])
-        return self._gate.outpaced(time.monotonic() - self._since, begun, slow - begun, self.found.tokens, 0)
+        return self._gate.outpaced(
+            time.monotonic() - self._since, begun, slow - begun, self.found.tokens, self.found.start
+        )
 
     def crowded(self) -> bool:
         if self._prefetch is None:
             return any(self.pages)
         if not self._prefetch.done() or self.verified() == self.wanted:
             return False
-        return any(report.end is PrefetchEnd.NO_ROOM for report in self._prefetch.result(0))
+        return any(report.end in _CROWDED for report in self._prefetch.result(0))
 
     def unused(self, first: int) -> str:
         states = Counter(
@@ -271,9 +291,10 @@ class PinningCache:
         self.pin_seconds = pin_seconds
         self._ends: list[Flag] = []
 
-    def fetch(self, hashes: PageHashes, pages: int) -> Fetch:
-        """Begin to bring the first `pages` pages, as far as they are cached."""
-        return PinnedFetch(self.engine, hashes, pages, self.pin_seconds, self.salt)
+    def fetch(self, hashes: PageHashes, pages: int, local: int = 0) -> Fetch:
+        """Begin to bring the first `pages` pages, as far as they are cached; but the first `local` ones, see
+        `PinnedFetch`."""
+        return PinnedFetch(self.engine, hashes, pages, self.pin_seconds, self.salt, local)
 
     def cached(self, hashes: PageHashes) -> int:
         """The number of the first pages that are cached, on any tier. Does not count as a use."""

@@ -93,6 +93,14 @@ class LoadPlan:
         """A byte for each row: 1 if the page is loaded, else 0."""
         return self.statuses.tobytes().translate(_IS_LOADED)
 
+    def brought(self, tier: str) -> int | None:
+        """The number of the plan's own pages from a tier; None unless all of them are loaded."""
+        rows = [run.rows for run in self.runs if run.tier.name == tier and run.filling is None]
+        good = self.loaded()
+        if 0 in good and any(0 in good[some.start : some.stop] for some in rows):
+            return None
+        return sum(map(len, rows))
+
     def told(self, rows: range) -> tuple[PageStatus, ...]:
         codes = self.statuses.tobytes()[rows.start : rows.stop]
         if codes.count(_LOADED) == len(codes):
@@ -132,3 +140,11 @@ class LoadPlan:
 
     def tier_of(self, row: int) -> Tier:
         return next(run.tier for run in self.runs if row in run.rows)
+
+
+def slowest_of(runs: Sequence[TierRun], tiers: Iterable[str]) -> tuple[str, bool]:
+    """The slowest tier of runs, and whether it has half of their pages at least: less is little of the time that all
+    of them take. `tiers`: names, the fastest first."""
+    slowest = max((run.tier.name for run in runs), key=[*tiers].index)
+    own = sum(len(run.rows) for run in runs if run.tier.name == slowest)
+    return slowest, 2 * own >= sum(len(run.rows) for run in runs)

@@ -10,13 +10,13 @@ import enum
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from gdscache.arrays import Int64Array, integers
-from gdscache.load.plan import LoadPlan, TierRun
+from gdscache.load.plan import LoadPlan, TierRun, slowest_of
 from gdscache.load.planner import LoadPlanner
 from gdscache.load.report import LoadPart, LoadReport
 from gdscache.moves import PLANES, Executor, Move, Moving, PageStatus, Priority, Spent, Steps, Way, failure
@@ -105,7 +105,7 @@ class LoadRun:
         self._stage = Stage.NONE
         self._moving: Moving | None = None
         self._parts: list[Int64Array] = []  # in pieces, the plan's row of each row of the move
-        self._busy = ""
+        self._busy, self._since, self._little = "", self._start, False  # see `_watch`
         self._spent: Spent | None = None  # the ranks' times of the move
         self._grow()
 
@@ -184,15 +184,20 @@ class LoadRun:
         if not self.plan.whole:
             return
         brought = [run for run in self.plan.runs if run.filling is None and not run.tier.plain]
-        tier = self._slowest(brought or [run for run in self.plan.runs if run.filling is None])
-        if self._by_ranks:
-            self._busy = tier
-        elif not waits or self._manager.tiers[tier].kind == "files":
-            self._busy = tier
-            self._manager.busy.begin(tier, self._start)
+        brought = brought or [run for run in self.plan.runs if run.filling is None]
+        if (
+            self._by_ranks
+            or not waits
+            or self._manager.tiers[slowest_of(brought, self._manager.tiers)[0]].kind == "files"
+        ):
+            self._watch(brought, self._start)
 
-    def _slowest(self, runs: Iterable[TierRun]) -> str:
-        return max({run.tier.name for run in runs}, key=[*self._manager.tiers].index)
+    def _watch(self, runs: Sequence[TierRun], since: float) -> None:
+        """Measure the slowest tier of `runs`, which move since `since`."""
+        self._busy, half = slowest_of(runs, self._manager.tiers)
+        self._since, self._little = since, not half
+        if half and not self._by_ranks:
+            self._manager.busy.begin(self._busy, since)
 
     def _ways(self, tier: Tier, runs: list[range]) -> list[tuple[Int64Array, Way]]:
         if not isinstance(tier, DurableTier):
@@ -306,8 +311,7 @@ class LoadRun:
         ways, order = self._all_ways(self._unpacked)
         if ways:
             if self._blocks is not None and self._manager.measured:
-                self._busy = self._slowest(self._unpacked)
-                self._manager.busy.begin(self._busy, self._executor.now())
+                self._watch(self._unpacked, self._executor.now())
             self._move(ways, order, Stage.SHARED if self._shared else Stage.WHOLE)
             yield from self._end_move()
             self._measure()
@@ -370,19 +374,27 @@ class LoadRun:
 
     def _measure(self) -> None:
         """Tell the cost model how long the pages of a tier took. A prefetch is not measured: it says little about a
-        load."""
+        load. Of a tier with a little of the pages, the time is an upper bound: it tells only that the tier got
+        faster."""
         tier, self._busy = self._busy, ""
-        if tier and self._by_ranks:
+        if not tier:
+            return
+        manager, now = self._manager, self._executor.now()
+        seconds = now - self._since
+        if self._by_ranks:
             spent = self._spent
-            if spent is None or (spent.waited and self._manager.tiers[tier].kind != "files"):
+            if spent is None or (spent.waited and manager.tiers[tier].kind != "files"):
                 return
-            self._manager.busy.begin(tier, self._executor.now() - spent.seconds)
-        if tier:
-            rows = [run.rows for run in self.plan.runs if run.tier.name == tier and run.filling is None]
-            there = self.plan.loaded()
-            good = 0 not in there or not any(0 in there[some.start : some.stop] for some in rows)
-            nbytes = sum(map(len, rows)) * self._layout.bytes_in(tier)
-            self._manager.busy.end(tier, nbytes if good else None, self._executor.now())
+            seconds = spent.seconds
+        pages = self.plan.brought(tier)
+        nbytes = None if pages is None else pages * self._layout.bytes_in(tier)
+        if self._little:
+            price = manager.costs.load_price(tier)
+            if nbytes is None or price is None or seconds >= price[0] * nbytes + price[1]:
+                return
+        if self._by_ranks or self._little:
+            manager.busy.begin(tier, now - seconds)
+        manager.busy.end(tier, nbytes, now)
 
     def _finish(self) -> None:
         plan, planner = self.plan, self._planner

@@ -217,14 +217,18 @@ class PageHashes:
     keys of tokens never meet.
 
     `parent`: the caller's digest of the page before the first one, for pages from the middle of a request. It links the
-    first page to its parent, and changes no key.
+    first page to its parent, and changes no key. `before`: the number of pages before the first one, if known: the gate
+    prices computing behind them.
 
     The names of its pages are remembered, so a request that grows (`extend`) is named page by page. Thread-safe. Raises
     `InvalidValueError` for invalid hashes. Calls that take it raise `TokensError` if hashes and `tokens` do not fit.
     """
 
-    def __init__(self, hashes: Sequence[bytes], tokens: int | None = None, *, parent: bytes | None = None) -> None:
+    def __init__(
+        self, hashes: Sequence[bytes], tokens: int | None = None, *, parent: bytes | None = None, before: int = 0
+    ) -> None:
         self._lock = threading.Lock()
+        self.before = arguments.whole(before, "before", 0, MAX_COUNT)
         self._parent = None if parent is None else _as_hashes([parent])[0]
         self._hashes: list[bytes] = []
         self._distinct: set[bytes] = set()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from gdscache.errors import EngineClosedError
 from gdscache.limits import EngineLimits
 from gdscache.load.loader import Loader
-from gdscache.load.plan import LoadPlan
+from gdscache.load.plan import LoadPlan, slowest_of
 from gdscache.moves import PageStatus, PrefetchEnd, Priority, Steps, failure
 from gdscache.pages.keys import Page
 from gdscache.pages.layout import PageLayout
@@ -45,6 +45,7 @@ class Prefetcher:
         pages, first = (max(1, n // layout.extent_bytes) for n in (limits.prefetch_bytes, limits.prefetch_first))
         self._queue = PrefetchQueue(pages, limits.prefetch_chunks, held, self._ended, first_pages=first)
         self._live: set[PrefetchRequest] = set()
+        self._timed: dict[LoadPlan, str] = {}  # chunks under way, and the tier that each measures
         self._requests = 0
         self._ends: Counter[str] = Counter()
         self._pages: Counter[str] = Counter()
@@ -230,6 +231,7 @@ class Prefetcher:
                 self._queue.drop(request)
                 continue
             chunk, found, then = self._planner.plan_prefetch(request.pages, request.at, most, request.keep)
+            begun = time.monotonic()
             with contextlib.ExitStack() as on_failure:
                 on_failure.callback(self._planner.abandon, chunk)
                 there = [request.at + i for i, moves in enumerate(found) if not moves]
@@ -243,10 +245,11 @@ class Prefetcher:
                     self._lane.start(self._bring(request, chunk, numbers), again)
                 on_failure.pop_all()
             if chunk.pages:
-                tiers = [run.tier for run in chunk.runs if not run.tier.plain] or [run.tier for run in chunk.runs]
-                if request.timed is None:  # from its first chunk to its last: one chunk says little
-                    request.timed = tiers[-1].name, 0
-                    manager.busy.begin(tiers[-1].name, time.monotonic())
+                runs = [run for run in chunk.runs if not run.tier.plain] or chunk.runs
+                tier, half = slowest_of(runs, manager.tiers)
+                if half:
+                    self._timed[chunk] = tier
+                    manager.busy.begin(tier, begun)
                 self._queue.begin(request, chunk)
             elif then == "busy":
                 self._queue.park(request)
@@ -263,8 +266,17 @@ class Prefetcher:
         self._landed(request, chunk, numbers)
         yield from ()
 
+    def _measure(self, chunk: LoadPlan, now: float) -> None:
+        """The chunk has landed at `now`. Called behind the next one's begin, so that a busy tier has no pause."""
+        name = self._timed.pop(chunk, "")
+        if name:
+            pages = chunk.brought(name)
+            self._manager.busy.end(name, None if pages is None else pages * self.layout.bytes_in(name), now)
+
     def _landed(self, request: PrefetchRequest, chunk: LoadPlan, numbers: Sequence[int]) -> None:
-        with self._manager.lock, contextlib.ExitStack() as on_failure:
+        now = time.monotonic()
+        with self._manager.lock, contextlib.ExitStack() as last, contextlib.ExitStack() as on_failure:
+            last.callback(self._measure, chunk, now)
             on_failure.callback(self._queue.lose, request, chunk)
             if chunk not in self._queue.chunks:  # called again after a landing that raised
                 self._changed.notify_all()
@@ -287,8 +299,6 @@ class Prefetcher:
             read = chunk.by_tier(bytes(status == PageStatus.LOADED.value for status in statuses))
             nbytes = sum(pages * self.layout.bytes_in(name) for name, pages in read.items())
             self._bytes += nbytes
-            if request.timed is not None:
-                request.timed = request.timed[0], request.timed[1] + nbytes
             request.land(numbers, statuses, nbytes)
             if "cleared" in statuses:
                 self._queue.stop(request, PrefetchEnd.MISSING)
@@ -300,12 +310,8 @@ class Prefetcher:
 
     def _ended(self, request: PrefetchRequest) -> None:
         assert request.end is not None, "over without a cause"
-        live, timed = request in self._live, request.timed
+        live = request in self._live
         self._live.discard(request)
-        request.timed = None
-        if timed is not None:
-            good = request.end in (PrefetchEnd.COMPLETE, PrefetchEnd.STOPPED, PrefetchEnd.CANCELLED)
-            self._manager.busy.end(timed[0], timed[1] if good and timed[1] else None, time.monotonic())
         if live:
             self._ends[request.end.value] += 1
             if request.claim is not None:

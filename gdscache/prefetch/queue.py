@@ -124,7 +124,6 @@ class PrefetchRequest:
         self.at = self.good = 0  # pages before `at` have had their turn; all before `good` are present
         self.counts: Counter[str] = Counter()
         self.nbytes, self.seconds = 0, 0.0
-        self.timed: tuple[str, int] | None = None  # the tier that it measures, and its bytes so far
         self.over = Flag()
         self._lacking: set[int] = set()
 

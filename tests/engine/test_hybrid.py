@@ -688,6 +688,7 @@ def test_the_gate_takes_or_leaves_a_hit_as_a_whole(open_hybrid: OpenHybrid, mode
     gate = engine.stats()["gate"]
     assert gate["mode"] == mode
     assert sum(gate["hits"].values()) == (0 if mode == "off" else EXPLORE_EVERY + 1)
+    assert sum(gate["tokens"].values()) == 48 * sum(gate["hits"].values()), "of the request, not of each pool's pages"
     assert engine.pin(PROMPT, 0.05).tokens == engine.prefetch(PROMPT).wait(WAIT) == 48, "neither is gated"
     for _ in range(4 * ENOUGH):
         engine.observe_prefill(1000, 0, 1000.0)

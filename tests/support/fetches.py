@@ -59,12 +59,13 @@ class FakeFetch:
 
 
 class FakeCache:
-    """The pages that are stored, by their names in some namespace. `asks`: a tier beyond this machine is asked, too."""
+    """The pages that are stored, by their names in some namespace. `asks`: a tier beyond this machine is asked, too.
+    `pays_behind`: the fewest pages of the inference engine's behind which the others are worth loading."""
 
     def __init__(self) -> None:
         self.stored: set[bytes] = set()
         self.fetches: list[FakeFetch] = []
-        self.now, self.asks = 0.0, False
+        self.now, self.asks, self.pays_behind = 0.0, False, 0
 
     def clock(self) -> float:
         return self.now
@@ -82,8 +83,9 @@ class FakeCache:
     def keys(self, hashes: PageHashes) -> list[bytes]:
         return names_of(hashes)
 
-    def fetch(self, hashes: PageHashes, pages: int) -> FakeFetch:
+    def fetch(self, hashes: PageHashes, pages: int, local: int = 0) -> FakeFetch:
         cached = self.cached(hashes)
-        self.fetches.append(FakeFetch(names_of(hashes), cached, min(pages, cached), self.clock))
+        wanted = min(pages, cached) if hashes.before + local >= self.pays_behind else local
+        self.fetches.append(FakeFetch(names_of(hashes), cached, wanted, self.clock))
         self.fetches[-1].asking = self.asks
         return self.fetches[-1]

@@ -95,7 +95,7 @@ class FakeGroupCache(FakeCache):
         has, most = names.presence(self._visible), min(most, names.tokens)
         return next(lengths(self.groups, has, most), 0), complete(self.groups, has, most)
 
-    def fetch_groups(self, names: GroupNames, most: int, tokens: int) -> FakeGroupFetch:
+    def fetch_groups(self, names: GroupNames, most: int, tokens: int, local: int = 0) -> FakeGroupFetch:
         length, whole = self.reach(names, most)
         chains = tuple(names.chain(needed(self.groups, length)))
         hits = tuple(Hit(0, length, ("ssd",) * len(some), None, some.pages) for some in chains)

@@ -225,7 +225,7 @@ class LoadTable(RankTable):
         now = self._clock()
         sought = self._sought.get(rid)
         first = None if sought is None else sought.place(keys)
-        if sought is not None and first is not None and not self._outdated(sought, first + len(keys), now):
+        if sought is not None and first is not None and not self._outdated(sought, first, len(keys), now):
             self._sought.move_to_end(rid)
             sought.asked, sought.batch = now, self._batch
             return sought, first
@@ -240,15 +240,18 @@ class LoadTable(RankTable):
         self._sought[rid] = sought
         return sought, 0
 
-    def _outdated(self, sought: _Sought, end: int, now: float) -> bool:
-        """Whether the request's pins have ended, fewer pages are asked for, or other requests have stored more of
-        them."""
-        if sought.fetch.lapsed(STOPPED_S + LOOKED_S + self._wait) or end < sought.fetch.wanted:
+    def _outdated(self, sought: _Sought, first: int, pages: int, now: float) -> bool:
+        """Whether the request's pins have ended, fewer pages are asked for, the gate has declined some of them when
+        SGLang had fewer itself, or other requests have stored more of them."""
+        fetch = sought.fetch
+        if fetch.lapsed(STOPPED_S + LOOKED_S + self._wait) or first + pages < fetch.wanted:
             return True
-        if sought.fetch.cached >= len(sought.keys) or now < sought.looked + LOOK_AGAIN_S:
+        if first and fetch.wanted < min(fetch.cached, len(sought.keys)):
+            return True
+        if fetch.cached >= len(sought.keys) or now < sought.looked + LOOK_AGAIN_S:
             return False
         sought.looked = now
-        return bool(self._cache.cached(sought.hashes) > sought.fetch.cached)
+        return bool(self._cache.cached(sought.hashes) > fetch.cached)
 
     def _forget_gone(self, now: float) -> None:
         """Release requests without recent lookups, because SGLang does not report aborts of waiting ones; but none that

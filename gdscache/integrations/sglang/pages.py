@@ -14,15 +14,15 @@ from gdscache.errors import InvalidValueError
 from gdscache.limits import KEY_BYTES
 from gdscache.pages.keys import PageHashes
 
-LINKS_KEPT = 1 << 16  # about 16 MiB
+LINKS_KEPT = 1 << 16  # about 20 MiB
 
 
 class PageLinks:
-    """The parents of the pages named last. Thread-safe."""
+    """The parents of the pages named last, and the number of pages before each. Thread-safe."""
 
     def __init__(self, kept: int = LINKS_KEPT) -> None:
         self._kept = kept
-        self._before: OrderedDict[bytes, bytes] = OrderedDict()
+        self._before: OrderedDict[bytes, tuple[bytes, int]] = OrderedDict()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -32,18 +32,19 @@ class PageLinks:
         """The pages of consecutive keys. `before`: keys of the pages before them, if known. Raises `InvalidValueError`
         for an invalid key."""
         hashes = [digest(key) for key in keys]
-        parent = parent_of(before)
+        parent, depth = parent_of(before), len(before)
         with self._lock:
-            if hashes and parent is None:
-                parent = self._before.get(hashes[0])
-            self._remember(parent, hashes)
-        return PageHashes(hashes, parent=parent)
+            known = self._before.get(hashes[0]) if hashes else None
+            if known is not None:
+                parent, depth = parent or known[0], max(depth, known[1])
+            self._remember(parent, depth, hashes)
+        return PageHashes(hashes, parent=parent, before=depth)
 
-    def _remember(self, parent: bytes | None, hashes: Sequence[bytes]) -> None:
+    def _remember(self, parent: bytes | None, depth: int, hashes: Sequence[bytes]) -> None:
         links, last = self._before, parent
-        for name in hashes:
+        for pages, name in enumerate(hashes, depth):
             if last is not None:
-                links[name] = last
+                links[name] = last, pages
                 links.move_to_end(name)
             last = name
         while len(links) > self._kept:

@@ -137,9 +137,10 @@ class SeveralPools(PinningCache):
         self._hybrid, self._size, self._ranked = engine, engine.alignment, ranked
         self._pools, self._places = [*planes.pools()], planes.places()
 
-    def fetch(self, hashes: PageHashes, pages: int) -> LinkedFetch:
+    def fetch(self, hashes: PageHashes, pages: int, local: int = 0) -> LinkedFetch:
         names, start = self._named(hashes, self.salt)
-        return LinkedFetch(self._hybrid, names, start + pages * self._size, names.tokens, self.pin_seconds, start)
+        most, before = start + pages * self._size, max(0, hashes.before * self._size - start)
+        return LinkedFetch(self._hybrid, names, most, names.tokens, self.pin_seconds, start, local, before)
 
     def cached(self, hashes: PageHashes) -> int:
         names, start = self._named(hashes, self.salt)

@@ -107,7 +107,9 @@ class GroupTable(RequestTable):
         known = self._known.get(request.request_id)
         if self.between and self._whole and known is not None and isinstance(known.fetch, GroupFetch):
             parted = known.fetch.parted // self.page_tokens * self.page_tokens
-            if max(computed, known.fetch.found.tokens, request.shared_prefix_boundary) < parted < request.num_tokens:
+            found = known.fetch.found
+            hit = found.start + found.tokens
+            if max(computed, hit, request.shared_prefix_boundary) < parted < request.num_tokens:
                 request.shared_prefix_boundary = parted
         return answer
 
@@ -193,7 +195,7 @@ class GroupTable(RequestTable):
         return _GroupKnown(request, refused, names=self._cache.names())
 
     def _fetch(self, known: Any, most: int) -> Any:
-        return self._cache.fetch_groups(known.names, most * self.page_tokens, known.request.num_tokens)
+        return self._cache.fetch_groups(known.names, most * self.page_tokens, known.request.num_tokens, known.judged)
 
     def _reach(self, known: Any, fetch: Any, most: int) -> int:
         """See `RequestTable._reach`. Notes in the fetch where the request parts from others by now."""
@@ -219,7 +221,7 @@ class GroupTable(RequestTable):
         """Note the pages that need a store."""
         size, prompt = self.page_tokens, known.request.num_tokens
         there *= size
-        hit = 0 if fetch is None else fetch.found.tokens + fetch.found.declined  # tokens, like `there`
+        hit = 0 if fetch is None else fetch.cached * size  # tokens, like `there`
         whole = 0 if fetch is None else fetch.parted  # our tiers have all pages of full attention up to this token
         ends = {(prompt - 1) // size * size, prompt // size * size, *((whole // size * size,) if whole > hit else ())}
         if there > hit:  # vLLM's own cache has windows that our tiers lack

@@ -5,7 +5,7 @@ Plain state over a cache, without bytes or threads. A request is any object with
 
 A request's *fetch* begins at its arrival: its pages come to the CPU tier, are checked there, and stay pinned. The
 scheduler's question for the hit is answered "not yet" meanwhile, for at most `wait` seconds, and then with the checked
-prefix. If the CPU tier has no room, the pages go between two steps, straight to their blocks.
+prefix. If the CPU tier or the queue of prefetches has no room, the pages go between two steps, right to their blocks.
 """
 
 from __future__ import annotations
@@ -74,10 +74,11 @@ class StoreOrder:
 class Known:
     """A request.
 
-    `local`: pages in vLLM's own cache. `offered`: pages before this number need no store. `since`: time of the first
-    "not yet" since pages last came. `looked`: time of the last lookup. `loading`: a load between steps was ordered, and
-    vLLM has not gone on from it. `failed`: such loads that failed as a whole. `asked`: time of vLLM's first question
-    since it last placed the request. `answered`: whether another answer than "not yet" was given since.
+    `local`: pages in vLLM's own cache, and `judged`: those that the gate was told of. `offered`: pages before this
+    number need no store. `since`: time of the first "not yet" since pages last came. `looked`: time of the last lookup.
+    `loading`: a load between steps was ordered, and vLLM has not gone on from it. `failed`: such loads that failed as a
+    whole. `asked`: time of vLLM's first question since it last placed the request. `answered`: whether another answer
+    than "not yet" was given since.
     """
 
     request: Any
@@ -93,6 +94,7 @@ class Known:
     asked: float | None = None
     answered: bool = False
     local: int = 0
+    judged: int = 0
     offered: int | None = None
     sources: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
@@ -162,6 +164,10 @@ class RequestTable:
             known.fetch.release()
             known.fetch = None
         fetch: Fetch = known.fetch or self._begin(known)
+        more = fetch.wanted < min(fetch.cached, most) > known.local  # pages that the gate has declined
+        if known.local < known.judged or (more and known.local > known.judged):
+            fetch.release()
+            fetch = self._begin(known, known.local)
         if fetch.wanted <= known.local and not fetch.asking:
             return 0, False
         if not fetch.done():
@@ -198,7 +204,7 @@ class RequestTable:
             return
         known.sources = fetch.sources(known.local, there - known.local)
         if fetch.cached > there:
-            why = "late" if known.late else "no room in the CPU tier" if fetch.crowded() else "not loaded"
+            why = "late" if known.late else "no room in the CPU tier or the queue" if fetch.crowded() else "not loaded"
             self._cache.unused(request.request_id, fetch, there, why)
         self._offer(known, there, fetch)
         orders = self._orders(known, fetch, blocks, there) if tokens else []  # an error leaves the fetch to `finish`
@@ -274,15 +280,15 @@ class RequestTable:
     def _new(self, request: Any, refused: bool) -> Known:
         return Known(request, refused)
 
-    def _begin(self, known: Known) -> Any:
+    def _begin(self, known: Known, local: int = 0) -> Any:
         self._name(known)
-        known.late, known.looked = False, self._clock()
+        known.late, known.looked, known.judged = False, self._clock(), local
         known.fetch = self._fetch(known, (known.request.num_tokens - 1) // self.page_tokens)
         return known.fetch
 
     def _fetch(self, known: Known, most: int) -> Any:
         """Begin to bring the first `most` pages."""
-        return self._cache.fetch(known.hashes, most)
+        return self._cache.fetch(known.hashes, most, known.judged)
 
     def _outgrown(self, known: Known, fetch: Fetch, most: int, now: float) -> bool:
         """Whether more of a request's pages are cached than when its fetch began, stored by other requests

@@ -81,9 +81,10 @@ class GroupSession(VllmSession):
         """Names for a new request, under the inference engine's present weights."""
         return self._hybrid.group_names(self.salt, self._digest_tokens)
 
-    def fetch_groups(self, names: GroupNames, most: int, tokens: int) -> GroupFetch:
-        """Begin to bring the pages of a hit of up to `most` tokens, for a request of `tokens`."""
-        return GroupFetch(self._hybrid, names, most, tokens, self.pin_seconds)
+    def fetch_groups(self, names: GroupNames, most: int, tokens: int, local: int = 0) -> GroupFetch:
+        """Begin to bring the pages of a hit of up to `most` tokens, for a request of `tokens`; `local`: see
+        `GroupFetch`."""
+        return GroupFetch(self._hybrid, names, most, tokens, self.pin_seconds, local=local)
 
     def stand(self, names: GroupNames, wanted: Sequence[Sequence[int]]) -> None:
         self._hybrid.states.stand(names, wanted)

@@ -40,6 +40,18 @@ def test_a_tier_that_is_never_idle_is_reported_all_the_same() -> None:
     assert seen == [("ssd", 5 * AT_MOST, float(AT_MOST))] * 2
 
 
+def test_a_load_that_is_told_late_begins_its_period() -> None:
+    """As those of ranks are: else its bytes count, and its time does not."""
+    seen: list[tuple[str, int, float]] = []
+    busy = BusyPeriods(lambda *period: seen.append(period))
+    busy.begin("ssd", 9.0)
+    busy.begin("ssd", 1.0)
+    busy.end("ssd", 8, 10.0)
+    busy.end("ssd", 1, 10.0)
+    busy.tell()
+    assert seen == [("ssd", 9, 9.0)]
+
+
 def test_a_load_that_failed_spoils_its_period_and_no_other() -> None:
     seen: list[tuple[str, int, float]] = []
     busy = BusyPeriods(lambda *period: seen.append(period))

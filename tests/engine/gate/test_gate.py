@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gdscache import CacheEngine, Config
+from gdscache import CacheEngine, Config, PageHashes
 from gdscache.errors import InvalidValueError
 from gdscache.gate.busy_periods import BusyPeriods
 from gdscache.gate.costs import Costs, Prices
@@ -468,6 +468,26 @@ def test_loads_of_an_engine_beside_each_other_do_not_look_slow(open_host: Opens)
     assert [(tier, nbytes) for tier, nbytes, _ in seen] == [("ssd", 8 * host.layout.page_bytes)]
 
 
+@pytest.mark.parametrize(
+    ("here", "before", "learned"), [(0, 0.0, 1), (2, 0.0, 1), (3, 0.0, 0), (3, 1e-9, ENOUGH), (3, WAIT, ENOUGH + 1)]
+)
+def test_a_tier_with_little_of_a_load_is_not_told_the_others_time(
+    open_host: Opens, here: int, before: float, learned: int
+) -> None:
+    """Of four pages `here` are in the CPU tier. But if even that time is shorter than expected, the SSD got faster."""
+    host = open_host(cpu=8, ssd=16)
+    host.keep_on_ssd(prompt(1, 4))
+    host.engine.prefetch(prompt(1, 4)[: 4 * here]).result(WAIT)
+    quiet(host.engine)
+    costs = host.engine.manager.costs = Costs()
+    for _ in range(ENOUGH if before else 0):
+        costs.observe_load("ssd", host.layout.page_bytes, before)
+    assert host.load(prompt(1, 4)).tokens == 16
+    quiet(host.engine)
+    host.engine.manager.busy.tell()
+    assert (costs.tiers["ssd"].observations if "ssd" in costs.tiers else 0) == learned
+
+
 def test_memory_that_nobody_could_measure_keeps_no_gate_from_deciding(open_host: Opens) -> None:
     """In a busy engine no load from memory is measured. A disk slower than computing is declined all the same."""
     host = open_host(cpu=8, ssd=16, load={"gate": "enforcing"})
@@ -481,6 +501,21 @@ def test_memory_that_nobody_could_measure_keeps_no_gate_from_deciding(open_host:
     assert not costs.knows("cpu")
     hit = host.engine.lookup(prompt(1, 4))
     assert (hit.tiers, hit.declined, hit.seconds) == (("cpu", "cpu"), 8, None)
+
+
+def test_a_plain_tier_that_nobody_measured_is_as_fast_as_the_packed_one() -> None:
+    """Pages that do not fit packed are few: most loads, and all chunks of prefetches, measure the packed tier alone."""
+    costs = Costs()
+    gate = gate_of("enforcing", costs)
+    for _ in range(ENOUGH):
+        assert gate.decide(["ssd", "ssd_plain"], 0, 2 * PAGE_TOKENS, {}).pages == 2, "nothing is known yet"
+        costs.observe_load("ssd", PAGE_BYTES, 1.0)
+        costs.observe_prefill(PAGE_TOKENS, 0, 0.1)
+    assert gate.decide(["ssd", "ssd_plain"], 0, 2 * PAGE_TOKENS, {}).pages == 0
+    for n in range(ENOUGH):
+        assert costs.load_price("ssd_plain") == costs.load_price("ssd"), f"{n} loads say too little"
+        costs.observe_load("ssd_plain", PAGE_BYTES, 1e-3)
+    assert gate.decide(["ssd_plain"] * 2, 0, 2 * PAGE_TOKENS, {}).pages == 2
 
 
 class Used:
@@ -598,6 +633,23 @@ def test_a_lookup_behind_a_prefix_is_cut_by_tier(open_host: Opens) -> None:
     assert (hit.start, hit.tokens, hit.tiers, hit.pays, hit.declined) == (8, 8, ("cpu", "cpu"), 8, 8)
     assert hit.seconds == pytest.approx(0.02, rel=0.1)
     assert host.load(tokens, start=8).tokens == 8
+
+
+def test_pages_from_the_middle_of_a_request_are_judged_behind_those_before_them(open_host: Opens) -> None:
+    host = open_host(load={"gate": "enforcing"}, cpu=8, ssd=16)
+    digests = [bytes([n]) * 32 for n in range(6)]
+    names, blocks = PageHashes(digests), host.take(6)
+    host.engine.store(names, blocks).release_event.synchronize(WAIT)
+    quiet(host.engine)
+    drop_from(host.engine, "cpu")
+    for _ in range(ENOUGH):
+        host.engine.observe_load("ssd", host.layout.bytes_in("ssd"), 1.0)
+        for tokens, cached in ((4, 0), (8, 0), (4, 16), (8, 16)):
+            host.engine.observe_prefill(tokens, cached, 1e-3 * tokens + 0.015 * tokens * (cached + tokens / 2))
+    whole = host.engine.lookup(names, start=16)
+    found = [host.engine.lookup(PageHashes(digests[4:], parent=digests[3], before=before)) for before in (4, 0)]
+    assert [hit.tokens for hit in (whole, *found)] == [8, 8, 0]
+    assert found[0].recompute_seconds == whole.recompute_seconds
 
 
 def test_a_sequence_is_cut_too(open_engine: Opens) -> None:

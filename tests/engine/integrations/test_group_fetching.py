@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from gdscache.errors import LoadOrderError
+from gdscache.gate.fit import ENOUGH
 from gdscache.groups.base import needed
 from gdscache.groups.names import GroupNames, GroupPage
 from gdscache.integrations.fetching import GroupFetch
@@ -256,6 +257,41 @@ def test_without_room_all_goes_between_steps(opened: Callable[..., Hybrid]) -> N
     with pytest.raises(LoadOrderError):
         fetch.checked(0, 8)
     assert hybrid.load(fetch, range(8), between=True) == [True] * 8
+
+
+@pytest.mark.parametrize("room", [24, 8])
+def test_a_hit_that_pays_only_behind_local_pages_is_brought_without_these(
+    opened: Callable[..., Hybrid], room: int
+) -> None:
+    """The last page of each group: with little room it has its place, too."""
+    hybrid = opened(cpu=room, load={"gate": "enforcing"})
+    hybrid.store(1, 24)
+    hybrid.drop("cpu")
+    engine = hybrid.engine
+    for _ in range(ENOUGH):
+        engine.observe_load("ssd", hybrid.pools[0].layout.bytes_in("ssd"), 0.8)
+        for tokens, cached in ((4, 0), (8, 0), (4, 20), (8, 20)):
+            engine.observe_prefill(tokens, cached, 1e-3 * tokens + 0.02 * tokens * (cached + tokens / 2))
+    declined = hybrid.fetch(1, 24)
+    assert (declined.wanted, declined.cached, declined.verified()) == (0, 6, 0)
+    fetch = ended(hybrid.cache.fetch_groups(hybrid.names(1, 24), 24, 25, 5))
+    assert (fetch.wanted, fetch.cached, fetch.verified(), fetch.sources(5, 1)) == (6, 6, 6, {"ssd": 1})
+    assert [one.number for one in fetch.pages[0]] == [5, 5]
+    assert hybrid.load(fetch, range(2)) == [True] * 2
+    fetch.release()
+
+
+def test_behind_a_full_queue_all_goes_between_steps(
+    opened: Callable[..., Hybrid], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hybrid = opened()
+    hybrid.store(1, 24)
+    hybrid.drop("cpu")
+    monkeypatch.setattr(hybrid.pools[0]._parts.prefetcher._queue, "_most", 0)
+    fetch = ended(hybrid.fetch(1, 24))
+    assert (fetch.wanted, fetch.verified(), fetch.crowded()) == (6, 0, True)
+    assert hybrid.load(fetch, range(8), between=True) == [True] * 8
+    fetch.release()
 
 
 def test_pins_end(opened: Callable[..., Hybrid]) -> None:

@@ -17,11 +17,12 @@ from gdscache import PageHashes
 from gdscache.config import Config
 from gdscache.engine.hybrid import HybridEngine
 from gdscache.errors import CacheGroupsUnsupportedError, CacheLayoutUnsupportedError, EngineClosedError, StorageError
+from gdscache.gate.fit import ENOUGH
 from gdscache.integrations.sglang.host import PoolPages
 from gdscache.integrations.sglang.planes import PoolPlanes, pools_planes
 from gdscache.integrations.sglang.served import SeveralPools
 from gdscache.store.handle import StoreHandle
-from tests.support.helpers import raising
+from tests.support.helpers import WAIT, raising
 from tests.support.hybrid import HybridHost
 from tests.support.sglang_fields import kind_of
 
@@ -170,6 +171,26 @@ def test_a_store_that_one_pool_refuses_reads_nothing_behind_the_error(
     with pytest.raises(EngineClosedError):
         pools.store(PageHashes([bytes([page]) * 32 for page in range(2)]), {"full": [1, 2], "window": [3, 4]})
     assert begun.release_event.done()
+
+
+@pytest.mark.parametrize(("before", "wanted"), [(4, 2), (0, 0)])
+def test_pages_from_the_middle_of_a_request_are_judged_behind_those_before_them(
+    open_hybrid: Callable[..., HybridHost], before: int, wanted: int
+) -> None:
+    engine = open_hybrid("apart", load={"gate": "enforcing"}, cpu=None).engine
+    pools = SeveralPools(engine, 60.0, PoolPlanes([], {}, []), ranked=False)
+    digests = [bytes([page]) * 32 for page in range(6)]
+    blocks = {"full": range(1, 7), "window": range(1, 7)}
+    assert not any(handle.result(WAIT).dropped for handle in pools.store(PageHashes(digests), blocks))
+    engine.drain(WAIT)
+    for part in engine.engines:
+        for _ in range(ENOUGH):
+            part.observe_load("ssd", part.layout.bytes_in("ssd"), 0.5)
+    for _ in range(ENOUGH):
+        for tokens, cached in ((4, 0), (8, 0), (4, 16), (8, 16)):
+            engine.observe_prefill(tokens, cached, 1e-3 * tokens + 0.015 * tokens * (cached + tokens / 2))
+    fetch = pools.fetch(PageHashes(digests[4:], parent=digests[3], before=before), 2)
+    assert (fetch.wanted, fetch.cached) == (wanted, 2)
 
 
 def test_an_error_of_one_pool_leaves_no_page_of_the_others() -> None:

@@ -113,8 +113,8 @@ def over_tensors(
 
 
 @contextlib.contextmanager
-def opened(path: Path, cpu: int = 24, transport: str = "posix") -> Iterator[Worker]:
-    caches, engine = over_tensors(path, cpu, transport)
+def opened(path: Path, cpu: int = 24, transport: str = "posix", gate: str = "advisory") -> Iterator[Worker]:
+    caches, engine = over_tensors(path, cpu, transport, gate)
     counts: Counter[str] = Counter()
     with engine, contextlib.closing(Stores([engine], counts)) as stores:
         loads = Loads(LAYERS, counts, overlapping=False)
@@ -473,6 +473,47 @@ def test_both_cpu_tiers_of_packed_pages_are_in_memory(tmp_path: Path) -> None:
         fetch = session.fetch(hashes(1), PAGES)
         sources = fetch.sources(0, PAGES)
         assert (sources, any(map(session.on_host, sources))) == ({"ssd": PAGES - 1, "ssd_plain": 1}, False)
+        fetch.release()
+
+
+@pytest.mark.parametrize("room", [24, 2])
+def test_pages_that_pay_only_behind_local_ones_are_brought_without_these(tmp_path: Path, room: int) -> None:
+    """With little room they go between steps."""
+    with opened(tmp_path, room, gate="enforcing") as worker:
+        session, engine = worker.session, worker.session.engine
+        worker.store(1, [0, 1, 2, 3, 4], 10)
+        drop_from(engine, "cpu")
+        for _ in range(ENOUGH):
+            engine.observe_load("ssd", engine.layout.bytes_in("ssd"), 1.0)
+            for tokens, cached in ((4, 0), (8, 0), (4, 12), (8, 12)):  # attention is nearly all of it
+                engine.observe_prefill(tokens, cached, 1e-3 * tokens + 0.02 * tokens * (cached + tokens / 2))
+        declined = session.fetch(hashes(1), PAGES)
+        assert (declined.wanted, declined.cached) == (0, PAGES)
+        fetch = session.fetch(hashes(1), PAGES, 3)
+        until(fetch.done, "the fetch ends")
+        assert (fetch.wanted, fetch.cached, fetch.sources(3, 2)) == (PAGES, PAGES, {"ssd": 2})
+        between = fetch.crowded()
+        assert (between, fetch.verified(), engine.stats()["prefetch"]["pinned_pages"]) == (
+            (True, 4, 1) if room == 2 else (False, PAGES, 2)
+        )
+        worker.begin([LoadOrder("r", fetch, 3, (8, 9), between)])
+        for layer in range(LAYERS):
+            worker.loads.wait(layer)
+        until(lambda: worker.loads.end_step() and not worker.loads.under_way, "the load ends")
+        assert (worker.loads.take_bad(), worker.marks([8, 9])) == (set(), [[13, 14]] * LAYERS)
+
+
+def test_behind_a_full_queue_of_prefetches_pages_go_between_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As without room in the CPU tier: else cached pages are computed."""
+    _, engine = over_tensors(tmp_path)
+    with engine:
+        engine.store(hashes(1), list(range(PAGES))).result(WAIT)
+        drop_from(engine, "cpu")
+        monkeypatch.setattr(engine._parts.prefetcher._queue, "_most", 0)
+        fetch = PinningCache(engine, 60.0).fetch(hashes(1), PAGES)
+        assert (fetch.done(), fetch.wanted, fetch.verified(), fetch.crowded()) == (True, PAGES, 0, True)
         fetch.release()
 
 

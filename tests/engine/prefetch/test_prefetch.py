@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import random
 import threading
 import time
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from gdscache import CacheEngine, Prefetch, PrefetchEnd
 from gdscache.errors import DeadlineError, EngineClosedError
+from gdscache.gate.busy_periods import BusyPeriods
 from gdscache.limits import EngineLimits
+from gdscache.load.loader import Loader
 from gdscache.prefetch import queue as prefetching
 from gdscache.prefetch.queue import DEMAND_PAUSE_S, MOST
 from gdscache.storage.base import Op
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import (
     LONG,
+    SMALL,
     WAIT,
     Host,
     OpenEngine,
@@ -69,6 +76,56 @@ def test_the_gate_learns_from_a_prefetch_what_the_ssd_takes(open_host: OpenHost)
         assert ended(host.engine.prefetch(tokens)) == (6, "complete")
     until(lambda: "ssd" in costs.bandwidths(), "it is learned from")
     assert 0 < costs.bandwidths()["ssd"] <= host.layout.page_bytes / 0.02
+
+
+@contextlib.contextmanager
+def periods(host: Host) -> Iterator[list[tuple[str, int, float]]]:
+    """The periods in which tiers were busy, once the block has ended: tier, pages, seconds."""
+    seen: list[tuple[str, int, float]] = []
+    size = host.layout.bytes_in("ssd")
+    busy = BusyPeriods(lambda tier, nbytes, seconds: seen.append((tier, nbytes // size, seconds)))
+    with mock.patch.object(host.engine.manager, "busy", busy):
+        yield seen
+        until(lambda: not any(busy._under_way.values()), "all is measured")
+        busy.tell()
+
+
+def test_many_at_once_do_not_make_the_disk_look_fast(open_host: OpenHost) -> None:
+    """They have moved before their period when they end in it."""
+    host = slow_host(open_host, cpu=48)
+    prompts = [stored(host, seed, 2) for seed in range(12)]
+    with periods(host) as seen, PLAN.rule(Op.READ, Fault.DELAY, seconds=0.02):
+        for prefetch in [host.engine.prefetch(tokens) for tokens in prompts]:
+            assert ended(prefetch) == (2, "complete")
+    assert sum(pages for _, pages, _ in seen) == 24
+    assert all(seconds > 0.015 * pages for _, pages, seconds in seen)
+
+
+def test_pauses_for_loads_are_not_the_disk_s_time(open_host: OpenHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    host, tokens = stocked(open_host, 3)
+    monkeypatch.setattr(Loader, "loads", 1)
+    with periods(host) as seen:
+        assert ended(host.engine.prefetch(tokens)) == (3, "complete")
+    assert [pages for _, pages, _ in seen] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(("chunk", "moved"), [(1, {"ssd": 3, "dict": 1}), (4, {})])
+def test_each_tier_is_told_its_own_pages(open_host: OpenHost, chunk: int, moved: dict[str, int]) -> None:
+    """A chunk of which the slowest tier has less than half says nothing."""
+    limits = dataclasses.replace(SMALL, prefetch_bytes=chunk * EXTENT, prefetch_first=chunk * EXTENT)
+    more = [{"tier": "tests.support.dict_tier:DictTier", "capacity": 16 * EXTENT}]
+    host = slow_host(open_host, tiers=more, limits=limits)
+    tokens = stored(host, 1, 4)
+    with host.engine.manager.lock:
+        index = host.engine.manager.tiers["ssd"].index
+        index.drop(index.find(host.engine.pages(tokens)[-1].key))
+    assert host.engine.lookup(tokens).tiers == ("ssd",) * 3 + ("dict",)
+    found = Counter[str]()
+    with periods(host) as seen:
+        assert ended(host.engine.prefetch(tokens)) == (4, "complete")
+    for tier, pages, _ in seen:
+        found[tier] += pages
+    assert found == moved
 
 
 def test_it_finishes_by_itself_and_its_tokens_grow(open_host: OpenHost, device: str) -> None:

@@ -253,6 +253,17 @@ def test_computed_pages_are_let_go() -> None:
     assert [fetch.released for fetch in world.cache.fetches] == [1, 0]
 
 
+def test_the_gate_judges_again_behind_what_sglang_has_itself() -> None:
+    world = Table(KEYS)
+    world.cache.pays_behind = 2
+    world.table.lookup("a", KEYS)
+    world.table.lookup("a", KEYS)
+    assert [(fetch.wanted, fetch.released) for fetch in world.cache.fetches] == [(0, 0)]
+    world.table.lookup("a", KEYS[2:])
+    world.table.lookup("a", KEYS[2:])
+    assert [(fetch.wanted, fetch.released) for fetch in world.cache.fetches] == [(0, 1), (len(KEYS) - 2, 0)]
+
+
 def test_keys_and_links() -> None:
     links = PageLinks(kept=4)
     namespace = bytes(range(32))
@@ -263,6 +274,8 @@ def test_keys_and_links() -> None:
     assert [page.key for page in alone] == [page.key for page in whole[3:]]
     assert alone[0].parent == namespace
     assert PageLinks().named(KEYS[3:], KEYS[:3]).pages(namespace) == whole[3:]
+    depths = [(links, 0, []), (links, 3, []), (PageLinks(), 3, KEYS[:3]), (PageLinks(), 3, [])]
+    assert [links.named(KEYS[at:], before).before for links, at, before in depths] == [0, 3, 3, 0]
     assert len(PageLinks().named([])) == 0
     for wrong in ("", "ab", "x" * 64, None, KEYS[0] + "00"):
         with pytest.raises(InvalidValueError, match="not the key of a page"):

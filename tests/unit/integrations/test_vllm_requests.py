@@ -78,6 +78,24 @@ def test_a_load_goes_behind_what_vllm_has_itself() -> None:
     assert list(scheduler.stores({"r": 0}, lambda name: [])) == []
 
 
+def test_the_gate_judges_again_behind_what_vllm_has_itself() -> None:
+    """Only then: what it has declined of the whole request may pay behind that."""
+    scheduler, cache = table()
+    request, cache.pays_behind = request_of(11), 2
+    stored(cache, request, 5)
+    scheduler.add(request)
+    assert scheduler.ask(request, 0) == scheduler.ask(request, 2) == scheduler.ask(request, 2) == (0, False)
+    assert len(cache.fetches) == 2
+    assert scheduler.ask(request, 4) == (None, False)
+    landed(cache)
+    assert scheduler.ask(request, 4) == (6, False)
+    assert scheduler.ask(request, 6) == (4, False)
+    assert (len(cache.fetches), [fetch.released for fetch in cache.fetches]) == (3, [1, 1, 0])
+    assert scheduler.ask(request, 0) == (0, False), "vLLM has lost its pages, and the fetch began behind them"
+    assert scheduler.ask(request, 10) == (0, False), "the last token is computed"
+    assert len(cache.fetches) == 4
+
+
 def test_a_request_does_not_wait_for_what_it_computes_sooner() -> None:
     scheduler, cache, request = arrived(4)
     (fetch,) = cache.fetches
