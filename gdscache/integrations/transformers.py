@@ -331,17 +331,17 @@ class GdsCache(DynamicCache):
         if len(rows) != len(prompts):
             raise SequenceStateError(f"{len(rows)} rows are committed to a cache of {len(prompts)}")
         self._forwards.check()
+        attention = [layer for layer in self._rows.layers if isinstance(layer, DynamicLayer)]
+        if any(not layer.is_initialized for layer in attention):
+            raise SequenceStateError("not every layer has been computed", f"run the model first; {SECTION}")
+        if any(layer.get_seq_length() != computed for layer in attention):
+            raise SequenceStateError("the layers hold unequal numbers of tokens", "reset the cache, and compute again")
         if self._forwards.switched or not self._unchanged():
             raise SequenceStateError(
                 "the model has other weights or adapters, another configuration or mode, or other hooks than when the "
                 "cache was opened",
                 "open a cache behind each change; what this one has computed cannot be stored",
             )
-        attention = [layer for layer in self._rows.layers if isinstance(layer, DynamicLayer)]
-        if any(not layer.is_initialized for layer in attention):
-            raise SequenceStateError("not every layer has been computed", f"run the model first; {SECTION}")
-        if any(layer.get_seq_length() != computed for layer in attention):
-            raise SequenceStateError("the layers hold unequal numbers of tokens", "reset the cache, and compute again")
         for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
             if len(prompt) > len(row):
                 raise SequenceStateError(
