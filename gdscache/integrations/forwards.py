@@ -33,8 +33,8 @@ class Forwards:
     """The forward calls of one cache: `watch` before them, `allow` for each layer's states, `tokens` at the end.
 
     `cached`: tokens in the cache at its begin. `rows`: of the batch. `least`, `most`: tokens at which a call may end.
-    `ends`: cuts calls into pieces, since layers keep a state. `adapters`: how the model's adapters are switched now,
-    and the number of each one's hooks. `switched`: whether they were switched otherwise in a call than at the begin.
+    `ends`: cuts calls into pieces, since layers keep a state. `adapters`: how the model's adapters, dropout and hooks
+    are switched now, and the number of each adapter's hooks. `switched`: whether a call had others than the begin.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
-"""The identity of a module in memory: its configuration, weights and adapters, as far as they decide keys and values.
+"""The identity of a module in memory: what decides keys and values of its configuration, tensors, adapters and hooks.
 
 Weights are merged, trained, quantised and exchanged in place, without a file. So some bytes of every parameter and
-every saved buffer are read. Other buffers follow from the configuration; those of ropes change with the requests.
+every buffer are read. Buffers that are not saved change with the requests where a rope depends on the length: of those
+the types alone count.
 """
 
 from __future__ import annotations
@@ -9,22 +10,34 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import os
+import re
+import secrets
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import transformers
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules import module as torch_module
 
 from gdscache.integrations.fields import plain, table_in
+from gdscache.integrations.ropes import rope_limit
 from gdscache.integrations.settings import digest_of
 from gdscache.integrations.weights import FRESH, fresh_salt
 
 SAMPLE, PROBE = 4096, 256  # bytes of a tensor that name it, and that are read for each request
+_PROCESS = secrets.token_hex(16)  # hooks have no names, but numbers in their process
+# Hooks that leave keys and values alone, or are looked at elsewhere (`LiveModel.switches`), by their modules' names.
+_KNOWN = ("accelerate.", "peft.", "gdscache.", "transformers.utils.output_capturing", "transformers.modeling_utils")
+_EVERY = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)  # of all modules
+_RANDOM = re.compile("drop|jitter|noise|^p$")  # a module's numbers by which it draws at random while it is trained
+_ROUNDING = ("eager", "grouped_mm", "batched_mm")  # of experts: `generate` exchanges them for a while
 _log = logging.getLogger("gdscache")
+_Settings = tuple[dict[str, object], dict[str, Any] | None]
 
 
 class TextConfig(SimpleNamespace):
@@ -36,13 +49,26 @@ table = functools.partial(table_in, "gdscache.integrations", "transformers_field
 
 def facts_of(model: torch.nn.Module) -> dict[str, object]:
     """The facts that tell models apart, except for their tensors, by name."""
+    return _facts(*_settings(model))
+
+
+def _settings(model: torch.nn.Module) -> _Settings:
+    """What facts are made of, as it is now: facts beside the configuration, and its fields."""
     facts: dict[str, object] = {"class": plain(type(model)), "transformers": transformers.__version__}
-    config = getattr(model, "config", None)
-    if config is not None:
-        text = config.get_text_config(decoder=True).to_dict()
-        whole = config.to_dict().get("quantization_config")
-        facts |= table().facts([TextConfig(**{"quantization_config": plain(whole), **text})])
-    return facts
+    if (config := getattr(model, "config", None)) is None:
+        return facts, None
+    text = config.get_text_config(decoder=True)
+    fields = text.to_dict()
+    whole = fields if text is config else config.to_dict()
+    experts = getattr(text, "_experts_implementation", None)
+    facts["attention"] = getattr(text, "_attn_implementation", None)
+    facts["experts"] = _ROUNDING[0] if experts in _ROUNDING else experts
+    facts["kernels"] = bool(getattr(model, "use_kernels", False))
+    return facts, {"quantization_config": whole.get("quantization_config"), **fields}
+
+
+def _facts(facts: dict[str, object], fields: dict[str, Any] | None) -> dict[str, object]:
+    return facts if fields is None else facts | table().facts([TextConfig(**fields)])
 
 
 class _Probe(NamedTuple):
@@ -67,39 +93,53 @@ class LiveModel:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self._facts = facts_of(model)
         self._lock = threading.Lock()
+        self._settings: _Settings | None = None
         self._stamp: list[object] | None = None
         self._probes: list[_Probe] = []
         self._probed = b""
         self._name: dict[str, object] = {}
         self._adapted: list[torch.nn.Module] = []
+        self._modules: list[object] = []
+        self._random: list[tuple[torch.nn.Module, torch.nn.Module, str]] = []
+        self._drawn = False
+        self._hooks: list[Mapping[int, object]] = []
+        self._read_settings()
 
     def identity(self) -> dict[str, object]:
         """The model's facts by name, with a digest of its tensors, as plain data.
 
-        Compares the tensors, their counts of writes in place, the active adapters, and `PROBE` bytes of each tensor,
-        since writes through `.data` are not counted. After a difference `SAMPLE` bytes of each tensor name the weights.
-        Waits for the device.
+        Compares the configuration, the tensors, their counts of writes in place, the active adapters, hooks, and
+        `PROBE` bytes of each tensor, since writes through `.data` are not counted. After a difference `SAMPLE` bytes of
+        each tensor name the weights. A model that draws at random, in training, has another name each time. Waits for
+        the device.
         """
         with self._lock, torch.inference_mode(mode=False), torch.no_grad():
-            stamp, views = _stamp(self._model), self._views()
+            self._read_settings()
+            steady = self.rope is None
+            stamp, views = _stamp(self._model, steady), self._views()
             if other := stamp != self._stamp or len(views) < len(self._probes):
-                self._probes = [_Probe.of(name, tensor) for name, tensor in _tensors(self._model) if _has_bytes(tensor)]
+                looked = [(name, one) for name, one in _tensors(self._model, steady) if _has_bytes(one)]
+                self._probes = [_Probe.of(name, tensor) for name, tensor in looked]
                 views = self._views()
-            probed = _read(views)
-            if other or probed != self._probed:
-                self._name = self._named()
+                self._look_at_modules([one for one in stamp if isinstance(one, weakref.ref)])
+            probed, drawn = _read(views), self._draws()
+            if other or drawn != self._drawn or probed != self._probed:
+                self._name = self._named(drawn)
                 self._adapted = [module for _, module in _adapted(self._model)]
-                self._stamp, self._probed = stamp, probed
+                self._stamp, self._probed, self._drawn = stamp, probed, drawn
+            elif drawn:
+                self._name = {**self._name, "weights": fresh_salt()}
         return self._name
 
     def switches(self) -> tuple[list[object], list[int]]:
-        """How the adapters are switched now that were there at the last `identity`, and the number of each one's hooks.
+        """How the model is switched now: its adapters, whether it draws at random, its hooks. And the number of each
+        adapter's hooks. Of the modules that were there at the last `identity`.
 
         Asks no device. PEFT's hooks tell adapters what one call names: `adapter_names`, where an activated LoRA begins.
         """
-        return [_switched(one) for one in self._adapted], [len(one._forward_pre_hooks) for one in self._adapted]
+        switched = [*map(_switched, self._adapted), self._draws(), _numbers(self._hooks)]
+        return switched, [len(one._forward_pre_hooks) for one in self._adapted]
 
     def writes(self) -> list[int]:
         """The counts of writes in place of each tensor, at the last `identity`."""
@@ -109,9 +149,29 @@ class LiveModel:
         """What lies at the probes whose tensors are still there."""
         return [view for probe in self._probes if (view := probe.view()) is not None]
 
-    def _named(self) -> dict[str, object]:
-        tensors = list(_tensors(self._model))
+    def _read_settings(self) -> None:
+        if (settings := _settings(self._model)) != self._settings:
+            self._facts, self._stamp = _facts(*settings), None
+            config = getattr(self._model, "config", None)
+            self.rope = None if config is None else rope_limit(config.get_text_config(decoder=True))
+            self._settings = settings
+
+    def _look_at_modules(self, modules: list[object]) -> None:
+        if modules != self._modules:
+            self._hooks = [*_EVERY, *(table for one in self._model.modules() for table in _hooks(one))]
+            self._random = [(one, *number) for one in self._model.modules() for number in _random(one)]
+            self._modules = modules
+
+    def _draws(self) -> bool:
+        """Whether the model draws at random now."""
+        return any(one.training and (vars(owner).get(name) or 0) > 0 for one, owner, name in self._random)
+
+    def _named(self, drawn: bool) -> dict[str, object]:
+        tensors = list(_tensors(self._model, self.rope is None))
         shapes = [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors]
+        if self.rope is not None:
+            shapes += [[name, str(buffer.dtype)] for name, buffer in self._model.named_buffers()]
+        numbers = _numbers(self._hooks)
         hidden = [name for name, tensor in tensors if not _has_bytes(tensor)]
         if hidden:
             _log.warning(
@@ -119,47 +179,82 @@ class LiveModel:
                 len(hidden),
                 ", ".join(hidden[:3]),
             )
+        if drawn and not self._drawn:
+            _log.warning("the model is in training and draws at random (dropout): none of its pages is found again")
         pieces = [_elements(tensor, *_place(name, tensor, SAMPLE)) for name, tensor in tensors if _has_bytes(tensor)]
         samples = hashlib.blake2b(_read([piece.view(torch.uint8) for piece in pieces]), digest_size=32)
         return {
             **self._facts,
+            "modules": digest_of([[name, plain(type(module))] for name, module in self._model.named_modules()]),
             "tensors": digest_of(shapes),
-            "weights": fresh_salt() if hidden else samples.hexdigest(),
+            "weights": fresh_salt() if hidden or drawn else samples.hexdigest(),
             "adapters": plain([[name, *_switched(module)] for name, module in _adapted(self._model)]),
+            "hooks": f"{_PROCESS}:{os.getpid()}:{numbers}" if numbers else "",
         }
 
 
 def nameless(facts: Mapping[str, object]) -> bool:
-    """Whether an identity's weights could not be looked at."""
+    """Whether an identity's weights could not be looked at, or what they compute is drawn at random."""
     return str(facts["weights"]).startswith(FRESH)
 
 
-def _stamp(model: torch.nn.Module) -> list[object]:
-    """A cheap value that stays equal while no tensor is exchanged or written in place, and no adapter switched."""
-    found: list[object] = []
+def _stamp(model: torch.nn.Module, steady: bool = True) -> list[object]:
+    """A cheap value that stays equal while no module and no tensor is exchanged or written in place, and no adapter or
+    hook switched. `steady`: calls leave the buffers that are not saved alone."""
+    found: list[object] = [*_numbers(_EVERY)]
     for module in model.modules():
+        found.append(weakref.ref(module))
         tensors: list[torch.Tensor | None] = list(module._parameters.values())
         if module._buffers:
             volatile = module._non_persistent_buffers_set
-            tensors += [one for name, one in module._buffers.items() if name not in volatile]
+            tensors += [one for name, one in module._buffers.items() if steady or name not in volatile]
+            found += [one.dtype for one in module._buffers.values() if one is not None]
         # tensors that were made in inference mode do not count writes in place
         writes = [0 if one is None or one.is_inference() else one._version for one in tensors]
         found += [(id(one), one.data_ptr(), n) for one, n in zip(tensors, writes, strict=True) if one is not None]
         if "_disable_adapters" in module.__dict__:
             found.append(_switched(module))
+        if module._forward_hooks or module._forward_pre_hooks:
+            found += _numbers(_hooks(module))
     return found
 
 
-def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and saved buffers, each tensor once, by name."""
+def _tensors(model: torch.nn.Module, steady: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers, each tensor once, by name. Without `steady` only the buffers that are saved."""
     seen: set[int] = set()
     for prefix, module in model.named_modules():
-        volatile = module._non_persistent_buffers_set
+        volatile = () if steady else module._non_persistent_buffers_set
         for own in (module._parameters, module._buffers):
             for name, tensor in own.items():
                 if tensor is not None and name not in volatile and id(tensor) not in seen:
                     seen.add(id(tensor))
                     yield f"{prefix}.{name}", tensor
+
+
+def _hooks(module: torch.nn.Module) -> tuple[Mapping[int, object], Mapping[int, object]]:
+    return module._forward_hooks, module._forward_pre_hooks
+
+
+def _numbers(tables: Iterable[Mapping[int, object]]) -> list[int]:
+    """The numbers of hooks that may change what a module computes."""
+    # other threads hook modules meanwhile
+    return [n for hooks in tables if hooks for n, hook in list(hooks.items()) if not _module(hook).startswith(_KNOWN)]
+
+
+def _module(hook: object) -> str:
+    """The name of the module that a hook's code is from."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return str(getattr(hook, "__module__", ""))
+
+
+def _random(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]]:
+    """The numbers by which a module draws at random in training (dropout, dropped layers, noise), its own and those of
+    its children: attention has its dropout in a child, whose mode it does not ask."""
+    for owner in (module, *module.children()):
+        for name, value in list(vars(owner).items()):
+            if type(value) in (int, float) and _RANDOM.search(name):
+                yield owner, name
 
 
 def _adapted(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:

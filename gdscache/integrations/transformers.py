@@ -35,7 +35,6 @@ from gdscache.engine.hybrid_handles import HybridStore
 from gdscache.errors import GeometryError, RopeByLengthError, SequenceStateError, TokensError, UnsupportedRequestError
 from gdscache.integrations.forwards import Forwards
 from gdscache.integrations.live_model import LiveModel, nameless
-from gdscache.integrations.ropes import rope_limit
 from gdscache.integrations.transformers_layers import (
     KEPT,
     MODEL,
@@ -151,19 +150,16 @@ class PrefixCache:
         self.engine = engine
         self.model = model
         self._live = LiveModel(model)
-        self._rope = None
-        if (config := getattr(model, "config", None)) is not None:
-            self._rope = rope_limit(config.get_text_config(decoder=True))
-        if self._rope is not None and _drops_caches(model):
-            self._rope = self._rope._replace(long=False)
+        self._checked: object = None  # the facts of the model that has `_parts`
 
     def salt(self, salt: str = "", *, rope: str = "") -> str:
         """The salt of this model's present pages, for the engine's `lookup`, `prefetch` and `pin`.
 
-        It names the model in memory: class and configuration, some bytes of every tensor, the active adapters,
-        transformers' version. So a trained, merged or exchanged model finds no earlier pages, and the same model finds
-        its pages after a restart. `salt`: the request's own. `rope`: `short` or `long`, for a rope that changes with
-        the length. Waits for the model's device.
+        It names the model in memory: classes and configuration, some bytes of every tensor, the active adapters, the
+        attention's implementation, hooks, transformers' version. So a trained, merged or exchanged model finds no
+        earlier pages, and the same model finds its pages after a restart. With dropout, in training, each salt is new.
+        `salt`: the request's own. `rope`: `short` or `long`, for a rope that changes with the length. Waits for the
+        model's device.
         """
         return _salt_of(self._live.identity(), salt, rope)
 
@@ -188,8 +184,10 @@ class PrefixCache:
         prompts = _rows(input_ids)
         if attention_mask is not None and _hides(attention_mask):
             raise UnsupportedRequestError("the attention mask hides tokens", "run prompts of unequal length one by one")
-        least, most, side = self._side(len(prompts[0]), max_length)
         facts, writes = self._live.identity(), self._live.writes()
+        if isinstance(self.engine, HybridEngine) and facts is not self._checked:
+            self._parts, self._checked = _check_groups(self.engine, self.model), facts
+        least, most, side = self._side(len(prompts[0]), max_length)
         salt = _salt_of(facts, salt, side)
         with contextlib.ExitStack() as opened:
             with torch.inference_mode(mode=False), torch.no_grad():  # makes the cache usable in any mode
@@ -215,10 +213,10 @@ class PrefixCache:
     def _side(self, tokens: int, max_length: int | None) -> tuple[int, float, str]:
         """The least and most tokens at which a call may end, and that side of the rope's limit."""
         most = math.inf if max_length is None else arguments.whole(max_length, "max_length", tokens, MAX_COUNT)
-        rope = self._rope
+        rope = self._live.rope
         if rope is None:
             return 0, most, ""
-        if rope.long and tokens > rope.most:
+        if rope.long and tokens > rope.most and not _drops_caches(self.model):
             return rope.most + 1, most, "long"
         if most <= rope.most:
             return 0, most, "short"
@@ -249,7 +247,7 @@ class GdsCache(DynamicCache):
         adapters: Callable[[], tuple[object, object]],
     ) -> None:
         """`least`, `most`: tokens at which a call of the model may end. `unchanged`: whether the model is still the one
-        that names the pages. `adapters`: how its adapters are switched now, and their hooks."""
+        that names the pages. `adapters`: see `LiveModel.switches`."""
         super().__init__()
         self._rows, self._unchanged = rows, unchanged
         self.cached_tokens: int = rows.cached_tokens
@@ -300,8 +298,8 @@ class GdsCache(DynamicCache):
 
         `token_ids`: the prompt and its continuation, (tokens,) or (rows, tokens), as returned by `generate`, or the
         prompt alone; uncomputed tokens (the last generated one) are ignored. Raises `SequenceStateError` for other
-        tokens than this cache's, and if the model has other weights or adapters than at `open`; and `PoolFullError` if
-        the pool has no room for the new ones. Nothing of that row is published then.
+        tokens than this cache's, and if the model is another than at `open`: other weights, adapters, settings or
+        hooks; and `PoolFullError` if the pool has no room for the new ones. Nothing of that row is published then.
 
         Sliding layers store the windows that end with these tokens, with the prompt, and where another prompt parted
         from it; layers with a state store the states there. Returns when the tiers have read them.
@@ -333,16 +331,17 @@ class GdsCache(DynamicCache):
         if len(rows) != len(prompts):
             raise SequenceStateError(f"{len(rows)} rows are committed to a cache of {len(prompts)}")
         self._forwards.check()
-        if self._forwards.switched or not self._unchanged():
-            raise SequenceStateError(
-                "the model has other weights or adapters than when the cache was opened",
-                "open a cache behind each change; what this one has computed cannot be stored",
-            )
         attention = [layer for layer in self._rows.layers if isinstance(layer, DynamicLayer)]
         if any(not layer.is_initialized for layer in attention):
             raise SequenceStateError("not every layer has been computed", f"run the model first; {SECTION}")
         if any(layer.get_seq_length() != computed for layer in attention):
             raise SequenceStateError("the layers hold unequal numbers of tokens", "reset the cache, and compute again")
+        if self._forwards.switched or not self._unchanged():
+            raise SequenceStateError(
+                "the model has other weights or adapters, another configuration or mode, or other hooks than when the "
+                "cache was opened",
+                "open a cache behind each change; what this one has computed cannot be stored",
+            )
         for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
             if len(prompt) > len(row):
                 raise SequenceStateError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,15 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch.multiprocessing.reductions import StorageWeakRef
-from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-from gdscache import CacheEngine
-from gdscache.errors import SequenceStateError, UnsupportedRequestError
+from gdscache import CacheEngine, HybridEngine
+from gdscache.errors import GeometryError, SequenceStateError, UnsupportedRequestError
 from gdscache.integrations import live_model
 from gdscache.integrations.live_model import LiveModel
 from gdscache.integrations.transformers import PrefixCache
-from tests.support.tiny_transformers import build, cached, options, serve, tokens
+from tests.support.tiny_transformers import SMALL, build, cached, hybrid_options, options, serve, tokens
 
 FAMILIES = (
     *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma", "deepseek_v2", "deepseek_v3"),
@@ -86,6 +88,17 @@ def _adapter(model: PreTrainedModel) -> None:
     model.model.layers[0].mlp._disable_adapters = False
 
 
+def _steer(model: PreTrainedModel) -> torch.utils.hooks.RemovableHandle:
+    """As a steering vector is added to what a layer computes."""
+    handle: torch.utils.hooks.RemovableHandle = model.model.layers[0].register_forward_hook(lambda *call: call[2] + 5.0)
+    return handle
+
+
+def _rope(model: PreTrainedModel) -> torch.Tensor:
+    found: torch.Tensor = model.model.rotary_emb.inv_freq
+    return found
+
+
 CHANGES: dict[str, Change] = {
     "in place": _in_place,
     "through .data": _by_data,
@@ -97,6 +110,16 @@ CHANGES: dict[str, Change] = {
     "another type": lambda model: model.to(torch.float64),
     "a buffer": lambda model: model.model.register_buffer("scale", torch.ones(3, device=model.device)),
     "an adapter": _adapter,
+    "frequencies in place": lambda model: _rope(model).div_(4),
+    "frequencies replaced": lambda model: setattr(model.model.rotary_emb, "inv_freq", _rope(model) / 4),
+    "frequencies of another type": lambda model: model.model.rotary_emb.to(torch.float64),
+    "the attention": lambda model: model.set_attn_implementation("eager"),
+    "kernels": lambda model: setattr(model, "_use_kernels", True),
+    "the configuration": lambda model: setattr(model.config, "rms_norm_eps", 0.5),
+    "a field of the configuration that nobody knows": lambda model: setattr(model.config, "sliding_window", 16),
+    "a module without tensors": lambda model: setattr(model.model.layers[0].mlp, "act_fn", torch.nn.ReLU()),
+    "a hook": _steer,
+    "a hook before a module": lambda model: model.model.layers[0].mlp.register_forward_pre_hook(lambda *call: None),
 }
 
 
@@ -170,6 +193,104 @@ def test_weights_that_were_swapped_for_one_call_are_noticed(model: PreTrainedMod
         with pytest.raises(SequenceStateError, match="other weights or adapters"):
             cache.commit(other)
     assert cached(engine, model, other[0]) == 0
+
+
+def test_hooks_that_were_there_for_one_call_are_noticed(model: PreTrainedModel, engine: CacheEngine) -> None:
+    other = tokens().flip(1).to(model.device)
+    with PrefixCache(engine, model).open(other) as cache, torch.no_grad():
+        handle = _steer(model)
+        model(other, past_key_values=cache)
+        handle.remove()
+        with pytest.raises(SequenceStateError, match="or other hooks"):
+            cache.commit(other)
+    assert cached(engine, model, other[0]) == 0
+
+
+def test_a_hook_is_of_this_process_alone(
+    model: PreTrainedModel, engine: CacheEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it does is in its code, and in objects that its code has."""
+    handle = _steer(model)
+    assert [serve(engine, model, tokens())["found"] for _ in range(2)] == [0, 40]
+    with monkeypatch.context() as restarted:
+        restarted.setattr(live_model, "_PROCESS", "another")
+        assert cached(engine, model, tokens()[0]) == 0
+    handle.remove()
+    _steer(model).remove()
+    assert cached(engine, model, tokens()[0]) == 40, "without hooks it is the model of before"
+    every = torch.nn.modules.module.register_module_forward_hook(lambda *call: None)
+    found = cached(engine, model, tokens()[0])
+    every.remove()
+    assert found == 0
+
+
+def test_hooks_of_libraries_that_change_no_keys_are_no_change(model: PreTrainedModel, engine: CacheEngine) -> None:
+    prefixes = PrefixCache(engine, model)
+    before = prefixes.salt()
+    with prefixes.open(tokens()), torch.no_grad():
+        model(tokens().to(model.device), output_hidden_states=True)
+        model.enable_input_require_grads()
+        assert prefixes.salt() == before, "hooks of transformers, and of this cache"
+    assert any(one._forward_hooks for one in model.modules())
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+def _dropping(model: PreTrainedModel) -> None:
+    model.model.layers[0].self_attn.attention_dropout = 0.5
+
+
+def _child(model: PreTrainedModel) -> None:
+    """As GPT-2's attention asks its own mode, and has the number in a child."""
+    model.model.layers[0].self_attn.attn_dropout = torch.nn.Dropout(0.5).eval()
+
+
+@pytest.mark.parametrize("change", [_dropping, _child])
+def test_pages_with_dropout_are_never_found(
+    model: PreTrainedModel, engine: CacheEngine, change: Change, caplog: pytest.LogCaptureFixture
+) -> None:
+    change(model)
+    prefixes = PrefixCache(engine, model)
+    before = prefixes.salt()
+    model.train()
+    if change is _child:
+        model.model.layers[0].self_attn.attn_dropout.eval()
+    assert [serve(engine, model, tokens(seed=4))["found"] for _ in range(2)] == [0, 0]
+    assert len({before, prefixes.salt(), prefixes.salt()}) == 3
+    assert caplog.text.count("draws at random") == 3, "once for each cache of the model's"
+    assert cached(engine, model.eval(), tokens(seed=4)[0]) == 0
+    assert prefixes.salt() == before
+
+
+def test_gpt2_in_training_is_another_model() -> None:
+    config = transformers.GPT2Config(**{**SMALL, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64})
+    live = LiveModel(AutoModelForCausalLM.from_config(config).train())
+    assert live.identity() != live.identity()
+    live._model.eval()
+    assert live.identity() == live.identity()
+
+
+def test_training_without_dropout_is_no_change(model: PreTrainedModel, engine: CacheEngine) -> None:
+    prefixes = PrefixCache(engine, model)
+    before = prefixes.salt()
+    model.train()
+    assert prefixes.salt() == before
+    assert serve(engine, model, tokens())["found"] == 40
+
+
+def test_dropout_that_was_switched_on_for_one_call_is_noticed(model: PreTrainedModel, engine: CacheEngine) -> None:
+    _dropping(model)
+    other = tokens().flip(1).to(model.device)
+    with PrefixCache(engine, model).open(other) as cache, torch.no_grad():
+        model.train()
+        model(other, past_key_values=cache)
+        model.eval()
+        with pytest.raises(SequenceStateError, match="another configuration or mode"):
+            cache.commit(other)
+
+
+# -- tensors in other places -------------------------------------------------------------------------------------------
 
 
 def test_old_weights_are_let_go_and_what_takes_their_place_is_noticed(model: PreTrainedModel) -> None:
@@ -320,7 +441,40 @@ def test_every_field_of_a_family_is_known(family: str) -> None:
     assert live_model.table().unknown([live_model.TextConfig(**config)]) == []
 
 
-HELD = {"hidden_act": "relu", "rms_norm_eps": 0.5, "attention_bias": True, "max_position_embeddings": 100}
+def test_fields_that_nobody_knows_are_told_once(model: PreTrainedModel, caplog: pytest.LogCaptureFixture) -> None:
+    model.config.something_new = 1
+    with caplog.at_level(logging.INFO, "gdscache"):
+        live = LiveModel(model)
+        assert live.identity() is live.identity()
+    assert caplog.text.count("something_new") == 1
+
+
+def test_experts_that_generate_exchanges_for_others_are_one_model(model: PreTrainedModel) -> None:
+    """For its decoding, on a GPU. Others may quantise."""
+    names = []
+    for experts in ("grouped_mm", "batched_mm", "eager", "deepgemm", None):
+        model.config._experts_implementation = experts
+        names.append(json.dumps(LiveModel(model).identity()))
+    assert [names.index(name) for name in names] == [0, 0, 0, 3, 4]
+
+
+def test_windows_that_were_changed_are_looked_at_again(device: str, tmp_path: Path) -> None:
+    model = build("mistral", device)
+    with HybridEngine.from_config(hybrid_options(model, tmp_path)) as engine:
+        prefixes = PrefixCache(engine, model)
+        prefixes.open(tokens()).close()
+        model.config.sliding_window += 8
+        with pytest.raises(GeometryError, match="other tokens"):
+            prefixes.open(tokens())
+
+
+HELD = {
+    "router_jitter_noise": 0.5,
+    "hidden_act": "relu",
+    "rms_norm_eps": 0.5,
+    "attention_bias": True,
+    "max_position_embeddings": 100,
+}
 
 
 @pytest.mark.parametrize("field", HELD)

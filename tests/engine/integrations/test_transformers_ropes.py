@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,31 @@ def test_the_two_sides_of_longrope_never_meet(open_engine: Callable[[str], Cache
         assert answer(engine, "longrope", 120, None) == 0, "the keys of 48 tokens are rotated in another way"
         assert answer(engine, "longrope", 120, None) == 112
         assert answer(engine, "longrope", LIMIT - NEW, LIMIT) == 48
+
+
+def test_frequencies_that_calls_write_are_no_change_and_their_types_are(
+    open_engine: Callable[[str], CacheEngine], kind: str
+) -> None:
+    with open_engine(kind) as engine:
+        model = build(kind)
+        prefixes = PrefixCache(engine, model)
+        before, rope = prefixes.salt(), model.model.rotary_emb
+        rope.inv_freq.mul_(2)
+        assert prefixes.salt() == before
+        rope.to(torch.bfloat16)
+        assert prefixes.salt() != before
+
+
+def test_the_limit_is_that_of_the_configuration_now(open_engine: Callable[[str], CacheEngine]) -> None:
+    with open_engine("longrope") as engine:
+        model = build("longrope")
+        prefixes = PrefixCache(engine, model)
+        prefixes.open(tokens(48), max_length=LIMIT).close()
+        rope = dict(model.config.rope_parameters, original_max_position_embeddings=LIMIT - 8)
+        model.config = copy.deepcopy(model.config)
+        model.config.rope_parameters = rope
+        with pytest.raises(RopeByLengthError, match="beyond 56 tokens"):
+            prefixes.open(tokens(48), max_length=LIMIT)
 
 
 def test_a_long_prompt_in_parts_would_begin_on_the_short_side(open_engine: Callable[[str], CacheEngine]) -> None:
