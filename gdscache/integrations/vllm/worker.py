@@ -221,18 +221,19 @@ class Stores:
 
     def _start(self, pool: int, orders: Sequence[StoreOrder]) -> None:
         engine, marks, salt = self._engines[pool], self._marks[pool], self._salt
-        pages, namespace = dict[int, Page](), engine.namespaces(salt)[0]  # by block: requests of a step may share some
-        for order in orders:
-            pages.update(zip(order.blocks, order.pages(namespace), strict=True))
+        namespace, shared = engine.namespaces(salt)[0], dict[tuple[int, Page], None]()
+        for order in orders:  # a request may begin with blocks that another one fills in the same step
+            shared.update(dict.fromkeys(zip(order.blocks, order.pages(namespace), strict=True)))
+        blocks, pages = [block for block, _ in shared], [page for _, page in shared]
         epoch, after = engine.epoch(salt), marks.mark()
 
         def store() -> list[StoreHandle]:
             try:
-                return [engine.store_pages(list(pages.values()), list(pages), salt, after, epoch=epoch)]
+                return [engine.store_pages(pages, blocks, salt, after, epoch=epoch)]
             finally:
                 marks.passed(after)
 
-        self._reading.append((HandedStore(self._thread, store), frozenset(pages)))
+        self._reading.append((HandedStore(self._thread, store), frozenset(blocks)))
         self._counts["offered_pages"] += len(pages)
 
     def _let_go(self, unproven: int) -> bool:

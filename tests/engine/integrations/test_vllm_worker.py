@@ -285,6 +285,9 @@ def test_requests_of_a_step_that_share_blocks(worker: Worker) -> None:
     worker.session.engine.drain(30)
     assert (worker.session.cached(shared), worker.session.cached(other)) == (4, 5)
     assert worker.counts["offered_pages"] == 6
+    worker.stores.begin([StoreOrder("c", hashes(3), 0, (9,)), StoreOrder("d", hashes(4), 0, (9,))], last=True)
+    until(lambda: not worker.stores.reads(), "two pages of one block are refused")
+    assert (worker.session.cached(hashes(3)), worker.session.cached(hashes(4))) == (0, 0)
 
 
 def test_pages_of_a_store_that_is_refused_are_counted(caplog: pytest.LogCaptureFixture) -> None:
