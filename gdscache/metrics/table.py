@@ -109,7 +109,7 @@ def _switched_off(stats: Stats) -> Values:
     found = _quarantine(stats)
     off = (*found.get("switched_off_by_errors", ()), *found.get("switched_off_alone", ()))
     files = {tier: about for tier, about in stats["tiers"].items() if about.get("kind") == "files"}
-    off = (*off, *(tier for tier, about in files.items() if about.get("state", "ready") != "ready"))
+    off = (*off, *(tier for tier, about in files.items() if about.get("state") in ("connecting", "open", "ended")))
     return {(tier,): int(found["switched_off"] or tier in off) for tier in files} if found else {}
 
 

@@ -192,12 +192,16 @@ def _not_set_up(address: MooncakeAddress, cause: str) -> TierUnavailableError:
     )
 
 
-Connect = Callable[[MooncakeAddress], tuple[MooncakeClient, MooncakeClient]]
+Connect = Callable[[MooncakeAddress, Callable[[], bool]], tuple[MooncakeClient, MooncakeClient]]
 _TRIAL_S = 20.0
 _TRIAL = """
 import json, os, signal, sys
 signal.alarm(int(sys.argv[2]))  # if the parent has ended
-from mooncake.store import MooncakeDistributedStore
+try:
+    from mooncake.store import MooncakeDistributedStore
+except ImportError:
+    import torch  # its wheel brings CUDA's libraries, as in the parent
+    from mooncake.store import MooncakeDistributedStore
 
 store = MooncakeDistributedStore()
 code = store.setup(**json.loads(sys.argv[1])) or min(0, *store.batch_is_exist(["gdscache/trial"]))
@@ -206,17 +210,20 @@ os._exit(code != 0)  # closing takes seconds
 """
 
 
-def mooncake(address: MooncakeAddress) -> tuple[MooncakeClient, MooncakeClient]:
+def mooncake(address: MooncakeAddress, wanted: Callable[[], bool]) -> tuple[MooncakeClient, MooncakeClient]:
     """A client that moves bytes, and one that only asks: it listens nowhere.
 
-    Making a client holds the interpreter's lock, where the master stands still for minutes. So a child tries it first.
-    Raises `TierUnavailableError` if it fails there.
+    Making a client holds the interpreter's lock, where the master stands still for minutes. So a child tries it first,
+    without the metadata server: its name there would outlive it, and refuse our client. Raises `TierUnavailableError`
+    if that fails, or if the client is not `wanted()` any more.
     """
-    how = json.dumps(_setup(dataclasses.replace(address, segment=0)))
+    how = json.dumps(_setup(dataclasses.replace(address, segment=0, metadata="P2PHANDSHAKE")))
     try:
         cause = run_child(_TRIAL, [how, str(round(_TRIAL_S))], _TRIAL_S).cause
     except OSError as error:
         raise _not_set_up(address, f"no child process for a trial: {error}") from error
+    if not cause and not wanted():
+        cause = "the engine was closed meanwhile"
     if cause:
         raise _not_set_up(address, cause)
     asks = dataclasses.replace(address, protocol=_QUERIES, devices="", segment=0)
@@ -260,9 +267,9 @@ class MooncakeLink:
             return False
         return True
 
-    def connect(self) -> MooncakeClient:
-        """The client of all calls. It may take minutes. Raises `GdsCacheError`."""
-        client, queries = self._connect(self.address)
+    def connect(self, wanted: Callable[[], bool]) -> MooncakeClient:
+        """The client of all calls. It may take minutes. Raises `GdsCacheError`, also if it is not `wanted()` then."""
+        client, queries = self._connect(self.address, wanted)
         with self._registering, contextlib.ExitStack() as undo:
             undo.callback(queries.close)
             undo.callback(client.close)
@@ -449,8 +456,12 @@ class Lines:
                 probing = threading.Thread(
                     target=lambda: log_failure(failure_of(self._probe)), name="gdscache-pool-probe", daemon=True
                 )
-                probing.start()
-                self._probing = probing  # `close` waits for it, which it may not before the start
+                try:
+                    probing.start()
+                except RuntimeError as error:  # no thread for now
+                    log_failure(error)
+                else:
+                    self._probing = probing  # `close` waits for it, which it may not before the start
             with self.changed:
                 self.changed.wait_for(lambda: self.state in ("ready", "ended"), PROBE_S)
 
@@ -465,7 +476,7 @@ class Lines:
             if not self._pool.reachable():
                 return
             if self.client is None:
-                client = self._pool.connect()
+                client = self._pool.connect(lambda: self.state != "ended")
                 with self.changed:
                     ended, self.client = self.state == "ended", client
                 if ended:

@@ -159,7 +159,7 @@ class FakeMooncakeTier(MooncakeTier):
         return connect
 
 
-def connect(address: MooncakeAddress) -> tuple[MooncakeClient, MooncakeClient]:
+def connect(address: MooncakeAddress, wanted: Callable[[], bool]) -> tuple[MooncakeClient, MooncakeClient]:
     pool = POOLS[address.master]
     return FakeClient(pool), FakeClient(pool)
 

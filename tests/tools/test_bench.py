@@ -222,7 +222,7 @@ def test_a_report_replaces_a_file_in_one_step_and_goes_into_a_pipe(tmp_path: Pat
 
 
 def test_a_report_goes_through_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As /dev/stdout is one: whole, and once."""
+    """What it leads to is replaced, behind each case."""
     link, file = tmp_path / "link", tmp_path / "there" / "file"
     file.parent.mkdir()
     link.symlink_to(file)
@@ -232,7 +232,21 @@ def test_a_report_goes_through_a_link(tmp_path: Path, monkeypatch: pytest.Monkey
     for _ in range(2):  # the first one makes the file
         toy({"a": lambda: 1.0, "b": lambda: 2.0}).command(directory=tmp_path, json_file=link)
         assert (link.is_symlink(), len(read(file)["r"])) == (True, 2)
-    assert written == [2, 2]
+    assert written == [1, 2, 2, 1, 2, 2]
+
+
+def test_a_report_in_the_command_s_own_output_comes_behind_it(tmp_path: Path) -> None:
+    """As of `--report /dev/stdout >> log`: nothing that is there goes."""
+    link, log = tmp_path / "stdout", tmp_path / "log"
+    link.symlink_to("/proc/self/fd/1")
+    log.write_text("before\n")
+    told = (
+        "import sys; from pathlib import Path; from gdscache.commands.bench import kit; print('tables')\n"
+        "kit.write_json(Path(sys.argv[1]), {}); print('end')"
+    )
+    with log.open("a") as out:
+        subprocess.run([sys.executable, "-c", told, str(link)], stdout=out, check=True)
+    assert (log.read_text(), link.is_symlink()) == ("before\ntables\n{}\nend\n", True)
 
 
 def test_a_report_that_cannot_be_written_is_refused_before_and_told_between(

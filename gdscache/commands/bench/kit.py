@@ -231,7 +231,7 @@ class Bench:
         head = self.head(settings, directory)
 
         def keep(found: Report) -> None:
-            if json_file is not None and not _in_place(json_file):  # a pipe gets one report
+            if json_file is not None and _is_kept(json_file):
                 keep_json(json_file, {**head, **found})
 
         with progress_bar(lines=True) as progress:
@@ -291,15 +291,24 @@ def check_writable(path: Path | None, option: str) -> None:
     """Raise `InvalidValueError` before minutes of work if `path` cannot be a file."""
     if path is None:
         return
-    there = path.exists() and _in_place(path)
+    there = path.exists() and not _is_kept(path)
     place = str(path) if there else f"{os.path.dirname(os.path.realpath(path))}/."
     if path.is_dir() or not os.access(place, os.W_OK):
         raise InvalidValueError(f"{option} {path} cannot be written", "name a file in a directory of yours that exists")
 
 
-def _in_place(path: Path) -> bool:
-    """Whether a file is written where it is, not replaced: a link, a pipe or a device."""
-    return path.is_symlink() or (path.exists() and not path.is_file())
+def _is_kept(path: Path) -> bool:
+    """Whether a report is a plain file, which each newer one replaces. Pipes, devices and the command's own output get
+    one."""
+    return not path.exists() or (path.is_file() and not _is_output(path))
+
+
+def _is_output(path: Path) -> bool:
+    """Whether that is the command's own output, as /dev/stdout is."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(sys.stdout.fileno()))
+    except OSError:  # it does not exist, or the output has no file
+        return False
 
 
 def keep_json(path: Path, report: Mapping[str, Any]) -> None:
@@ -311,14 +320,16 @@ def keep_json(path: Path, report: Mapping[str, Any]) -> None:
 
 
 def write_json(path: Path, report: Mapping[str, Any]) -> None:
-    """Write a report atomically: a reader finds the old file or the new one, after a crash too. Links, pipes and
-    devices are written through."""
+    """Write a report atomically: a reader finds the old file or the new one, after a crash too. Pipes and devices are
+    written to, the command's own output goes on with it, and of a link its target is replaced."""
     text = json.dumps(report, indent=2) + "\n"
-    if _in_place(path):
-        print(end="", flush=True)  # it may be /dev/stdout
+    if _is_output(path):
+        print(text, end="", flush=True)
+    elif not _is_kept(path):
         path.write_text(text)
-        return
-    write_whole(path, text.encode(), path.stat().st_mode & 0o777 if path.exists() else 0o644)
+    else:
+        mode = path.stat().st_mode & 0o777 if path.exists() else 0o644
+        write_whole(path.resolve(), text.encode(), mode)
 
 
 def require_matplotlib(path: Path) -> ModuleType:

@@ -888,7 +888,7 @@ def test_what_cannot_be_used_is_said_once_a_minute(
 ) -> None:
     tries = itertools.count()
 
-    def refuses(_: Any) -> Any:
+    def refuses(*_: Any) -> Any:
         next(tries)
         raise TierUnavailableError("no such device", "see the test")
 
@@ -903,7 +903,7 @@ def test_a_refused_tier_leaves_no_thread_and_no_client(
 ) -> None:
     made, before, files = list[FakeClient](), threading.enumerate(), MooncakeFiles.__init__
 
-    def connect(address: MooncakeAddress) -> tuple[FakeClient, FakeClient]:
+    def connect(address: MooncakeAddress, _: object) -> tuple[FakeClient, FakeClient]:
         made.extend((FakeClient(POOLS[address.master]), FakeClient(POOLS[address.master])))
         return made[-2], made[-1]
 
