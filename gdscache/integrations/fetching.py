@@ -204,7 +204,6 @@ class GroupFetch(Pinned):
         super().__init__(seconds)
         self._local, start = local, start + local * engine.alignment
         self.found: HybridHit = engine.lookup_named(names, most, tokens, start, before)
-        self._behind = before + start  # tokens that the inference engine has
         self.parted = self.found.parted  # grows with other requests' stores while this one waits
         self.cached = local + (self.found.tokens + self.found.declined) // engine.alignment
         self.wanted = local + self.found.tokens // engine.alignment

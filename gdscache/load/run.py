@@ -388,13 +388,21 @@ class LoadRun:
             seconds = spent.seconds
         pages = self.plan.brought(tier)
         nbytes = None if pages is None else pages * self._layout.bytes_in(tier)
-        if self._little:
-            price = manager.costs.load_price(tier)
-            if nbytes is None or price is None or seconds >= price[0] * nbytes + price[1]:
-                return
+        if self._little and (nbytes is None or not self._telling(tier, nbytes, seconds)):
+            return
         if self._by_ranks or self._little:
             manager.busy.begin(tier, now - seconds)
         manager.busy.end(tier, nbytes, now)
+
+    def _telling(self, tier: str, nbytes: int, seconds: float) -> bool:
+        """Whether a time tells of a tier with a little of the pages: the others take half of it at most, or it is
+        shorter than expected."""
+        costs, runs = self._manager.costs, [run for run in self.plan.runs if run.filling is None]
+        others = [run.tier.name for run in runs if run.tier.name != tier for _ in run.rows]
+        took, price = costs.load_seconds(others, self._layout.bytes_in), costs.load_price(tier)
+        if took is not None and 2 * took <= seconds:
+            return True
+        return price is not None and seconds < price[0] * nbytes + price[1]
 
     def _finish(self) -> None:
         plan, planner = self.plan, self._planner

@@ -20,7 +20,7 @@ from gdscache.load.loader import Loader
 from gdscache.load.plan import LoadPlan, slowest_of
 from gdscache.moves import PageStatus, PrefetchEnd, Priority, Steps, failure
 from gdscache.pages.keys import Page
-from gdscache.pages.layout import PageLayout
+from gdscache.pages.layout import PLAIN, PageLayout
 from gdscache.prefetch.handle import Prefetch
 from gdscache.prefetch.queue import MOST, SWEPT, PrefetchedPages, PrefetchQueue, PrefetchRequest
 from gdscache.runtime.threads import Flag, Workers, failure_of, log_failure
@@ -270,8 +270,10 @@ class Prefetcher:
         """The chunk has landed at `now`. Called behind the next one's begin, so that a busy tier has no pause."""
         name = self._timed.pop(chunk, "")
         if name:
-            pages = chunk.brought(name)
-            self._manager.busy.end(name, None if pages is None else pages * self.layout.bytes_in(name), now)
+            both = [(tier, chunk.brought(tier)) for tier in (name, name + PLAIN)]  # of one device, in one time
+            there = all(pages is not None for _, pages in both)
+            nbytes = sum(self.layout.bytes_in(tier) * (pages or 0) for tier, pages in both)
+            self._manager.busy.end(name, nbytes if there else None, now)
 
     def _landed(self, request: PrefetchRequest, chunk: LoadPlan, numbers: Sequence[int]) -> None:
         now = time.monotonic()

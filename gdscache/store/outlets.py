@@ -31,6 +31,10 @@ class Outlet:
     def room(self) -> int:
         return max(0, self.limit - len(self.keys))
 
+    def takes(self, retention: Retention) -> bool:
+        """Not pages with an end where others find them, who know no end."""
+        return retention.expires is None or self.tier.served
+
     def lacking(self, pages: Sequence[Page], epoch: Callable[[bytes], int]) -> list[int]:
         """The numbers of pages that are neither there nor on the way. `epoch(namespace)`: pages of an older one do not
         arrive."""

@@ -126,7 +126,7 @@ class StorePlanner:
         self._retain_coming(pages, job.retention)
         before = self.queued - len(pages)
         room = max(0, self._limit - before + (0 if self._landing is None else len(self.keys)))
-        missing = self._missing(pages)
+        missing = self._missing(pages, job.retention)
         if len(missing) < len(pages):
             present = sorted(job.left.difference(missing))
             if self._landing is None and self._policy == "never":  # no tier takes a page
@@ -147,22 +147,24 @@ class StorePlanner:
         for outlet in self.outlets:
             outlet.retain(pages, retention)
 
-    def _missing(self, pages: Sequence[Page]) -> list[int]:
+    def _missing(self, pages: Sequence[Page], retention: Retention) -> list[int]:
         """The numbers of pages that a tier should have, lacks and is not getting; each page once."""
         landing = self._landing
         again = landing is None or (self._policy == "write_through" and not self._earned.by_hits)
         found = absent = [] if landing is None else landing.index.lacking(pages)
         if again and len(absent) < len(pages):
             there = sorted(set(range(len(pages))).difference(absent))
-            found = sorted([*absent, *(there[i] for i in self._lacking([pages[number] for number in there]))])
+            found = sorted(
+                [*absent, *(there[i] for i in self._lacking([pages[number] for number in there], retention))]
+            )
         if len({pages[number].key for number in found}) < len(found):
             found = sorted({pages[number].key: number for number in reversed(found)}.values())
-        return found if self._unfit is None else self._unfit.lacking(pages, found)
+        return found if self._unfit is None else self._unfit.lacking(pages, found, retention)
 
-    def lacking(self, pages: Sequence[Page], numbers: Sequence[int]) -> list[int]:
+    def lacking(self, pages: Sequence[Page], numbers: Sequence[int], retention: Retention) -> list[int]:
         """The `numbers` without the pages that this planner's tiers have as far as they should."""
         here = [number for number in numbers if self._has(pages[number])]
-        missing = self._missing([pages[number] for number in here]) if here else []
+        missing = self._missing([pages[number] for number in here], retention) if here else []
         there = set(here).difference(here[i] for i in missing)
         return [number for number in numbers if number not in there]
 
@@ -171,9 +173,9 @@ class StorePlanner:
         there = self._landing is not None and page.key in self._landing.index
         return there or any(not outlet.lacking((page,), self._epoch) for outlet in self.outlets)
 
-    def _lacking(self, pages: Sequence[Page]) -> list[int]:
+    def _lacking(self, pages: Sequence[Page], retention: Retention = DEFAULT) -> list[int]:
         """The numbers of pages that a tier of files should have, lacks and is not getting."""
-        outlets = () if self._policy == "never" else self.outlets
+        outlets = [] if self._policy == "never" else [one for one in self.outlets if one.takes(retention)]
         return sorted({number for outlet in outlets for number in outlet.lacking(pages, self._epoch)})
 
     def _falls_behind(self) -> bool:
@@ -189,8 +191,8 @@ class StorePlanner:
         takes: list[tuple[Outlet, ...]] = [()] * len(pages)
         causes: dict[int, str] = {}
         for outlet in self.outlets if self._policy != "never" else ():
-            if retention.expires is not None and not outlet.tier.served:
-                continue  # others find its pages, and know no end
+            if not outlet.takes(retention):
+                continue
             lacking = outlet.lacking(pages, self._epoch)
             offered = pages if len(lacking) == len(pages) else [pages[i] for i in lacking]
             for i, cause in zip(lacking, outlet.offer(offered, open=not behind), strict=True):

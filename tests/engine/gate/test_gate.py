@@ -488,6 +488,23 @@ def test_a_tier_with_little_of_a_load_is_not_told_the_others_time(
     assert (costs.tiers["ssd"].observations if "ssd" in costs.tiers else 0) == learned
 
 
+def test_a_disk_that_gets_slower_is_noticed_by_loads_with_little_of_it(open_host: Opens) -> None:
+    """Where the CPU tier's time is known, and is less than half of the load's."""
+    host = open_host(cpu=8, ssd=16, transport=FAULTY)
+    host.keep_on_ssd(prompt(1, 4))
+    host.engine.prefetch(prompt(1, 4)[:12]).result(WAIT)
+    quiet(host.engine)
+    costs = host.engine.manager.costs = Costs()
+    for tier in ("cpu", "ssd"):
+        for _ in range(ENOUGH):
+            costs.observe_load(tier, host.layout.page_bytes, 1e-6)
+    with PLAN.rule(Op.READ, Fault.DELAY, seconds=0.05):
+        assert host.load(prompt(1, 4)).tokens == 16
+    quiet(host.engine)
+    host.engine.manager.busy.tell()
+    assert costs.tiers["ssd"].observations == ENOUGH + 1
+
+
 def test_memory_that_nobody_could_measure_keeps_no_gate_from_deciding(open_host: Opens) -> None:
     """In a busy engine no load from memory is measured. A disk slower than computing is declined all the same."""
     host = open_host(cpu=8, ssd=16, load={"gate": "enforcing"})

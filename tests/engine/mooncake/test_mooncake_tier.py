@@ -317,6 +317,8 @@ def test_a_page_with_an_end_does_not_go_where_nothing_would_end_it(
     host.engine.flush(WAIT)
     assert (pool.objects, report.dropped) == ({}, {})
     assert host.engine.manager.tiers["cpu"].index.dirty_pages == 0
+    host.keep(tokens, ttl=60.0).result(WAIT)
+    assert host.engine.stats()["stores"]["present"] == PAGES  # nothing is missing anywhere
     if policy == "write_through":
         stored(host)  # for ever
         assert fetched(other, tokens) == PAGES

@@ -26,6 +26,7 @@ from gdscache.storage.base import Op
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import (
     LONG,
+    PACKED,
     SMALL,
     WAIT,
     Host,
@@ -126,6 +127,22 @@ def test_each_tier_is_told_its_own_pages(open_host: OpenHost, chunk: int, moved:
     for tier, pages, _ in seen:
         found[tier] += pages
     assert found == moved
+
+
+def test_packed_pages_are_told_with_those_of_their_disk_that_do_not_fit(open_host: OpenHost) -> None:
+    """Their chunk's time is for both."""
+    limits = dataclasses.replace(SMALL, prefetch_bytes=16 * EXTENT, prefetch_first=16 * EXTENT)
+    host = slow_host(open_host, model=PACKED, cpu=320, ssd=320, bounce=64, limits=limits)
+    tokens, size = stored(host, 1, 8), host.layout.bytes_in
+    tiers = host.engine.lookup(tokens).tiers
+    assert {*tiers} == {"ssd", "ssd_plain"}
+    seen = list[tuple[str, int]]()
+    busy = BusyPeriods(lambda tier, nbytes, _: seen.append((tier, nbytes)))
+    with mock.patch.object(host.engine.manager, "busy", busy):
+        assert ended(host.engine.prefetch(tokens)) == (8, "complete")
+        until(lambda: not any(busy._under_way.values()), "all is measured")
+        busy.tell()
+    assert seen == [("ssd", sum(map(size, tiers)))]
 
 
 def test_it_finishes_by_itself_and_its_tokens_grow(open_host: OpenHost, device: str) -> None:
