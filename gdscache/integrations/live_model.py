@@ -32,7 +32,10 @@ from gdscache.integrations.weights import FRESH, fresh_salt
 SAMPLE, PROBE = 4096, 256  # bytes of a tensor that name it, and that are read for each request
 _PROCESS = secrets.token_hex(16)  # hooks have no names, but numbers in their process
 # Hooks that leave keys and values alone, or are looked at elsewhere (`LiveModel.switches`), by their modules' names.
-_KNOWN = ("accelerate.", "peft.", "gdscache.", "transformers.utils.output_capturing", "transformers.modeling_utils")
+_KNOWN = (
+    *("accelerate.", "peft.", "gdscache.", "transformers.utils.output_capturing", "transformers.modeling_utils"),
+    *("compressed_tensors.", "torch.utils.module_tracker"),  # follows the held quantization_config; counts alone
+)
 _EVERY = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)  # of all modules
 _RANDOM = re.compile("drop|jitter|noise|^p$")  # a module's numbers by which it draws at random while it is trained
 _ROUNDING = ("eager", "grouped_mm", "batched_mm")  # of experts: `generate` exchanges them for a while
@@ -64,7 +67,7 @@ def _settings(model: torch.nn.Module) -> _Settings:
     facts["attention"] = getattr(text, "_attn_implementation", None)
     facts["experts"] = _ROUNDING[0] if experts in _ROUNDING else experts
     facts["kernels"] = bool(getattr(model, "use_kernels", False))
-    return facts, {"quantization_config": whole.get("quantization_config"), **fields}
+    return facts, plain({"quantization_config": whole.get("quantization_config"), **fields})  # arrays do not compare
 
 
 def _facts(facts: dict[str, object], fields: dict[str, Any] | None) -> dict[str, object]:
@@ -100,7 +103,6 @@ class LiveModel:
         self._probed = b""
         self._name: dict[str, object] = {}
         self._adapted: list[torch.nn.Module] = []
-        self._modules: list[object] = []
         self._random: list[tuple[torch.nn.Module, torch.nn.Module, str]] = []
         self._drawn = False
         self._hooks: list[Mapping[int, object]] = []
@@ -122,7 +124,7 @@ class LiveModel:
                 looked = [(name, one) for name, one in _tensors(self._model, steady) if _has_bytes(one)]
                 self._probes = [_Probe.of(name, tensor) for name, tensor in looked]
                 views = self._views()
-                self._look_at_modules([one for one in stamp if isinstance(one, weakref.ref)])
+                self._look_at_modules()
             probed, drawn = _read(views), self._draws()
             if other or drawn != self._drawn or probed != self._probed:
                 self._name = self._named(drawn)
@@ -156,11 +158,9 @@ class LiveModel:
             self.rope = None if config is None else rope_limit(config.get_text_config(decoder=True))
             self._settings = settings
 
-    def _look_at_modules(self, modules: list[object]) -> None:
-        if modules != self._modules:
-            self._hooks = [*_EVERY, *(table for one in self._model.modules() for table in _hooks(one))]
-            self._random = [(one, *number) for one in self._model.modules() for number in _random(one)]
-            self._modules = modules
+    def _look_at_modules(self) -> None:
+        self._hooks = [*_EVERY, *(table for one in self._model.modules() for table in _hooks(one))]
+        self._random = [(one, *number) for one in self._model.modules() for number in _random(one)]
 
     def _draws(self) -> bool:
         """Whether the model draws at random now."""
@@ -214,6 +214,7 @@ def _stamp(model: torch.nn.Module, steady: bool = True) -> list[object]:
         found += [(id(one), one.data_ptr(), n) for one, n in zip(tensors, writes, strict=True) if one is not None]
         if "_disable_adapters" in module.__dict__:
             found.append(_switched(module))
+        found += map(id, _hooks(module))  # code that removes all hooks may put other tables in their place
         if module._forward_hooks or module._forward_pre_hooks:
             found += _numbers(_hooks(module))
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import pytest
 import torch
 import transformers
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from gdscache import CacheEngine, HybridEngine
@@ -232,6 +234,26 @@ def test_hooks_of_libraries_that_change_no_keys_are_no_change(model: PreTrainedM
         model.enable_input_require_grads()
         assert prefixes.salt() == before, "hooks of transformers, and of this cache"
     assert any(one._forward_hooks for one in model.modules())
+
+
+def test_hook_tables_that_were_replaced_are_looked_at(model: PreTrainedModel) -> None:
+    """As code does that removes all hooks of a module."""
+    module, known = model.model.layers[0], LiveModel(model)
+    plain, names = known.identity(), []
+    for _ in range(2):
+        module._forward_hooks = OrderedDict()
+        assert known.identity() == plain
+        module.register_forward_hook(lambda *call: None)
+        names.append(str(known.identity()))
+    assert len({str(plain), *names}) == 3
+
+
+def test_hooks_that_only_count_and_values_that_do_not_compare_are_no_change(model: PreTrainedModel) -> None:
+    known = LiveModel(model)
+    model.config.mine = torch.ones(3)
+    before = known.identity()
+    with FlopCounterMode(display=False):
+        assert known.identity() == before
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
