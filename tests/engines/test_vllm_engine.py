@@ -71,6 +71,13 @@ def test_prompts_of_a_step_that_begin_alike(model: Path, tmp_path: Path) -> None
     parts.same(found[4], found[0])
 
 
+def test_a_page_that_the_last_step_fills_is_stored(model: Path, tmp_path: Path) -> None:
+    prompt = {"parts": [[0, 4 * BLOCK + 25]], "tokens": 8}
+    connector = parts.cache(tmp_path / "ssd")
+    found = parts.run(tmp_path, model, [ask(prompt), DRAIN, TELL], connector).answers[1:]
+    assert found[2]["pages"]["cpu"] == 5
+
+
 def test_after_a_restart_without_a_prefix_cache_of_vllm(model: Path, plain: Answers, tmp_path: Path) -> None:
     connector = filled(tmp_path, model)
     steps = [ask(*parts.PROMPTS), ask(*parts.PROMPTS, together=True), METRICS, TELL]

@@ -271,6 +271,8 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Blocks may be freed at once: the next owner of a block that a store still reads waits
         (`VllmSession.wait_until_read`)."""
         self._table.finish(request.request_id)
+        if self._session is not None and self._lead is None:
+            self._session.flush()
         return False, None
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

@@ -47,6 +47,11 @@ class VllmSession(PinningCache):
         if self._stores is not None:
             self._stores.wait_until_read(blocks)
 
+    def flush(self) -> None:
+        """Pass on waiting pages: a request has ended, and vLLM in its caller's process may make no further step."""
+        if self._stores is not None:
+            self._stores.flush()
+
     def reads(self) -> Set[int]:
         """Blocks that stores of the steps so far read, or will read."""
         return frozenset[int]() if self._stores is None else self._stores.reads()
