@@ -121,9 +121,8 @@ class Links:
                 here, there = context.Pipe()
                 given = (there, number, 0 if shared else number, model, self.pages)
                 process = context.Process(target=serve, args=given, daemon=True)
-                leading = signal.signal(
-                    signal.SIGINT, signal.SIG_IGN
-                )  # ranks inherit it: the leader ends them on Ctrl-C
+                # Ranks inherit this: the leader ends them on Ctrl-C.
+                leading = signal.signal(signal.SIGINT, signal.SIG_IGN)
                 try:
                     process.start()
                 finally:
