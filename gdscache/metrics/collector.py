@@ -48,7 +48,7 @@ class EngineCollector(Collector):
         for name, engine in self._engines.items():
             try:
                 stats = engine.stats()
-            except EngineClosedError:
+            except (EngineClosedError, ReferenceError):  # of a weak reference, whose engine is gone
                 is_open.add_metric(name, 0)
                 continue
             is_open.add_metric(name, 1)
@@ -96,7 +96,7 @@ class MetricsServer:
     def __init__(self, engine: Source, host: str, port: int) -> None:
         """Raises `MetricsAddressError` if the address cannot be served. Port 0: any free one."""
         registry = prometheus_client.CollectorRegistry()
-        registry.register(EngineCollector(_Weakly(engine)))
+        registry.register(EngineCollector(weakref.proxy(engine)))
         try:
             self._server, self._thread = prometheus_client.start_http_server(port, addr=host, registry=registry)
         except (OSError, OverflowError, UnicodeError) as error:  # UnicodeError: a host that can be no name
@@ -113,17 +113,3 @@ class MetricsServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
-
-
-class _Weakly:
-    """A weak reference to an engine."""
-
-    def __init__(self, engine: Source) -> None:
-        self._engine = weakref.ref(engine)
-        self.pools = getattr(engine, "pools", ())
-
-    def stats(self) -> dict[str, Any]:
-        engine = self._engine()
-        if engine is None:
-            raise EngineClosedError("the engine is closed", "open a new one with from_config")
-        return engine.stats()

@@ -114,11 +114,8 @@ class Traffic:
 
     def _request(self, i: int) -> Process:
         prompt, names = self._work.prompts[i], self._work.names
-        pages = [names[number] for number in prompt.pages]
-        if self._groups:
-            yield from self._grouped(i, pages, prompt.tokens)
-        else:
-            yield from self._attached(i, pages, prompt.tokens)
+        steps = self._grouped if self._groups else self._attached
+        return steps(i, [names[number] for number in prompt.pages], prompt.tokens)
 
     def _attached(self, i: int, pages: Sequence[Page], tokens: int) -> Process:
         arrival = self._clock.now
