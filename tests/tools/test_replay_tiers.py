@@ -188,7 +188,7 @@ def test_groups_may_have_pages_of_other_sizes_than_the_model(tokens: int) -> Non
     config = config_of({"model": model, "cpu": {"capacity": "8MiB"}}, [])
     work = expand([request([1, 2, 3, 4])] * 2, page_tokens_of(config.model))
     found = reports.replay(work, [0.0, 1.0], config, INSTANT, serial=True)
-    assert adds_up(found) == (tokens == 512), "pages of other sizes are counted one by one"
+    assert adds_up(found)
     assert found["hit_tokens"] == 4 * 512
     infinite = reports.describe_infinite(work, config.model)
     assert infinite["bytes"] == 4 * 512 * config.model.layout().token_bytes // 2, "of the layer that keeps all"
