@@ -3,6 +3,7 @@ its server at an address of its own (`metrics.port`), for processes that serve n
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,6 +12,7 @@ from typing import Any, Protocol
 import prometheus_client
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from gdscache.errors import EngineClosedError, MetricsAddressError
 from gdscache.histograms import Buckets
@@ -74,19 +76,12 @@ def _empty(family: Family, labels: Labels) -> Metric:
     return made
 
 
-def _text(bound: float) -> str:
-    return "+Inf" if bound == math.inf else repr(float(bound))
-
-
 def _add(metric: Any, labels: list[str], value: float | Buckets, family: Family) -> None:
     if not isinstance(value, Mapping):
         metric.add_metric(labels, value)
         return
-    so_far, buckets = 0, list[tuple[str, float]]()
-    for bound, count in zip((*family.bounds, math.inf), value["counts"], strict=True):
-        so_far += count
-        buckets.append((_text(bound), so_far))
-    metric.add_metric(labels, buckets, sum(value["sums"]))
+    bounds, counts = map(floatToGoString, (*family.bounds, math.inf)), itertools.accumulate(value["counts"])
+    metric.add_metric(labels, [*zip(bounds, counts, strict=True)], sum(value["sums"]))
 
 
 class MetricsServer:
