@@ -234,6 +234,7 @@ def _concerns(config: Config) -> list[str]:
 def describe_sizes(config: Config) -> dict[str, Any]:
     """`describe` of a configuration whose model an inference engine describes: facts of the model are None."""
     sizes = {"cpu": config.cpu.capacity if config.cpu else None, "ssd": config.ssd.capacity if config.ssd else None}
+    sizes |= {one.tier: one.capacity for one in config.tiers}
     return {
         **dict.fromkeys(describe(config)),
         "tiers": {name: None if size is None else {"bytes": size, "pages": None} for name, size in sizes.items()},
@@ -256,7 +257,7 @@ def _sizes(config: Config, layout: PageLayout) -> dict[str, tuple[int | None, in
     for ending, part, size in parts:
         tiers[f"cpu{ending}"] = part.cpu.capacity if part.cpu else None, size
         tiers[f"ssd{ending}"] = part.ssd.capacity if part.ssd else None, size
-    return tiers
+    return tiers | {one.tier: (one.capacity, layout.extent_bytes) for one in config.tiers}
 
 
 def _groups(config: Config) -> list[dict[str, Any]]:

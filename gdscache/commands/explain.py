@@ -23,7 +23,7 @@ import numpy as np
 
 from gdscache.commands.console import Progress, Table, reason_of, silent
 from gdscache.commands.inspect.owner import find_owner
-from gdscache.commands.inspect.reading import Contents, existing, read
+from gdscache.commands.inspect.reading import Contents, Namespace, existing, read
 from gdscache.commands.inspect.tables import facts_of, kept_by, made_of
 from gdscache.config import Config
 from gdscache.disk import kept
@@ -35,6 +35,7 @@ from gdscache.pages.keys import as_tokens, find, namespace_digest, page_keys
 SCHEMA = "gdscache.explain/1"
 RUNS_SHOWN = 40
 DIGITS = 16
+_UNKNOWN = b""  # in place of a namespace's digest
 _DIGEST = re.compile(r"(?:0x)?([0-9a-fA-F]{64})")
 _NUMBER = re.compile(r"[0-9]{1,10}")
 _MOST_BYTES = 1 << 28  # greatest size of the ids
@@ -52,16 +53,18 @@ class Asked:
 
 def read_ids(given: str) -> Asked:
     """The ids of a command's argument: see `_FORMS`. Raises `TokensError`, `IOFailedError`."""
-    if given == "-":
-        return _ids(sys.stdin.read(_MOST_BYTES))
+    if given != "-":
+        try:
+            return _ids(given)
+        except TokensError:
+            if given.strip()[:1] in ("[", "{") or not given.strip("0123456789, \t\n"):
+                raise
     try:
-        return _ids(given)
-    except TokensError:
-        if given.strip()[:1] in ("[", "{") or not given.strip("0123456789, \t\n"):
-            raise
-    try:
-        with Path(given).open(encoding="utf-8") as file:
-            text = file.read(_MOST_BYTES)
+        if given == "-":
+            text = "" if sys.stdin is None else sys.stdin.read(_MOST_BYTES)
+        else:
+            with Path(given).open(encoding="utf-8") as file:
+                text = file.read(_MOST_BYTES)
     except (OSError, ValueError) as error:
         message = f"{given!r} has no ids, and is no file that can be read: {reason_of(error)}"
         raise IOFailedError(message, f"pass {_FORMS}") from None
@@ -88,20 +91,23 @@ def explain(directory: Path, asked: Asked, config: Config | None = None, progres
     """The places of a request's pages in a directory, as plain data.
 
     `namespaces`: the namespaces with present or past pages of the request, the most pages first. Each has its `runs` of
-    pages: `first` and `stop` (exclusive) count pages of the request, `tokens` its tokens. `config`: gives the page keys
-    of tokens in a hybrid model with planes by group. Raises as `inspect` does.
+    pages: `first` and `stop` (exclusive) count pages of the request, `tokens` its tokens. An empty `digest`: past pages
+    given by their keys, whose namespace is not known. `config`: gives the page keys of tokens in a hybrid model with
+    planes by group. Raises as `inspect` does.
     """
     directory = existing(directory)
     owner = find_owner(directory)
     contents = read(directory, progress)
     history = kept.read_history(directory)
     named = {digest: _named(digest, one.fields, asked, config) for digest, one in contents.names.items()}
-    tell = _teller(contents, history, [key for ways, _ in named.values() for way in ways for key in way])
+    if asked.digests:
+        named[_UNKNOWN] = (asked.digests,), None
+    tell = _teller(contents, history, [key for ways, _ in named.values() for way in ways for key in way], asked.digests)
     found = []
     for digest, (ways, size) in named.items():
         each = [[tell(key, digest) for key in way] for way in ways]
         told = max(each, key=lambda pages: sum(page["state"] != "absent" for page in pages), default=[])
-        fields, states = contents.names[digest].fields, Counter(page["state"] for page in told)
+        fields, states = contents.names.get(digest, Namespace()).fields, Counter(page["state"] for page in told)
         about: dict[str, Any] = {
             "digest": digest.hex(),
             "fields": fields,
@@ -121,7 +127,7 @@ def explain(directory: Path, asked: Asked, config: Config | None = None, progres
         "owner": dataclasses.asdict(owner),
         "asked": {"tokens": None if asked.tokens is None else len(asked.tokens), "digests": len(asked.digests)},
         "history": None if history is None else {"written": history.written, "bad_pages": len(history.bad)},
-        "other_namespaces": len(found) - len(with_pages),
+        "other_namespaces": sum(not one["found"] for one in found if one["digest"]),
         "shorter_than_page": min((one["page_tokens"] for one in found if one["pages"] == 0), default=None),
         "unnamed_namespaces": sum(one["pages"] is None for one in found),
         "namespaces": sorted(with_pages, key=lambda one: (-one["hit"], -one["found"])),
@@ -129,14 +135,19 @@ def explain(directory: Path, asked: Asked, config: Config | None = None, progres
 
 
 def _teller(
-    contents: Contents, history: History | None, keys: Sequence[bytes]
+    contents: Contents, history: History | None, keys: Sequence[bytes], given: Sequence[bytes]
 ) -> Callable[[bytes, bytes], dict[str, Any]]:
-    """A function that gives the facts of one of these pages in a namespace, as a run of one page."""
+    """A function that gives the facts of one of these pages in a namespace, as a run of one page. `given`: page keys
+    that were not made for a namespace. The history has keys alone: these of it are of the one namespace that is known,
+    or that has all stored ones, else of `_UNKNOWN`."""
     pages, slab, now = contents.pages, contents.slab, time.time()
     rows = find(pages.keys, np.frombuffer(b"".join(keys), f"V{KEY_BYTES}")).tolist()
     at = {key: row for key, row in zip(keys, rows, strict=True) if row >= 0}
     retentions = zip(pages.priorities.tolist(), pages.expires.tolist(), strict=True)
     kept = dict(zip(pages.retained.tolist(), retentions, strict=True))
+    loose = frozenset(given)
+    homes = {pages.digests[pages.namespaces[at[key]]] for key in loose & at.keys()} or contents.names.keys()
+    home = next(iter(homes)) if len(homes) == 1 else _UNKNOWN
 
     def tell(key: bytes, namespace: bytes) -> dict[str, Any]:
         row = at.get(key, -1)
@@ -149,11 +160,13 @@ def _teller(
                 "priority": priority,
                 "expires": None if math.isinf(expires) else expires,
             }
-        bad = None if history is None else history.bad.get(key)
+        if history is None or row >= 0 or (key in loose and namespace != home):
+            return {"state": "absent"}
+        bad = history.bad.get(key)
         if bad is not None:
             told = {"state": "bad", "cause": bad.cause, "tier": bad.tier, "place": bad.place, "at": bad.at}
             return {**told, "slots": [bad.slot, bad.slot]}
-        return {"state": "evicted" if history is not None and key in history.evicted else "absent"}
+        return {"state": "evicted" if key in history.evicted else "absent"}
 
     return tell
 
@@ -247,7 +260,7 @@ def _table(namespace: Mapping[str, Any]) -> Table:
     fields = namespace["fields"] or {}
     group = f", {kept_by(fields['group'])}" if "group" in fields else ""
     salt = f", salt {fields['request_salt']!s}" if fields.get("request_salt") else ""
-    name = f"{namespace['digest'][:DIGITS]}, model {fields.get('name', '(unknown)')!s}{group}{salt}"
+    name = f"{namespace['digest'][:DIGITS] or '(unknown)'}, model {fields.get('name', '(unknown)')!s}{group}{salt}"
     table = Table(f"namespace {name}", "pages", "tokens", "state", "where", "about")
     for run in namespace["runs"][:RUNS_SHOWN]:
         tokens = "" if run["tokens"] is None else f"{run['tokens'][0]:,} to {run['tokens'][1]:,}"

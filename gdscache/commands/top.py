@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
@@ -29,6 +29,7 @@ from gdscache.disk import status_page
 from gdscache.disk.status_page import CAUSED, FRESH_S, HITS, STATUS_NAME, Status
 from gdscache.errors import NotADirectoryPathError, printable
 from gdscache.sizes import significant
+from gdscache.tiers.measures import nested
 
 SCHEMA = "gdscache.top/1"
 WINDOW_S = 5.0  # seconds that a rate is measured over
@@ -40,7 +41,6 @@ _CAUSES, _LOADS, _RANKS = 6, 5, 4  # rows shown at most
 _TITLE, _WARNING, _NOTE = "bold", "bold red", "dim"  # styles of rich
 
 Report = Mapping[str, Any]
-Number = TypeVar("Number", int, float)
 Section = list[tuple[str, str]]  # lines, each with its style
 
 
@@ -85,18 +85,12 @@ def watched(directories: Sequence[Path], known: Iterable[Watched] = ()) -> list[
 def _described(status: Status) -> dict[str, Any]:
     """A status page as plain data. Counts are totals since the engine was opened."""
     figures = status.figures
-    counts: dict[str, Any] = {}
-    for (group, name), n in figures.counts.items():
-        if name:
-            counts.setdefault(group, {})[name] = n
-        else:
-            counts[group] = n
     return {
         **{name: getattr(status, name) for name in ("pid", "host", "command", "opened", "written", "number")},
         **{name: getattr(figures, name) for name in ("state", "evictions", "late_requests")},
         "age_seconds": status.age,
         "stopped": figures.stopped or None,
-        "counts": counts,
+        "counts": {group: some.get("", some) for group, some in nested(figures.counts).items()},
         "causes": _by_group(status.causes),
         "latencies": {
             what: {"samples": found.samples, "median_seconds": found.median, "p99_seconds": found.slow}
@@ -110,11 +104,8 @@ def _described(status: Status) -> dict[str, Any]:
     }
 
 
-def _by_group(by_cause: Mapping[tuple[str, str], Number]) -> dict[str, dict[str, Number]]:
-    groups: dict[str, dict[str, Number]] = {group: {} for group in CAUSED}
-    for (group, cause), number in by_cause.items():
-        groups.setdefault(group, {})[cause] = number
-    return groups
+def _by_group(by_cause: Mapping[tuple[str, str], float]) -> dict[str, dict[str, Any]]:
+    return {group: {} for group in CAUSED} | nested(by_cause)
 
 
 def _rates(first: Status, last: Status) -> dict[str, Any]:

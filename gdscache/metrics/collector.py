@@ -3,6 +3,7 @@ its server at an address of its own (`metrics.port`), for processes that serve n
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,6 +12,7 @@ from typing import Any, Protocol
 import prometheus_client
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from gdscache.errors import EngineClosedError, MetricsAddressError
 from gdscache.histograms import Buckets
@@ -48,7 +50,7 @@ class EngineCollector(Collector):
         for name, engine in self._engines.items():
             try:
                 stats = engine.stats()
-            except EngineClosedError:
+            except (EngineClosedError, ReferenceError):  # of a weak reference, whose engine is gone
                 is_open.add_metric(name, 0)
                 continue
             is_open.add_metric(name, 1)
@@ -74,19 +76,12 @@ def _empty(family: Family, labels: Labels) -> Metric:
     return made
 
 
-def _text(bound: float) -> str:
-    return "+Inf" if bound == math.inf else repr(float(bound))
-
-
 def _add(metric: Any, labels: list[str], value: float | Buckets, family: Family) -> None:
     if not isinstance(value, Mapping):
         metric.add_metric(labels, value)
         return
-    so_far, buckets = 0, list[tuple[str, float]]()
-    for bound, count in zip((*family.bounds, math.inf), value["counts"], strict=True):
-        so_far += count
-        buckets.append((_text(bound), so_far))
-    metric.add_metric(labels, buckets, sum(value["sums"]))
+    bounds, counts = map(floatToGoString, (*family.bounds, math.inf)), itertools.accumulate(value["counts"])
+    metric.add_metric(labels, [*zip(bounds, counts, strict=True)], sum(value["sums"]))
 
 
 class MetricsServer:
@@ -96,7 +91,7 @@ class MetricsServer:
     def __init__(self, engine: Source, host: str, port: int) -> None:
         """Raises `MetricsAddressError` if the address cannot be served. Port 0: any free one."""
         registry = prometheus_client.CollectorRegistry()
-        registry.register(EngineCollector(_Weakly(engine)))
+        registry.register(EngineCollector(weakref.proxy(engine)))
         try:
             self._server, self._thread = prometheus_client.start_http_server(port, addr=host, registry=registry)
         except (OSError, OverflowError, UnicodeError) as error:  # UnicodeError: a host that can be no name
@@ -113,17 +108,3 @@ class MetricsServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
-
-
-class _Weakly:
-    """A weak reference to an engine."""
-
-    def __init__(self, engine: Source) -> None:
-        self._engine = weakref.ref(engine)
-        self.pools = getattr(engine, "pools", ())
-
-    def stats(self) -> dict[str, Any]:
-        engine = self._engine()
-        if engine is None:
-            raise EngineClosedError("the engine is closed", "open a new one with from_config")
-        return engine.stats()

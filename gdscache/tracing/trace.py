@@ -175,24 +175,23 @@ def lanes(events: Events) -> tuple[Placed, dict[str, int]]:
 
     A track's spans may not overlap, but I/O in flight does: such a track gets the lanes it needs.
     """
-    named: dict[tuple[Track, int], list[tuple[str, int, int | None, dict[str, Any]]]] = {}
+    rows: list[tuple[tuple[Track, int], tuple[str, Track, int, int | None, dict[str, Any]]]] = []
     ends: dict[Track, list[int]] = {}
-    for kind, track, start, end, about in sorted(events, key=lambda event: event[2]):
+    for event in sorted(events, key=lambda event: event[2]):
+        _, track, start, end, _ = event
         lane = 0
         if not track[1] and end is not None:
             free = ends.setdefault(track, [])
             lane = next((i for i, over in enumerate(free) if over <= start), len(free))
             free[lane : lane + 1] = [end]
-        named.setdefault((track, lane), []).append((kind, start, end, about))
-    names: dict[str, list[tuple[str, int, int | None, dict[str, Any]]]] = {}
-    for (track, lane), rows in sorted(named.items(), key=lambda item: (_place(_name(item[0][0])), item[0])):
+        rows.append(((track, lane), event))
+    names, tids = dict[str, int](), dict[tuple[Track, int], int]()
+    for track, lane in sorted({at for at, _ in rows}, key=lambda at: (_place(_name(at[0])), at)):
         name, number = _name(track) + (f" ({lane + 1})" if lane else ""), 2
         while name in names:  # threads of two engines
             name, number = f"{_name(track)} #{number}", number + 1
-        names[name] = rows
-    placed = [(kind, tid, start, end, about)
-              for tid, rows in enumerate(names.values(), 1) for kind, start, end, about in rows]  # fmt: skip
-    return placed, {name: tid for tid, name in enumerate(names, 1)}
+        names[name] = tids[track, lane] = len(names) + 1
+    return [(kind, tids[at], start, end, about) for at, (kind, _, start, end, about) in rows], names
 
 
 def _name(track: Track) -> str:

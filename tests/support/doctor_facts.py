@@ -7,9 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from gdscache.commands.doctor import Facts
+from gdscache.commands.doctor.facts import Found, Moved, Row
 from gdscache.commands.doctor.gpu import calibration_row, device_row, driver_row
-from gdscache.commands.doctor.report import Found
-from gdscache.commands.doctor.trial import Moved
 from gdscache.cuda.numa import Placement
 from gdscache.kernels.choice import Calibration
 from gdscache.sizes import MIB
@@ -36,6 +35,7 @@ WHOLE = Facts(
     pinned=Found(0.01),
     api=Found("batch_13"),
     calibration=Found(calibration_row(MEASURED, "/c/calibration.json", cached=True, kept=True)),
+    engines=(Row("vLLM", "not installed"),),
 )
 
 

@@ -96,13 +96,15 @@ def test_a_check_of_the_file_shows_what_an_engine_says(gdscache, tmp_path: Path,
 def test_pages_are_counted_whole_and_an_extent_is_rounded_up(gdscache, tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text(
-        "model: {name: m, layers: 3, kv_lora_rank: 7, rope_dim: 2, page_tokens: 80}\ngpu: {capacity: 24575}\n",
+        "model: {name: m, layers: 3, kv_lora_rank: 7, rope_dim: 2, page_tokens: 80}\ngpu: {capacity: 24575}\n"
+        "tiers: [{tier: 'a.store:OfOurs', capacity: 30000}]\n",
         encoding="utf-8",
     )
     _, out, _ = gdscache("config", "check", file, "--json")
     said = json.loads(out)
     assert (said["page_bytes"], said["extent_bytes"]) == (80 * 3 * (7 + 2) * 2, 8192)
-    assert said["tiers"] == {"gpu": {"bytes": 24575, "pages": 2}, "cpu": None, "ssd": None}
+    further = {"a.store:OfOurs": {"bytes": 30000, "pages": 3}}
+    assert said["tiers"] == {"gpu": {"bytes": 24575, "pages": 2}, "cpu": None, "ssd": None} | further
     assert said["ssd_path"] is None
 
 

@@ -16,8 +16,8 @@ import torch
 
 from gdscache.commands import doctor
 from gdscache.commands.doctor import Asked, Facts, Report, Row, defaults, gpu, storage
+from gdscache.commands.doctor.facts import Found, attempt
 from gdscache.commands.doctor.gpu import calibration_row, device_row, driver_row
-from gdscache.commands.doctor.report import Found, attempt
 from gdscache.config import Config
 from gdscache.cuda.numa import Placement
 from gdscache.errors import DeviceError, PinnedMemoryError
@@ -50,7 +50,7 @@ def asks(**sections: Any) -> Asked:
 
 def rows(report: Report) -> dict[str, Row]:
     """Every row by its name; no name is there twice."""
-    found = [row for section in report.sections for row in section.rows]
+    found = [row for rows in report.sections.values() for row in rows]
     assert len({row.name for row in found}) == len(found)
     return {row.name: row for row in found}
 
@@ -62,7 +62,7 @@ def verdicts(facts: Facts, asked: Asked, verdict: str) -> set[str]:
 def test_a_whole_machine() -> None:
     report = doctor.examine(WHOLE, asks())
     assert not report.failed
-    assert [section.title for section in report.sections] == SECTIONS
+    assert [*report.sections] == SECTIONS
     assert {row.verdict for row in rows(report).values()} == {"ok", "info"}
     said = rows(report)
     assert said["torch"].value == "2.11.0, CUDA 13.0"
@@ -264,7 +264,7 @@ def run(
     gdscache: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Callable[..., tuple[int, str, str]]:
     """Run `gdscache doctor` with a cache of its own, and without a child for each transport."""
-    monkeypatch.setattr(storage, "try_transport", lambda wanted: answered(wanted.transport))
+    monkeypatch.setattr(storage, "try_transport", lambda transport, *asked: answered(transport))
     monkeypatch.setenv("GDSCACHE_CACHE_DIR", str(tmp_path / "calibration"))
     return functools.partial(gdscache, "doctor")
 
@@ -304,6 +304,17 @@ def test_a_host_pool_is_copied_by_numpy_and_the_table_says_what_the_json_says(
     lines = [line.split() for line in out.splitlines()]
     for name, row in by_name(as_json).items():
         assert any(line[: 1 + len(name.split())] == [row["verdict"], *name.split()] for line in lines), name
+
+
+def test_a_tier_behind_the_ssd_that_cannot_be_opened_here_fails(run, tmp_path: Path) -> None:
+    file, names = tmp_path / "c.yaml", ["tests.support.dict_tier:DictTier", "nowhere:Tier", "json:loads"]
+    tiers = ", ".join(f"{{tier: '{name}'}}" for name in names)
+    file.write_text(f"model: {{name: m, layers: 4, kv_heads: 8, head_dim: 128}}\ntiers: [{tiers}]\n", encoding="utf-8")
+    status, out, _ = run("--config", file, "--json")
+    assert status == 1
+    rows = [by_name(out)[name] for name in names]
+    assert [row["verdict"] for row in rows] == ["info", "fail", "fail"]
+    assert all(row["next_step"] for row in rows[1:])
 
 
 def test_status_1_where_the_config_asks_for_what_is_not_there(run, tmp_path: Path) -> None:

@@ -10,15 +10,13 @@ import tarfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
-from gdscache.commands.doctor import storage, trial
-from gdscache.commands.doctor.facts import Asked, Facts, FreeSpace, Place, Ssd, defaults
-from gdscache.commands.doctor.report import Found, Row
-from gdscache.commands.doctor.ssd import ssd_rows
-from gdscache.commands.doctor.trial import Moved
+from gdscache.commands.doctor import storage
+from gdscache.commands.doctor.facts import Asked, Facts, Found, FreeSpace, Moved, Place, Row, Ssd, defaults
+from gdscache.commands.doctor.storage import ssd_rows
 from gdscache.config import Config
 from gdscache.disk.directory import CacheDirectory
 from gdscache.disk.slab import slab_name
@@ -176,15 +174,23 @@ def look(asked: Asked, directory: Path) -> Ssd:
     return storage.find_ssd(asked, directory, "cpu", has_gpu=False)
 
 
-@pytest.fixture
-def no_children(monkeypatch: pytest.MonkeyPatch) -> list[trial.Trial]:
-    """No child is started: what would be tried, each with an answer."""
-    asked: list[trial.Trial] = []
+class Tried(NamedTuple):
+    transport: str
+    directory: Path
+    device: str
+    threads: int
+    gds: str
 
-    def tried(wanted: trial.Trial) -> Found[Moved]:
-        asked.append(wanted)
-        Path(wanted.directory, "left").touch()
-        return answered(wanted.transport)
+
+@pytest.fixture
+def no_children(monkeypatch: pytest.MonkeyPatch) -> list[Tried]:
+    """No child is started: what would be tried, each with an answer."""
+    asked: list[Tried] = []
+
+    def tried(*wanted: Any) -> Found[Moved]:
+        asked.append(Tried(*wanted))
+        asked[-1].directory.joinpath("left").touch()
+        return answered(asked[-1].transport)
 
     monkeypatch.setattr(storage, "try_transport", tried)
     monkeypatch.setattr(storage, "find_package", lambda name: Found(None, f"{name} is not installed"))
@@ -200,7 +206,7 @@ def test_the_route_is_what_an_engine_would_take(route: str, said: str) -> None:
     assert storage.find_route(asked, answered(kinds=("cuda", "host")).value, "cuda:0") == said
 
 
-def test_a_directory_that_does_not_exist_is_not_made(no_children: list[trial.Trial], tmp_path: Path) -> None:
+def test_a_directory_that_does_not_exist_is_not_made(no_children: list[Tried], tmp_path: Path) -> None:
     whole = look(defaults(), tmp_path / "a/b")
     found = whole.places[0]
     where = found.directory.data
@@ -214,7 +220,7 @@ def test_a_directory_that_does_not_exist_is_not_made(no_children: list[trial.Tri
     json.dumps(dataclasses.asdict(whole))  # all of it is plain data
 
 
-def test_a_file_in_the_way(no_children: list[trial.Trial], tmp_path: Path) -> None:
+def test_a_file_in_the_way(no_children: list[Tried], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path / "file", tmp_path / "file/below"):
         found = look(defaults(), path)
@@ -225,7 +231,7 @@ def test_a_file_in_the_way(no_children: list[trial.Trial], tmp_path: Path) -> No
 
 
 @NO_ROOT
-def test_a_directory_that_may_not_be_written(no_children: list[trial.Trial], tmp_path: Path) -> None:
+def test_a_directory_that_may_not_be_written(no_children: list[Tried], tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     found = look(defaults(), tmp_path)
     assert "Permission denied" in found.places[0].directory.data["problem"]
@@ -234,7 +240,7 @@ def test_a_directory_that_may_not_be_written(no_children: list[trial.Trial], tmp
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.ENOSPC])
 def test_read_only_and_full(
-    no_children: list[trial.Trial], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int
+    no_children: list[Tried], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int
 ) -> None:
     def refuses(**_: object) -> str:
         raise OSError(code, os.strerror(code))
@@ -302,7 +308,7 @@ def test_free_space_counts_the_slabs_of_all_pools_and_of_pages_that_do_not_fit(t
     assert storage.find_space(tmp_path, tmp_path, 1).slab == 0
 
 
-def test_what_is_tried_is_what_the_config_asks_for(no_children: list[trial.Trial], tmp_path: Path) -> None:
+def test_what_is_tried_is_what_the_config_asks_for(no_children: list[Tried], tmp_path: Path) -> None:
     def tries(**ssd: Any) -> list[tuple[str, str, int]]:
         no_children.clear()
         asked = Asked(Config.from_dict({"model": MODEL, "ssd": {"path": str(tmp_path), **ssd}}))
@@ -320,7 +326,7 @@ def test_what_is_tried_is_what_the_config_asks_for(no_children: list[trial.Trial
 
 
 def test_every_directory_of_the_slab_is_looked_at_with_the_transport_of_the_first(
-    no_children: list[trial.Trial], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    no_children: list[Tried], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     paths = [tmp_path / name for name in ("a", "b", "c")]
     for path in paths[:2]:
@@ -328,15 +334,15 @@ def test_every_directory_of_the_slab_is_looked_at_with_the_transport_of_the_firs
     paths[2].touch()  # no directory
     answers = {"auto": answered("uring"), "uring": answered("uring", direct=False)}
 
-    def tried(wanted: trial.Trial) -> Found[Moved]:
-        no_children.append(wanted)
-        return answers.get(wanted.transport, answered(wanted.transport))
+    def tried(*wanted: Any) -> Found[Moved]:
+        no_children.append(Tried(*wanted))
+        return answers.get(no_children[-1].transport, answered(no_children[-1].transport))
 
     monkeypatch.setattr(storage, "try_transport", tried)
     ssd = {"path": str(paths[0]), "stripes": [str(path) for path in paths[1:]], "capacity": "64MiB"}
     asked = Asked(Config.from_dict({"model": MODEL, "ssd": ssd}))
     found = look(asked, paths[0])
-    places = [(one.transport, Path(one.directory).relative_to(tmp_path).parts[0]) for one in no_children]
+    places = [(one.transport, one.directory.relative_to(tmp_path).parts[0]) for one in no_children]
     assert places == [("posix", "a"), ("uring", "a"), ("auto", "a"), ("uring", "b")]
     rows = named(dataclasses.replace(PLAIN, ssd=found), asked)
     assert rows["ssd.transport, stripe 1"].value == "auto: uring"
@@ -349,13 +355,17 @@ def test_every_directory_of_the_slab_is_looked_at_with_the_transport_of_the_firs
     json.dumps(dataclasses.asdict(found))
 
 
-def a_trial(directory: Path, transport: str = "posix", **changes: Any) -> trial.Trial:
-    return trial.Trial(transport, str(directory), "cpu", 2, "off", **{"nbytes": 2 * MIB} | changes)
+def a_trial(directory: Path, transport: str = "posix") -> Moved:
+    return storage.carry_out(transport, directory, "cpu", 2, "off", 2 * MIB)
+
+
+def in_a_child(directory: Path, transport: str = "posix", deadline_s: float = WAIT) -> Found[Moved]:
+    return storage.try_transport(transport, directory, "cpu", 2, "off", nbytes=2 * MIB, deadline_s=deadline_s)
 
 
 def test_a_trial_says_what_it_moved_and_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_ring(monkeypatch)
-    found = trial.carry_out(a_trial(tmp_path, "auto"))
+    found = a_trial(tmp_path, "auto")
     said = (found.name, found.memory, found.word, found.direct, found.nbytes)
     assert said == ("posix", "host", "host", not probe_direct_io(tmp_path), 2 * MIB)
     assert found.reason == "the device is cpu; no io_uring: io_uring_setup answers Operation not permitted"
@@ -364,8 +374,8 @@ def test_a_trial_says_what_it_moved_and_why(tmp_path: Path, monkeypatch: pytest.
 
 def test_counters_of_others_make_no_gds_of_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counts = iter(range(100))
-    monkeypatch.setattr(trial, "gds_operations", lambda: (n := next(counts), n))
-    assert trial.carry_out(a_trial(tmp_path)).word == "host"
+    monkeypatch.setattr(storage, "gds_operations", lambda: (n := next(counts), n))
+    assert a_trial(tmp_path).word == "host"
 
 
 @pytest.mark.parametrize(
@@ -381,7 +391,7 @@ def test_counters_of_others_make_no_gds_of_host_memory(tmp_path: Path, monkeypat
     ],
 )
 def test_gds_is_said_only_of_what_was_counted(kind: str, described: Any, counted: bool, word: str) -> None:
-    assert trial.word_for(kind, described, counted=counted) == word
+    assert storage.word_for(kind, described, counted=counted) == word
 
 
 class Forgetful(PosixTransport):
@@ -397,7 +407,7 @@ class Forgetful(PosixTransport):
 
 def test_bytes_that_differ_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="the bytes read into memory are not those written, from "):
-        trial.carry_out(a_trial(tmp_path, f"{__name__}:Forgetful"))
+        a_trial(tmp_path, f"{__name__}:Forgetful")
 
 
 HANGS = """
@@ -419,12 +429,12 @@ def alive(pid: int) -> bool:
 def test_a_transport_that_hangs_is_killed_with_what_it_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     monkeypatch.setenv("PIDS", str(pids))
-    monkeypatch.setattr(trial, "run_child", lambda code, arguments, seconds: run_child(HANGS, arguments, seconds))
+    monkeypatch.setattr(storage, "run_child", lambda code, arguments, seconds: run_child(HANGS, arguments, seconds))
     place = tmp_path / "ssd"
     place.mkdir()
     began = time.monotonic()
     with storage.scratch(place) as own:
-        found = trial.try_transport(a_trial(own), 3.0)
+        found = in_a_child(own, deadline_s=3.0)
     assert time.monotonic() - began < WAIT
     assert found.value is None
     assert "no answer within 3 s: killed" in found.cause
@@ -441,12 +451,12 @@ def test_an_error_in_the_child_keeps_its_cause_and_its_hint(
         exec(code)
         return Ended(0, capsys.readouterr().out)
 
-    monkeypatch.setattr(trial, "run_child", run_here)
-    found = trial.try_transport(a_trial(tmp_path, "broken.module:Class"))
+    monkeypatch.setattr(storage, "run_child", run_here)
+    found = in_a_child(tmp_path, "broken.module:Class")
     assert found.value is None
     assert "broken.module:Class" in found.cause
     assert found.hint.startswith("name a subclass")
-    assert "No such file" in trial.try_transport(a_trial(tmp_path / "none")).cause
+    assert "No such file" in in_a_child(tmp_path / "none").cause
 
 
 # --- rows --------------------------------------------------------------------------------------------------------

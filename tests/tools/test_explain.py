@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import shutil
 import subprocess
@@ -276,6 +277,13 @@ def test_ids_are_read(given: str, tokens: list[int] | None, digests: int, tmp_pa
         assert len(found.digests) == digests
 
 
+def test_bytes_that_are_no_text_and_a_closed_standard_input_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for stdin, error in ((io.TextIOWrapper(io.BytesIO(b"1 \xff"), "utf-8"), IOFailedError), (None, TokensError)):
+        monkeypatch.setattr("sys.stdin", stdin)
+        with pytest.raises(error):
+            read_ids("-")
+
+
 @pytest.mark.parametrize("given", ["1 2 9999999999", "1 2 99999999999"])
 def test_numbers_that_are_no_token_ids_are_not_taken_for_a_file(given: str) -> None:
     with pytest.raises(TokensError, match="token ids"):
@@ -286,6 +294,22 @@ def test_numbers_that_are_no_token_ids_are_not_taken_for_a_file(given: str) -> N
 def test_what_is_no_id_is_refused(given: str) -> None:
     with pytest.raises((TokensError, IOFailedError)):
         read_ids(given)
+
+
+def test_a_key_is_told_of_in_its_namespace_alone(tmp_path: Path) -> None:
+    """The history has keys alone, so a page that was evicted is of an unknown namespace where several are there."""
+    host = opened(tmp_path / "c", ssd=6)
+    (red, *_), (blue, *_) = (host.engine.pages(prompt(seed, 3), salt) for seed, salt in ((1, "red"), (2, "blue")))
+    for seed, salt in ((1, "red"), (2, "blue"), (3, ""), (1, "red")):  # red is evicted and stored again, blue evicted
+        host.keep(prompt(seed, 3), salt=salt)
+    host.engine.close()
+    stored, evicted, both = (
+        [(one["digest"], one["states"]) for one in explain(tmp_path / "c", Asked(digests=some))["namespaces"]]
+        for some in ((red.key,), (blue.key,), (red.key, blue.key))
+    )
+    assert stored == [(red.namespace.hex(), {"stored": 1})]
+    assert evicted == [("", {"evicted": 1})]
+    assert both == [(red.namespace.hex(), {"stored": 1, "evicted": 1})]
 
 
 def test_the_command_says_it_in_a_table(tmp_path: Path, gdscache: Gdscache) -> None:

@@ -159,6 +159,7 @@ def test_an_ssd_that_is_slower_than_the_prefill_is_said_and_not_taken() -> None:
     report = planned(loop(), SMALL_POOL, machine=slow)
     assert report["recommended"]["ssd_bytes"] == 0
     assert "ssd_read" in report["binds"]
+    assert "ssd_read" not in planned(loop(), Limits(ssd=0), points=1, machine=slow)["binds"]
 
 
 def test_a_full_queue_is_said() -> None:
@@ -343,5 +344,5 @@ def test_packed_pages_fit_into_less(pack: str, more: float | None) -> None:
     found = packing(packed)
     assert found == (None if more is None else pytest.approx(more * (1 - 1 / PLAIN_PARTS), abs=0.03))
     if more is None:
-        pages = [1 / reports.page_bytes(config.model) for config in (plain, packed)]
+        pages = [1 / reports.page_bytes(config.model, 512) for config in (plain, packed)]
         assert pages[1] / pages[0] == pytest.approx(1.31, abs=0.02)

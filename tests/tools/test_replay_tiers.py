@@ -18,7 +18,7 @@ from gdscache.commands.replay import clock
 from gdscache.commands.replay import report as reports
 from gdscache.commands.replay.clock import Clock, DiskModel, Done, MachineModel, Pipe, Process
 from gdscache.commands.replay.hierarchy import Hierarchy, open_pools
-from gdscache.commands.replay.setup import MODELS, base_of, config_of
+from gdscache.commands.replay.setup import MODELS, base_of, config_of, page_tokens_of
 from gdscache.commands.replay.trace import Workload, expand
 from gdscache.commands.replay.traffic import Found, Outcome, Traffic
 from gdscache.config import Config, EvictionOrder
@@ -174,6 +174,29 @@ def test_a_model_with_states_finds_the_lengths_at_which_one_is_kept() -> None:
     assert [problem for pool in pools for problem in problems(pool)] == []
     _, outcome = stateful("1GiB", [1, 2, 3, 4], [1, 2, 3, 4], tokens=4 * 512)
     assert outcome.hit_tokens == 1536, "a token is computed"
+
+
+def test_a_prompt_without_tokens_asks_for_no_state() -> None:
+    _, outcome = stateful("1GiB", [], [1, 2], [], tokens=0)
+    assert outcome.hit_tokens == 0
+
+
+@pytest.mark.parametrize("tokens", [256, 512, 1024])
+def test_groups_may_have_pages_of_other_sizes_than_the_model(tokens: int) -> None:
+    groups = [{"name": "all", "layers": [0], "page_tokens": tokens}, {"name": "window", "layers": [1], "window": 100}]
+    model = {"name": "two", "layers": 2, "kv_heads": 1, "head_dim": 8, "page_tokens": 512, "groups": groups}
+    config = config_of({"model": model, "cpu": {"capacity": "8MiB"}}, [])
+    work = expand([request([1, 2, 3, 4])] * 2, page_tokens_of(config.model))
+    found = reports.replay(work, [0.0, 1.0], config, INSTANT, serial=True)
+    assert adds_up(found)
+    assert found["hit_tokens"] == 4 * 512
+    infinite = reports.describe_infinite(work, config.model)
+    assert infinite["bytes"] == 4 * 512 * config.model.layout().token_bytes // 2, "of the layer that keeps all"
+
+
+def test_a_page_without_its_window_is_in_a_tier_all_the_same() -> None:
+    _, outcome = run(work_of([1, 2, 3, 4], [1, 2, 3, 5], tokens=4 * 512), hybrid(0, cpu=64, ssd=None))
+    assert outcome.misses == {"cold": 4 + 1, "behind": 3}, "no window was kept where the prompts part"
 
 
 def test_states_leave_with_their_pages_and_not_before() -> None:

@@ -6,23 +6,29 @@ judged alone is collected as a row.
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 
 from gdscache.commands.console import version_of
 from gdscache.commands.doctor import gpu
-from gdscache.commands.doctor.facts import Asked, Facts, defaults
-from gdscache.commands.doctor.report import Found, Report, Row, Section, attempt, tables
-from gdscache.commands.doctor.ssd import ssd_rows
-from gdscache.commands.doctor.storage import find_ssd
+from gdscache.commands.doctor.facts import Asked, Facts, Found, Report, Row, attempt, defaults, tables
+from gdscache.commands.doctor.storage import find_ssd, ssd_rows
 from gdscache.config.pools import pool_parts
 from gdscache.cuda.driver import CopyEngine, Driver
 from gdscache.cuda.streams import resolve_device
+from gdscache.errors import TierUnavailableError
 from gdscache.integrations.settings import TRIED
 from gdscache.kernels.jit import find_compiler
+from gdscache.mooncake.client import load_package
+from gdscache.mooncake.tier import MooncakeTier
+from gdscache.sizes import about
+from gdscache.tiers.base import DurableTier
 
-__all__ = ["CHECKS", "Asked", "Facts", "Report", "Row", "Section", "defaults", "examine", "find", "tables"]
+__all__ = ["CHECKS", "Asked", "Facts", "Report", "Row", "defaults", "examine", "find", "tables"]
 
 Check = Callable[[Facts, Asked], Iterable[Row]]
 
@@ -53,12 +59,35 @@ def engine_rows() -> Iterator[Row]:
             yield Row(engine, value, "ok" if is_tried else "warn", "" if is_tried else hint, data)
 
 
+def tier_rows(asked: Asked) -> Iterator[Row]:
+    """A row for each tier behind the SSD: whether its class is there, and a shared pool's package. None is opened."""
+    for one in asked.config.tiers:
+        found = attempt(functools.partial(find_tier, one.tier))
+        value = f"{about(one.capacity)}; the class is there, and the tier was not opened"
+        if found.value is not None:
+            yield Row(one.tier, value)
+        else:
+            yield Row(one.tier, found.cause, "fail", found.hint or "install the module that tiers[].tier names")
+
+
+def find_tier(name: str) -> type[DurableTier]:
+    """The class of a tier. Raises `TierUnavailableError`, `MissingPackageError`, and the module's own errors."""
+    module, _, class_name = name.partition(":")
+    found: Any = getattr(importlib.import_module(module), class_name, None)
+    if not (isinstance(found, type) and issubclass(found, DurableTier)):
+        raise TierUnavailableError(f"{name} is no tier", "name a subclass of gdscache.tiers.base.DurableTier")
+    if issubclass(found, MooncakeTier):
+        load_package()
+    return found
+
+
 CHECKS: tuple[tuple[str, Check], ...] = (
     ("GPU", gpu.gpu_rows),
     ("Kernels", gpu.kernel_rows),
     ("GPU <-> CPU", gpu.copy_rows),
     ("SSD", ssd_rows),
     ("Groups of layers", group_rows),
+    ("Further tiers", lambda facts, asked: facts.tiers),
     ("Inference engines", lambda facts, asked: facts.engines),
 )
 
@@ -91,10 +120,11 @@ def find(asked: Asked, *, recalibrate: bool = False) -> Facts:
         api=attempt(lambda: CopyEngine(Driver(card)).api) if card else None,
         calibration=calibration,
         ssd=find_ssd(asked, place, on, has_gpu=bool(devices.value)) if place else None,
+        tiers=tuple(tier_rows(asked)),
         engines=tuple(engine_rows()),
     )
 
 
 def examine(facts: Facts, asked: Asked) -> Report:
-    checks = [(title, check) for title, check in CHECKS if asked.config.model.groups or check is not group_rows]
-    return Report(tuple(Section(title, tuple(check(facts, asked))) for title, check in checks))
+    sections = {title: tuple(check(facts, asked)) for title, check in CHECKS}
+    return Report({title: rows for title, rows in sections.items() if rows})

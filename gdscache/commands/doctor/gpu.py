@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from gdscache.commands.doctor.facts import Asked, Facts
-from gdscache.commands.doctor.report import Found, Row, Verdict, answer, attempt, comes_to
+from gdscache.commands.doctor.facts import Asked, Facts, Found, Row, Verdict, answer, attempt, comes_to
 from gdscache.cuda.driver import CopyEngine, Driver
 from gdscache.cuda.host_memory import HostBuffer
 from gdscache.cuda.numa import Placement, gpu_address, placement

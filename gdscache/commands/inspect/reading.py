@@ -1,4 +1,4 @@
-"""A cache directory's catalogue and slab, read without changing a byte.
+"""A cache directory's catalogue and slab, read without changing a byte, and the report of `gdscache inspect`.
 
 The catalogue and its log are copied to a temporary file, and the engine's own recovery selects the rows. The reader
 starts again when either changes meanwhile. Of a directory in use it has the last commits.
@@ -10,10 +10,12 @@ import contextlib
 import dataclasses
 import errno
 import json
+import math
 import os
 import sqlite3
 import stat
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,15 +23,19 @@ from typing import Any
 import numpy as np
 
 from gdscache.arrays import Int64Array
+from gdscache.commands.console import silent
+from gdscache.commands.inspect.owner import LOG_NAME, find_owner
+from gdscache.commands.inspect.tables import made_of
 from gdscache.config.pools import PLAIN_DIRECTORY, POOL_PREFIX
 from gdscache.disk import catalog_file, slab
 from gdscache.disk.catalog import Recovered, descriptions, scan
-from gdscache.disk.catalog_file import CATALOG_NAME, SUSPECT_NAME, CorruptCatalogError, Progress
+from gdscache.disk.catalog_file import CATALOG_NAME, SIDECARS, SUSPECT_NAME, CorruptCatalogError, Progress, kept_aside
 from gdscache.disk.slab import Slab, first_missing, slab_files, stretch_slots
 from gdscache.errors import GdsCacheError, IOFailedError, NotADirectoryPathError, NotARegularFileError, StripeError
 from gdscache.pages.keys import namespace_digest
 from gdscache.pages.layout import EXTENT_ALIGNMENT, PageLayout, Plane
 
+SCHEMA = "gdscache.inspect/6"
 ATTEMPTS = 20  # of reading a catalogue that an engine opens or closes
 PAUSE = 0.05  # seconds between two attempts
 
@@ -167,7 +173,7 @@ def _version(directory: Path) -> tuple[bytes, int, int, int]:
     path = directory / CATALOG_NAME
     status, header = regular_file(path), b""
     with contextlib.suppress(OSError):
-        fd = os.open(f"{path}-wal", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = os.open(directory / LOG_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             header = os.pread(fd, catalog_file.HEADER, 0)
         finally:
@@ -258,3 +264,93 @@ def _namespace(digest: bytes, text: object, extent: int, *, plain: bool) -> Name
         return Namespace(fields, layout if layout.extent_bytes == extent else None)
     except (KeyError, TypeError, ValueError, GdsCacheError):
         return Namespace(fields)
+
+
+# -- the report --------------------------------------------------------------------------------------------------------
+
+
+def inspect(directory: Path, progress: Progress = silent) -> dict[str, Any]:
+    """The contents of `directory`'s catalogue and slab, as plain data; sizes in bytes. `made_of` has a line for each
+    fact of a namespace.
+
+    Takes no lock and writes nothing. Of a directory in use these are the contents as of the last commits.
+    `progress(done, total, text)` counts the catalogue's bytes. Raises `NotADirectoryPathError`, `NotARegularFileError`,
+    `CatalogVersionError`, `IOFailedError` (missing, unreadable, corrupt or steadily changing files).
+    """
+    directory = existing(directory)
+    owner = find_owner(directory)
+    contents = read(directory, progress)
+    slab, pages, sizes = contents.slab, contents.pages, contents.slab_bytes
+    present = [name for name in (CATALOG_NAME, LOG_NAME) if (directory / name).exists()]
+    files = [(slab.files[0].name, sizes[0]), *((name, _size(directory / name)) for name in present)]
+    return {
+        "schema": SCHEMA,
+        "path": str(directory),
+        "owner": dataclasses.asdict(owner),
+        "format_version": contents.version,
+        "created": contents.created,
+        "suspect": contents.suspect,
+        "extent_bytes": slab.extent_bytes,
+        "shards": slab.shards,
+        "slots": slab.slots,
+        "capacity_bytes": slab.nbytes,
+        "pages": len(pages),
+        "bytes": int(pages.lengths.sum()),
+        "free_slots": slab.slots - len(pages),
+        "unusable_rows": dict(pages.dropped),
+        "retention": _retention(pages),
+        "namespaces": _namespaces(contents),
+        "files": [{"name": name, "bytes": size} for name, size in files],
+        "stripes": [
+            {"path": str(file.parent), "name": file.name, "bytes": size}
+            for file, size in zip(slab.files, sizes, strict=True)
+        ],
+        "set_aside": _set_aside(directory),
+    }
+
+
+def _set_aside(directory: Path) -> list[dict[str, Any]]:
+    """The corrupt catalogues that were set aside, the oldest first, with their logs' bytes."""
+    with os_errors(directory):
+        return [
+            {"name": path.name, "bytes": sum(_size(Path(f"{path}{suffix}")) for suffix in ("", *SIDECARS))}
+            for path in kept_aside(directory)
+        ]
+
+
+def _size(path: Path) -> int:
+    try:
+        return os.lstat(path).st_size
+    except OSError:
+        return 0
+
+
+def _retention(pages: Recovered) -> dict[str, Any]:
+    """Pages by priority, the pages with an expiry, and the expired ones, which the next engine drops."""
+    priorities = Counter(pages.priorities.tolist())
+    priorities[0] += len(pages) - len(pages.retained)
+    return {
+        "priorities": {str(priority): n for priority, n in sorted(priorities.items()) if n},
+        "expiring_pages": int(np.isfinite(pages.expires).sum()),
+        "expired_pages": int((pages.expires <= time.time()).sum()),
+    }
+
+
+def _namespaces(contents: Contents) -> list[dict[str, Any]]:
+    """Each namespace, the most recently used first; those without pages last."""
+    pages = contents.pages
+    found: list[tuple[float, dict[str, Any]]] = []
+    for digest, namespace in contents.names.items():
+        number = pages.digests.index(digest) if digest in pages.digests else -1
+        mine = pages.namespaces == number
+        used = int(pages.recency[mine].max()) if mine.any() else -math.inf
+        fields = namespace.fields
+        told = {
+            "digest": digest.hex(),
+            "fields": fields,
+            "made_of": None if fields is None else made_of(fields),
+            "pages": int(mine.sum()),
+            "bytes": int(pages.lengths[mine].sum()),
+        }
+        found.append((used, told))
+    return [told for _, told in sorted(found, key=lambda one: -one[0])]

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from gdscache.commands.console import silent
 from gdscache.commands.inspect.reading import (
     Contents,
     existing,
@@ -29,7 +30,6 @@ from gdscache.disk.catalog_file import CATALOG_NAME, CorruptCatalogError, Progre
 from gdscache.disk.directory import CacheDirectory, wanted
 from gdscache.errors import DirectoryInUseError, IOFailedError
 from gdscache.pages.checksum import Checksums, first_bad_layer, unbound
-from gdscache.pages.layout import PageLayout
 
 SCHEMA = "gdscache.verify/2"
 PIECE_BYTES = 8 << 20  # of neighbouring extents in one read; a larger extent is read alone
@@ -61,7 +61,7 @@ class Finding:
 _Checked = tuple[int, Iterable[Finding], int]
 
 
-def verify(directory: Path, progress: Progress = lambda done, total, text: None) -> dict[str, Any]:
+def verify(directory: Path, progress: Progress = silent) -> dict[str, Any]:
     """Read and check every committed page of `directory`; a report as plain data. Changes only the lock file.
 
     Owns the directory meanwhile. If an engine has or wants the directory, raises `DirectoryInUseError`. Raises also as
@@ -199,28 +199,22 @@ class _Check:
         """The fault of a page's part in a shard, if it has one. `part`: None if it cannot be read."""
         pages, at = self._contents.pages, self._contents.order[row]
         digest, key = pages.digests[pages.namespaces[at]], pages.keys[at].tobytes()
-        cause, layer = self._fault(self._contents.names[digest].layout, part, stored, shard)
+        layout, layer = self._contents.names[digest].layout, None
+        where: int | None = shard
+        sums = None if stored is None or len(stored) % self._shards else stored.reshape(self._shards, -1)[shard]
+        if part is None or len(part) < self._extent:
+            cause = "io_error" if part is None else "short_read"
+        elif sums is None or (layout is not None and len(sums) != layout.n_layers):
+            cause, where = "no_checksums", None
+        elif layout is not None:
+            layer = first_bad_layer(part, layout.layer_bounds, sums)
+            cause = "" if layer is None else "checksum"
+        else:  # bytes of a known layout that match 64 bits a layer have that layout
+            known = any(first_bad_layer(part, other.layer_bounds, sums) is None for other in self._layouts)
+            cause, where = "" if known else UNCHECKED, None
         if not cause:
             return None
-        where = shard if cause in ("checksum", "io_error", "short_read") else None
         return Finding(int(pages.slots[at]), key.hex()[:KEY_DIGITS], digest.hex()[:KEY_DIGITS], cause, layer, where)
-
-    def _fault(
-        self, layout: PageLayout | None, part: memoryview | None, stored: Checksums | None, shard: int
-    ) -> tuple[str, int | None]:
-        """Cause and layer; an empty cause if the part is good."""
-        if part is None or len(part) < self._extent:
-            return "io_error" if part is None else "short_read", None
-        if stored is None or len(stored) % self._shards:
-            return "no_checksums", None
-        sums = stored.reshape(self._shards, -1)[shard]
-        if layout is None:  # bytes of a known layout that match 64 bits a layer have that layout
-            known = any(first_bad_layer(part, other.layer_bounds, sums) is None for other in self._layouts)
-            return "" if known else UNCHECKED, None
-        if len(sums) != layout.n_layers:
-            return "no_checksums", None
-        layer = first_bad_layer(part, layout.layer_bounds, sums)
-        return "" if layer is None else "checksum", layer
 
     def _checksums(self, rows: range) -> list[Checksums | None]:
         slots = self._slots[rows.start : rows.stop].tolist()

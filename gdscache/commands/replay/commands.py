@@ -16,7 +16,7 @@ import typer
 from gdscache.commands import EXIT_INTERRUPTED
 from gdscache.commands.console import Progress, progress_bar, say, size_option
 from gdscache.commands.replay.clock import MachineModel
-from gdscache.commands.replay.setup import MODELS, base_of, config_of
+from gdscache.commands.replay.setup import MODELS, base_of, config_of, page_tokens_of
 from gdscache.commands.replay.trace import Workload, expand, read_trace
 from gdscache.config import Config
 from gdscache.errors import InvalidValueError
@@ -160,7 +160,7 @@ def _read(
         raise InvalidValueError("no trace is named", "name a file of requests; docs/replay.md has its format")
     progress(0, 1, "reading the trace")
     requests = read_trace(traces)
-    workload = expand(requests, asked.model.page_tokens)
+    workload = expand(requests, page_tokens_of(asked.model))
     if not workload.references:
         cause = f"no prompt of the trace has a full page of {workload.page_tokens} tokens"
         raise InvalidValueError(cause, "use smaller pages")

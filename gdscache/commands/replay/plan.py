@@ -73,7 +73,7 @@ def plan(
     seconds.
     """
     config = config_of(base, sets)
-    page = report.page_bytes(config.model)
+    page = report.page_bytes(config.model, workload.page_tokens)
     limits.check(page)
     every = all_pages(config, len(workload.names), page)
     cpu = grid(every, points, None if limits.cpu is None else limits.cpu // page)
@@ -128,12 +128,9 @@ def packing(config: Config) -> float | None:
 def all_pages(config: Config, names: int, page: int) -> int:
     """The size, in pages of `page` bytes, of a tier whose pools hold all pages of `names` pages of tokens."""
     model, most = config.model, 0.0
-    pools = [
-        (sum(max(1.0, model.page_tokens / group.page_tokens) for group in part.groups), part.share)
-        for part in pool_parts(config)
-    ] or [(1.0, 1.0)]
+    pools = [(len(part.groups), part.share) for part in pool_parts(config)] or [(1, 1.0)]
     for (pages, share), layout in zip(pools, model.pool_layouts, strict=True):
-        room = names * pages * layout.extent_bytes
+        room: float = names * pages * layout.extent_bytes
         if layout.packed:  # at most a 256th, or eight pages, for pages that do not fit: see `plain_parts`
             room = room * PLAIN_PARTS / (PLAIN_PARTS - 1) + 8 * layout.packed_as(packed=False).extent_bytes
         most = max(most, room / share / page)
@@ -292,6 +289,6 @@ def _binds(search: _Search, token_bytes: float) -> list[str]:
         offered = chosen["tiers"]["ssd"]["stored_pages"] + sum(ssd["refused_pages"].values())
         if ssd["refused_pages"].get("queue_full", 0) > _SOME * offered:
             found.append("ssd_write")
-    if search.machine.ssd_read / token_bytes < search.machine.prefill:
+    if search.machine.ssd_read / token_bytes < search.machine.prefill and limits.ssd != 0:
         found.append("ssd_read")
     return [*found, "traffic"] if search.met else found

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -139,16 +140,18 @@ def describe_infinite(workload: Workload, model: ModelConfig) -> dict[str, Any]:
     return {
         "hit_rate": hits / workload.references,
         "token_hit_rate": hits * workload.page_tokens / workload.tokens,
-        "bytes": len(workload.names) * page_bytes(model),
+        "bytes": len(workload.names) * page_bytes(model, workload.page_tokens),
     }
 
 
-def page_bytes(model: ModelConfig) -> int:
-    """Bytes of a page. If only some layers keep all tokens and these have their own planes, a page of these layers."""
+def page_bytes(model: ModelConfig, tokens: int) -> int:
+    """Bytes of a workload's page of `tokens` tokens. If only some layers keep all tokens and these have their own
+    planes, of these layers."""
     groups, layouts = model.layer_groups(), model.pool_layouts
     for pool, layout in zip(pools_of(groups), layouts, strict=False):
-        if any(groups[g].keeps == "all" for g in pool.groups):
-            return layout.extent_bytes
+        for group in (groups[g] for g in pool.groups):
+            if group.keeps == "all":
+                return math.ceil(layout.extent_bytes * tokens / group.page_tokens)
     return layouts[0].extent_bytes
 
 

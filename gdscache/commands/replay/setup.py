@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from gdscache.arguments import shown
 from gdscache.commands.replay.trace import BLOCK_TOKENS
 from gdscache.config import Config, described_elsewhere
 from gdscache.config.file import YamlLoader, read_mapping
+from gdscache.config.model import ModelConfig
 from gdscache.errors import InvalidValueError
 
 _PARTS = 32  # of a page, if it is packed
@@ -83,6 +85,13 @@ def config_of(base: Mapping[str, Any], sets: Sequence[str]) -> Config:
         if isinstance(fields.get(section), Mapping):
             fields[section] = {**fields[section], **places}
     return Config.from_dict(fields, source="the configuration")
+
+
+def page_tokens_of(model: ModelConfig) -> int:
+    """Tokens of a workload's pages: those of the model's pages; with groups, as many as divide the pages of each, since
+    an engine makes the names of all groups' pages from digests of so many tokens."""
+    groups = model.layer_groups()
+    return math.gcd(BLOCK_TOKENS, *(group.page_tokens for group in groups)) if groups else model.page_tokens
 
 
 def _set(fields: dict[str, Any], key: str, value: object) -> None:

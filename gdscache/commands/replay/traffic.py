@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -36,9 +37,9 @@ class Found(NamedTuple):
 class Outcome:
     """A run's result. Pages looked up are the hits of all tiers and the misses of all causes.
 
-    Misses: `cold` (first use), `behind` (in a tier, after a page that is in none), `absent` (no longer in any tier, or
-    never stored). `found[i]` is of request `i`, and None until its lookup. Times to the first token in seconds, by
-    request.
+    Misses: `cold` (first use), `behind` (in a tier, after a page that is in none, or without a window or state that a
+    hit needs), `absent` (no longer in any tier, or never stored). `found[i]` is of request `i`, and None until its
+    lookup. Times to the first token in seconds, by request.
     """
 
     found: list[Found | None]
@@ -113,16 +114,13 @@ class Traffic:
 
     def _request(self, i: int) -> Process:
         prompt, names = self._work.prompts[i], self._work.names
-        pages = [names[number] for number in prompt.pages]
-        if self._groups:
-            yield from self._grouped(i, pages, prompt.tokens)
-        else:
-            yield from self._attached(i, pages, prompt.tokens)
+        steps = self._grouped if self._groups else self._attached
+        return steps(i, [names[number] for number in prompt.pages], prompt.tokens)
 
     def _attached(self, i: int, pages: Sequence[Page], tokens: int) -> Process:
         arrival = self._clock.now
         found = self._manager.lookup(pages, 0)
-        self._missed(i, pages, len(found))
+        self._missed(i, len(found), self._manager.visible([page.key for page in pages[len(found) :]]))
         if self._serial:
             yield self._clock.past
         plan = self._pools[0].plan_load(pages[: len(found)])
@@ -141,11 +139,17 @@ class Traffic:
         names.extend([page.key for page in pages])
         has, most = names.presence(*(pool.manager.visible for pool in pools)), len(pages) * size
         whole = complete(groups, has, most)
-        longest = min(most, (tokens - 1) // size * size) if any(group.keeps == "state" for group in groups) else most
+        longest = (
+            min(most, max(0, tokens - 1) // size * size) if any(group.keeps == "state" for group in groups) else most
+        )
         length = next(lengths(groups, has, longest, whole=min(whole, longest)), 0)
         wanted = [chain.pages for chain in names.chain(needed(groups, length))]
         found = [tier for pool, some in zip(pools, wanted, strict=True) for tier in pool.manager.lookup(some, 0)]
-        self._missed(i, pages, length // size)
+        # The presence of the others in a group that keeps all tokens; several of them may be one page there.
+        g = next((g for g, group in enumerate(groups) if group.keeps == "all"), 0)
+        step = groups[g].page_tokens // size
+        there = has(g, length // size // step, len(pages) // step)
+        self._missed(i, length // size, [seen for seen in there for _ in range(step)])
         if self._serial:
             yield self._clock.past
         plans = [pool.plan_load(some) for pool, some in zip(pools, wanted, strict=True)]
@@ -172,16 +176,10 @@ class Traffic:
         yield self._clock.wait(max(1, tokens - cached * self._work.page_tokens) / self._machine.prefill)
         self.outcome.first_token[i] = self._clock.now - arrival
 
-    def _missed(self, i: int, pages: Sequence[Page], hits: int) -> None:
-        """Count the causes of the misses after the first `hits`. Mark all pages of the prompt as used."""
-        numbers, seen, misses, cold = self._work.prompts[i].pages, self._seen, self.outcome.misses, 0
-        for number, page in zip(numbers[hits : len(pages)], pages[hits:], strict=True):
-            if not seen[number]:
-                cold += 1
-            elif any(tier.index.has(page.key) for tier in self._manager.tiers.values()):
-                misses["behind"] += 1
-            else:
-                misses["absent"] += 1
-        misses["cold"] += cold
-        for number in numbers[hits:]:
+    def _missed(self, i: int, hits: int, there: Sequence[int]) -> None:
+        """Count the causes of the misses after the first `hits`. `there`: 1 for each of these pages that a tier has,
+        perhaps for fewer of them. Mark all pages of the prompt as used."""
+        seen, misses = self._seen, self.outcome.misses
+        for number, found in itertools.zip_longest(self._work.prompts[i].pages[hits:], there, fillvalue=0):
+            misses["cold" if not seen[number] else "behind" if found else "absent"] += 1
             seen[number] = 1
