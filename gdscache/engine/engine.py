@@ -269,8 +269,9 @@ class CacheEngine:
         """
         with self.calls:
             pages, length = self._named(tokens, salt)
-            first = min(self._first_page(start), len(pages))
             manager, page_tokens = self.manager, self.layout.page_tokens
+            first = arguments.start_page(start, page_tokens)
+            start, first = first * page_tokens, min(first, len(pages))
             before = tokens.before * page_tokens if isinstance(tokens, PageHashes) else 0
             manager.have_watched()
             with self.timeline.span("lookup", pages=len(pages) - first):

@@ -432,8 +432,9 @@ class HybridEngine:
         return taken
 
     def give(self, group: str, blocks: Iterable[int]) -> None:
-        """Give blocks of `take` back. Raises `SlotRangeError` for one that is not taken, and takes none back then."""
-        pool, given = self._own_pool(group), [*blocks]
+        """Give blocks of `take` back: integers, also in an array or a tensor. Raises `SlotRangeError` for one that is
+        not taken, and takes none back then."""
+        pool, given = self._own_pool(group), host_indices([*blocks]).tolist()
         with self._lock:
             if len(set(given)) < len(given) or not self._taken[pool].issuperset(given):
                 raise SlotRangeError(

@@ -76,16 +76,17 @@ class Prefetch:
         claim, page_tokens = self._request.claim, self._owner.layout.page_tokens
         if self._request.pin is None:
             raise InvalidValueError("this prefetch has no pins", "pass pin=SECONDS to prefetch()")
-        first = 0
-        if start is None:
-            start = self._start  # a hit of groups may begin within a page of the planes
-        elif (first := arguments.start_page(start, page_tokens) - self._start // page_tokens) < 0:
+        first, begins = 0, self._start  # a hit of groups may begin within a page of the planes
+        if start is not None:
+            begins = arguments.start_page(start, page_tokens) * page_tokens
+            first = begins // page_tokens - self._start // page_tokens
+        if first < 0:
             message = f"start is {start}, the prefetch begins with token {self._start}"
             raise TokensError(message, "pass that, or a later token at a page boundary")
         tiers = () if claim is None else tuple(tier.name for tier in claim.tiers[first : claim.good])
         pages = tuple(self._request.pages[first : first + len(tiers)])  # the claim may have been cut meanwhile
         tokens = len(pages) * page_tokens
-        return Hit(start, tokens, tiers, self._owner.seconds(tiers), pages, pays=tokens, checked=True)
+        return Hit(begins, tokens, tiers, self._owner.seconds(tiers), pages, pays=tokens, checked=True)
 
     @property
     def asking(self) -> bool:

@@ -461,6 +461,9 @@ def test_planes_of_its_own_and_their_blocks(tmp_path: Path) -> None:
         for given in (slots["full"], [slots["chunk"][0]] * 2, [1000]):
             with pytest.raises(SlotRangeError, match="not taken"):
                 engine.give("chunk" if given is not slots["full"] else "full", given)
+        for kind in (np.array, torch.tensor):
+            engine.give("full", kind(engine.take("full", 2)))
+            assert {type(block) for block in engine._free[1]} == {int}
         with pytest.raises(InvalidValueError, match="pages is -1"):
             engine.take("full", -1)
         with pytest.raises(InvalidValueError, match="no group 'other'"):
