@@ -126,7 +126,7 @@ class HybridEngine:
         self.alignment = alignment(self.groups)
         self.hash_tokens = math.gcd(*(group.page_tokens for group in self.groups))
         self._pages = PageNames(self.hash_tokens)
-        self._bases: dict[str, bytes] = {}
+        self._base = functools.lru_cache(_SALTS_KEPT)(lambda salt: namespace_digest(config.model.base_fields(salt)))
         self.names = [[self.groups[g].name for g in pool.groups] for pool in self.pools]
         self._pool_of = {g: p for p, pool in enumerate(self.pools) for g in pool.groups}
         self._by_name = {group.name: g for g, group in enumerate(self.groups)}
@@ -149,7 +149,7 @@ class HybridEngine:
                     "take tiers out",
                 )
             undo.pop_all()
-        self._free = [[*range(engine.blocks)] if self.owns_planes else [] for engine in self.engines]
+        self._free = [[*range(engine.tables.blocks)] if self.owns_planes else [] for engine in self.engines]
         self._taken: list[set[int]] = [set() for _ in self.engines]
         self._lock = threading.Lock()
         self.states = StandingStates(
@@ -314,7 +314,7 @@ class HybridEngine:
             rows = {g: self._table(name, slots, hit, engine) for g, name in names.items()}
             first = {g: hit.pages[name].start for g, name in names.items()}
             blocks = [rows[g][number - first[g]] for g, number in zip(order.groups, order.numbers, strict=True)]
-            tables.append(engine.block_table(np.array(blocks, np.int64)))
+            tables.append(engine.tables.block_table(np.array(blocks, np.int64)))
         for name, pages in hit.pages.items():
             if not pages and name in slots and len(host_indices(slots[name])):
                 raise SlotCountError(f"group {name!r}: slots are given, and the hit has no page", "pass hit.pages' own")
@@ -347,7 +347,7 @@ class HybridEngine:
         for engine, pool in zip(self.engines, self.pools, strict=True):
             some |= {g: self._rows(self.groups[g], slots, engine, start, length) for g in pool.groups}
             given = np.concatenate([some[g].reshape(-1) for g in pool.groups])
-            engine.check_blocks(given[given != -1])
+            engine.tables.check_blocks(given[given != -1])
         firsts = [start // group.page_tokens for group in self.groups]
         wanted: list[list[int]] = []
         for g, group in enumerate(self.groups):
@@ -358,7 +358,7 @@ class HybridEngine:
         chains, tables = names.chain(wanted), list[Blocks]()
         for engine, chain in zip(self.engines, chains, strict=True):
             rows = [some[g][number - firsts[g]] for g, number in zip(chain.groups, chain.numbers, strict=True)]
-            tables.append(np.array(rows, np.int64).reshape(len(chain), engine.blocks_per_page))
+            tables.append(np.array(rows, np.int64).reshape(len(chain), engine.tables.blocks_per_page))
         kept_for: dict[str, Any] = {"priority": priority, "ttl": ttl}
         stores = (
             engine.store_pages(chain.pages, table, salt, after, **kept_for)
@@ -419,7 +419,7 @@ class HybridEngine:
         Raises `PoolFullError` if fewer are free, and takes none then.
         """
         pool = self._own_pool(group)
-        wanted = arguments.whole(pages, "pages", 0, MAX_COUNT) * self.engines[pool].blocks_per_page
+        wanted = arguments.whole(pages, "pages", 0, MAX_COUNT) * self.engines[pool].tables.blocks_per_page
         with self._lock:
             free = self._free[pool]
             if len(free) < wanted:
@@ -540,7 +540,8 @@ class HybridEngine:
     def _request(self, tokens: Any, salt: str) -> tuple[GroupNames, int]:
         """The names of a request's pages, and its tokens. Raises `TokensError`, and `InvalidValueError` for a salt that
         is no text."""
-        base, size = self._base(salt), self.hash_tokens
+        # the first link of a request's digests: the namespace of the whole model, with all its groups
+        base, size = self._base(arguments.text(salt, "salt")), self.hash_tokens
         if isinstance(tokens, PageHashes):
             if not tokens.whole:
                 raise TokensError(
@@ -554,15 +555,6 @@ class HybridEngine:
         names = self.group_names(salt, size)
         names.extend([page.key for page in pages])
         return names, length
-
-    def _base(self, salt: str) -> bytes:
-        """The first link of a request's digests: the namespace of the whole model, with all its groups."""
-        base = self._bases.get(arguments.text(salt, "salt"))
-        if base is None:
-            base = namespace_digest(self.config.model.base_fields(salt))
-            if len(self._bases) < _SALTS_KEPT:
-                self._bases[salt] = base
-        return base
 
     def _start(self, start: Any) -> int:
         return arguments.start_page(start, self.alignment) * self.alignment
@@ -592,16 +584,16 @@ class HybridEngine:
         return slots[name]
 
     def _table(self, name: str, slots: Slots, hit: HybridHit, engine: CacheEngine) -> Blocks:
-        table, pages = engine.block_table(self._given(name, slots)), len(hit.pages[name])
+        table, pages = engine.tables.block_table(self._given(name, slots)), len(hit.pages[name])
         if len(table) != pages:
             raise SlotCountError(
                 f"group {name!r}: slots for {len(table)} pages, and the hit has {pages}",
-                f"pass blocks for each page of hit.pages[{name!r}]; blocks of a page: {engine.blocks_per_page}",
+                f"pass blocks for each page of hit.pages[{name!r}]; blocks of a page: {engine.tables.blocks_per_page}",
             )
         return table
 
     def _rows(self, group: Group, slots: Slots, engine: CacheEngine, start: int, length: int) -> Blocks:
-        given, each = host_indices(self._given(group.name, slots)), engine.blocks_per_page
+        given, each = host_indices(self._given(group.name, slots)), engine.tables.blocks_per_page
         pages = max(0, length // group.page_tokens - start // group.page_tokens)
         if len(given) % each or len(given) // each > pages:
             raise SlotCountError(

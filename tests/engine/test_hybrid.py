@@ -504,7 +504,7 @@ def test_planes_of_its_own_hold_a_prompt_and_its_windows(tmp_path: Path) -> None
         config = {"model": {**section, "groups": groups}, "gpu": {"device": "cpu", "capacity": capacity}}
         config |= {"cpu": {"capacity": "8MiB"}, "store": {"window_every": every}, "host_buffer": "4MiB"}
         with HybridEngine.from_config(config) as engine:
-            assert [one.blocks for one in engine.engines] == expected
+            assert [one.tables.blocks for one in engine.engines] == expected
 
 
 def test_blocks_of_attached_planes_are_the_caller_s(open_hybrid: OpenHybrid) -> None:
