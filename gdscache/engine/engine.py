@@ -7,8 +7,8 @@ import dataclasses
 import functools
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Self, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from gdscache.config import Config
 from gdscache.config.pools import PoolPart
 from gdscache.cuda.streams import Event, on_stream_of_caller
 from gdscache.engine.closing import EngineClosing, at_exit_of_child, settled
-from gdscache.engine.opening import Parts, layer_groups, read_config
+from gdscache.engine.opening import FromConfig, Parts, layer_groups
 from gdscache.engine.packing import as_directory
 from gdscache.engine.sequence import Sequence as TokenSequence
 from gdscache.errors import (
@@ -73,14 +73,14 @@ class CheckReport:
         return not self.problems
 
 
-class CacheEngine:
+class CacheEngine(FromConfig[RankAddress]):
     """A tiered KV cache: GPU pool → pinned CPU pool → SSD.
 
     `planes` attaches an engine's own paged tensors, `planes[layer][plane]` of shape `(blocks, block_tokens, *row)`.
     Then `lookup`, `load` and `store` take slots of those tensors. Without `planes` the engine owns a pool, and requests
-    are `sequence`s. `tables` checks block numbers of the planes. `tokens` are token ids everywhere; `lookup`, `store`, `prefetch`, `pin` and `pages` take
-    `PageHashes` too. All methods may be called from many threads. Raises a subclass of `GdsCacheError` that names the
-    part that cannot be opened.
+    are `sequence`s. `tables` checks block numbers of the planes. `tokens` are token ids everywhere; `lookup`, `store`,
+    `prefetch`, `pin` and `pages` take `PageHashes` too. All methods may be called from many threads. Raises a subclass
+    of `GdsCacheError` that names the part that cannot be opened.
 
     Ctrl-C inside a call that changes an engine ends the engine, cleanly; inside a wait it ends the wait. So does any
     other exception of a signal's handler. A handler must not call the engine, except `close`.
@@ -140,19 +140,6 @@ class CacheEngine:
         self._described: set[bytes] = set()
         self.names = PageNames(self.layout.page_tokens)
         self._closing.server = settled(self, config.metrics, [self._parts] if pool is None else ())
-
-    @classmethod
-    def from_config(
-        cls,
-        config: str | os.PathLike[str] | Mapping[str, Any] | Config,
-        planes: Sequence[Sequence[torch.Tensor]] | None = None,
-        *,
-        ranks: Sequence[RankAddress] | None = None,
-        timeline: Timeline | None = None,
-        limits: EngineLimits = LIMITS,
-    ) -> Self:
-        """Open an engine from a YAML file, a mapping of the same shape, or a `Config`."""
-        return cls(read_config(config), planes, ranks=ranks, timeline=timeline, limits=limits)
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
@@ -689,12 +676,6 @@ class CacheEngine:
             self._closing.close(drain=drain)
             self._forgotten.detach()
             self._exits_first()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _check_open(self) -> None:
         self.calls.check_whole()

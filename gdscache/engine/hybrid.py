@@ -17,11 +17,10 @@ import dataclasses
 import functools
 import logging
 import math
-import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,9 +39,11 @@ from gdscache.engine.hybrid_handles import (
     HybridPrefetch,
     HybridStore,
     all_begun,
+    group_reasons,
+    group_words,
 )
 from gdscache.engine.hybrid_states import StandingStates
-from gdscache.engine.opening import layer_groups, read_config
+from gdscache.engine.opening import FromConfig, layer_groups
 from gdscache.engine.packing import as_directory
 from gdscache.errors import (
     GdsCacheError,
@@ -58,7 +59,6 @@ from gdscache.gate.gate import Gate
 from gdscache.groups.base import Group, Presence, alignment, complete, kept, lengths, marks, needed
 from gdscache.groups.names import Chain, GroupNames
 from gdscache.groups.pools import Pool
-from gdscache.groups.reasons import group_reasons, group_words
 from gdscache.limits import LIMITS, MAX_COUNT, EngineLimits
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.pages.hit import Hit
@@ -78,7 +78,7 @@ _log = logging.getLogger("gdscache")
 _TRIES = 4  # pages may go while others are looked up
 
 
-class HybridEngine:
+class HybridEngine(FromConfig[Sequence[RankAddress]]):
     """A tiered KV cache for a model with `model.groups`.
 
     `planes[layer][plane]`: tensors of the model's layers, (blocks, block_tokens, *row); layers of one group have equal
@@ -163,19 +163,6 @@ class HybridEngine:
         self.engines[-1]._closing.server = settled(  # of the pool that `close` begins with
             self, config.metrics, [engine._parts for engine in self.engines]
         )
-
-    @classmethod
-    def from_config(
-        cls,
-        config: str | os.PathLike[str] | Mapping[str, Any] | Config,
-        planes: Sequence[Sequence[torch.Tensor]] | None = None,
-        *,
-        ranks: Sequence[Sequence[RankAddress]] | None = None,
-        timeline: Timeline | None = None,
-        limits: EngineLimits = LIMITS,
-    ) -> Self:
-        """See `CacheEngine.from_config`."""
-        return cls(read_config(config), planes, ranks=ranks, timeline=timeline, limits=limits)
 
     @property
     def by_groups(self) -> dict[str, CacheEngine]:
@@ -520,12 +507,6 @@ class HybridEngine:
         with contextlib.ExitStack() as all_of_them:
             for engine in self.engines:
                 all_of_them.callback(engine.close, drain)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def namespaces(self, salt: str = "") -> list[bytes]:
         """The namespace of each group, for a request's salt."""

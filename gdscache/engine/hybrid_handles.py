@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from gdscache.arguments import remaining
 from gdscache.errors import GdsCacheError
-from gdscache.groups.names import Chain
-from gdscache.groups.reasons import GroupReasons
+from gdscache.groups.names import Chain, GroupNames
 from gdscache.load.handle import LayerwiseLoad
-from gdscache.load.report import LoadReport, told_of
+from gdscache.load.plan import LoadReport, told_of
 from gdscache.moves import PageStatus
-from gdscache.pages.hit import Hit, joined
+from gdscache.pages.hit import CACHED, Hit, Reason, Told, joined, words
 from gdscache.prefetch.handle import Prefetch, PrefetchReport
 from gdscache.runtime.calls import Released
 from gdscache.store.handle import StoreHandle
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from gdscache.engine.hybrid import HybridEngine
 
 Said = TypeVar("Said")
+GroupReasons = dict[str, tuple[Reason, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -304,3 +304,33 @@ def all_begun(stores: Iterable[StoreHandle], *, wait: bool = True) -> list[Store
             handle.release_event.synchronize()
         raise
     return begun
+
+
+def group_reasons(
+    told: Mapping[int, Callable[[Sequence[bytes]], list[Told]]], names: GroupNames, start: int, stop: int, declined: int
+) -> GroupReasons:
+    """By group name, the states of its pages from token `start` to `stop`. `told`: of each group by its number, the
+    source of its pages' states (`TierManager.told`).
+
+    Where a group keeps all tokens, pages behind a missing one are `behind` it, and the first `declined` tokens are the
+    `gate`'s. Every page of a window is told, needed or not: a window is stored where a prompt ends.
+    """
+    found: GroupReasons = {}
+    for g, states in told.items():
+        group, gap = names.groups[g], False
+        size = group.page_tokens
+        first = start // size
+        pages = states(names.keys(g, first, stop // size))
+        for n, page in enumerate(pages):
+            if page.cause != CACHED:
+                gap = True
+            elif (n + 1) * size <= declined:
+                pages[n] = Told("gate", page.tier)
+            elif gap and group.keeps == "all":
+                pages[n] = Told("behind", page.tier)
+        found[group.name] = joined(first * size, size, pages)
+    return found
+
+
+def group_words(reasons: GroupReasons) -> str:
+    return "; ".join(f"{name}: {words(some)}" for name, some in reasons.items())

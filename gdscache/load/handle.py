@@ -11,7 +11,7 @@ from typing import Any
 from gdscache import arguments
 from gdscache.cuda.streams import Event, Fence, LayerFences
 from gdscache.errors import DeadlineError
-from gdscache.load.report import LoadPart, LoadReport
+from gdscache.load.plan import LoadPart, LoadReport
 from gdscache.moves import Moving, Orders
 from gdscache.pages.layout import PageLayout
 from gdscache.runtime.calls import Caller

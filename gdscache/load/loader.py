@@ -13,9 +13,8 @@ from gdscache.cuda.streams import Event
 from gdscache.errors import EngineClosedError
 from gdscache.limits import LIMITS
 from gdscache.load.handle import LayerwiseLoad
-from gdscache.load.plan import LoadPlan
+from gdscache.load.plan import LoadPart, LoadPlan
 from gdscache.load.planner import LoadPlanner
-from gdscache.load.report import LoadPart
 from gdscache.load.run import LoadRun
 from gdscache.moves import Executor, PageStatus, Priority, Steps, failure
 from gdscache.pages.keys import Page

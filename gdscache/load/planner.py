@@ -13,8 +13,7 @@ import numpy as np
 
 from gdscache.arrays import Int64Array
 from gdscache.index.table import PENDING, Entry
-from gdscache.load.plan import CODES, Behind, LoadPlan, TierRun
-from gdscache.load.report import told_of
+from gdscache.load.plan import CODES, Behind, LoadPlan, TierRun, told_of
 from gdscache.moves import PageStatus
 from gdscache.pages.keys import Page
 from gdscache.tiers.base import Lease, Tier

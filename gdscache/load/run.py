@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gdscache.arrays import Int64Array, integers
-from gdscache.load.plan import LoadPlan, TierRun, slowest_of
+from gdscache.load.plan import LoadPart, LoadPlan, LoadReport, TierRun, slowest_of
 from gdscache.load.planner import LoadPlanner
-from gdscache.load.report import LoadPart, LoadReport
 from gdscache.moves import PLANES, Executor, Move, Moving, PageStatus, Priority, Spent, Steps, Way, failure
 from gdscache.native import take_rows
 from gdscache.pages.layout import PLAIN, GroupSizes, PageLayout, copy_groups, read_groups

@@ -21,9 +21,8 @@ from gdscache.index.index import PageIndex
 from gdscache.index.retention import DEFAULT, Retention
 from gdscache.index.table import Entry, PageState
 from gdscache.limits import LIMITS, EngineLimits
-from gdscache.load.plan import LoadPlan
+from gdscache.load.plan import LoadPart, LoadPlan
 from gdscache.load.planner import LoadPlanner
-from gdscache.load.report import LoadPart
 from gdscache.load.run import LoadRun
 from gdscache.pages.checksum import Checksums
 from gdscache.pages.keys import Page
