@@ -56,7 +56,7 @@ from gdscache.errors import (
 )
 from gdscache.events.base import KVEventBatch
 from gdscache.gate.gate import Gate
-from gdscache.groups.base import Group, Presence, alignment, complete, kept, lengths, marks, needed
+from gdscache.groups.base import Group, alignment, complete, kept, lengths, marks, needed
 from gdscache.groups.names import Chain, GroupNames
 from gdscache.groups.pools import Pool
 from gdscache.limits import LIMITS, MAX_COUNT, EngineLimits
@@ -201,30 +201,26 @@ class HybridEngine(FromConfig[Sequence[RankAddress]]):
     def reach(self, names: GroupNames, most: int, start: int = 0) -> tuple[int, int]:
         """The end of the longest hit behind token `start`, and the tokens up to which all groups that keep all have
         full pages: both in tokens, up to `most`. Counts as no use of the pages."""
-        has, most = self._presence(names), min(most, names.tokens)
+        has, most = names.presence(*(engine.manager.visible for engine in self.engines)), min(most, names.tokens)
         whole = complete(self.groups, has, most, local=start)
         return next(lengths(self.groups, has, most, local=start, whole=whole), start), whole
 
-    def _presence(self, names: GroupNames) -> Presence:
-        return names.presence(*(engine.manager.visible for engine in self.engines))
-
     def _find(self, names: GroupNames, most: int, start: int) -> HybridHit:
-        groups, engines, has = self.groups, self.engines, self._presence(names)
+        engines = self.engines
         for engine in engines:
             engine.manager.have_watched()
         most = min(most, names.tokens) // self.alignment * self.alignment
         with engines[0].timeline.span("lookup", pages=most // self.alignment):
             whole, used = start, None
             for _ in range(_TRIES):
-                whole = complete(groups, has, most, local=start)
-                used = self._used(names, start, next(lengths(groups, has, most, local=start, whole=whole), start))
-                if used is not None:
+                longest, whole = self.reach(names, most, start)
+                if (used := self._used(names, start, longest)) is not None:
                     break
             hit = used or self.nothing(start)
             missing = max(0, most - start - hit.tokens)
             for engine, pool in zip(engines, self.pools, strict=True):
                 with engine.calls:
-                    engine.manager.missed(missing // min(groups[g].page_tokens for g in pool.groups))
+                    engine.manager.missed(missing // min(self.groups[g].page_tokens for g in pool.groups))
             tiers = [tier for part in hit.parts for tier in part.tiers]
             self._tokens.answered(max(0, most - start), hit.tokens, tiers)
         return dataclasses.replace(hit, parted=max(start, whole))

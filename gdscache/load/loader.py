@@ -52,7 +52,6 @@ class Loader:
         self.manager = planner.manager
         self.executor = executor
         self.layout = layout
-        self.config = config
         self.deadline = deadline
         self.keep = keep
         self._run = functools.partial(LoadRun, planner, executor, config, layout, deadline, plain=plain)
