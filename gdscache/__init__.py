@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from gdscache.errors import StorageError as StorageError
     from gdscache.load.handle import Gap as Gap
     from gdscache.load.handle import LayerwiseLoad as LayerwiseLoad
-    from gdscache.load.report import LoadReport as LoadReport
+    from gdscache.load.plan import LoadReport as LoadReport
     from gdscache.moves import PageStatus as PageStatus
     from gdscache.moves import PrefetchEnd as PrefetchEnd
     from gdscache.pages.hit import Hit as Hit
@@ -46,7 +46,7 @@ _BY_HOME = {
     "errors": "CapacityError ConfigError DeadlineError EngineClosedError GdsCacheError LoadFailedError PoolFullError "
     "StorageError",
     "load.handle": "Gap LayerwiseLoad",
-    "load.report": "LoadReport",
+    "load.plan": "LoadReport",
     "moves": "PageStatus PrefetchEnd",
     "pages.hit": "Hit",
     "pages.keys": "PageHashes",

@@ -7,8 +7,8 @@ import dataclasses
 import functools
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Self, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from gdscache.config import Config
 from gdscache.config.pools import PoolPart
 from gdscache.cuda.streams import Event, on_stream_of_caller
 from gdscache.engine.closing import EngineClosing, at_exit_of_child, settled
-from gdscache.engine.opening import Parts, layer_groups, read_config
+from gdscache.engine.opening import FromConfig, Parts, layer_groups
 from gdscache.engine.packing import as_directory
 from gdscache.engine.sequence import Sequence as TokenSequence
 from gdscache.errors import (
@@ -43,7 +43,7 @@ from gdscache.moves.native import NativeExecutor
 from gdscache.pages.hit import Hit, Told, refuse_twins
 from gdscache.pages.keys import Page, PageHashes, PageNames, as_tokens, namespace_digest
 from gdscache.pages.layout import PageLayout
-from gdscache.pages.planes import Blocks
+from gdscache.pages.planes import Blocks, BlockTables
 from gdscache.prefetch.handle import Prefetch
 from gdscache.ranks.address import RankAddress, StoreMark
 from gdscache.ranks.executor import RanksExecutor
@@ -73,14 +73,14 @@ class CheckReport:
         return not self.problems
 
 
-class CacheEngine:
+class CacheEngine(FromConfig[RankAddress]):
     """A tiered KV cache: GPU pool → pinned CPU pool → SSD.
 
     `planes` attaches an engine's own paged tensors, `planes[layer][plane]` of shape `(blocks, block_tokens, *row)`.
     Then `lookup`, `load` and `store` take slots of those tensors. Without `planes` the engine owns a pool, and requests
-    are `sequence`s. `tokens` are token ids everywhere; `lookup`, `store`, `prefetch`, `pin` and `pages` take
-    `PageHashes` too. All methods may be called from many threads. Raises a subclass of `GdsCacheError` that names the
-    part that cannot be opened.
+    are `sequence`s. `tables` checks block numbers of the planes. `tokens` are token ids everywhere; `lookup`, `store`,
+    `prefetch`, `pin` and `pages` take `PageHashes` too. All methods may be called from many threads. Raises a subclass
+    of `GdsCacheError` that names the part that cannot be opened.
 
     Ctrl-C inside a call that changes an engine ends the engine, cleanly; inside a wait it ends the wait. So does any
     other exception of a signal's handler. A handler must not call the engine, except `close`.
@@ -130,7 +130,8 @@ class CacheEngine:
 
         device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")  # type: ignore[no-untyped-call]
         self._parts, self._closing = calls.open(on_stream_of_caller(device, opened))
-        self.layout: PageLayout = self._parts.planes.layout
+        self.tables: BlockTables = self._parts.planes
+        self.layout: PageLayout = self.tables.layout
         self._forgotten = weakref.finalize(self, self._closing.forgotten)
         self._exits_first = at_exit_of_child(functools.partial(self._closing.forgotten, ending=True))
         costs = self._parts.manager.costs
@@ -139,19 +140,6 @@ class CacheEngine:
         self._described: set[bytes] = set()
         self.names = PageNames(self.layout.page_tokens)
         self._closing.server = settled(self, config.metrics, [self._parts] if pool is None else ())
-
-    @classmethod
-    def from_config(
-        cls,
-        config: str | os.PathLike[str] | Mapping[str, Any] | Config,
-        planes: Sequence[Sequence[torch.Tensor]] | None = None,
-        *,
-        ranks: Sequence[RankAddress] | None = None,
-        timeline: Timeline | None = None,
-        limits: EngineLimits = LIMITS,
-    ) -> Self:
-        """Open an engine from a YAML file, a mapping of the same shape, or a `Config`."""
-        return cls(read_config(config), planes, ranks=ranks, timeline=timeline, limits=limits)
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
@@ -185,27 +173,11 @@ class CacheEngine:
         """Name -> `planes`, `memory` or `files` of each tier, the fastest first."""
         return {name: tier.kind for name, tier in self.manager.tiers.items()}
 
-    @property
-    def blocks(self) -> int:
-        return self._parts.planes.blocks
-
-    @property
-    def blocks_per_page(self) -> int:
-        return self._parts.planes.blocks_per_page
-
-    def block_table(self, slots: Any) -> Blocks:
-        """Block indices as an int64 array of shape (pages, blocks_per_page): see `BlockTables.block_table`."""
-        return self._parts.planes.block_table(slots)
-
-    def check_blocks(self, blocks: Blocks) -> None:
-        """Raises `SlotRangeError` for a number that is no block of the planes, or is named twice."""
-        self._parts.planes.check_blocks(blocks)
-
     def check_batch(self, requests: Sequence[tuple[Hit, Blocks]]) -> None:
         """Raises `SlotRangeError` if requests of a batch of loads name a block twice, `InvalidValueError` if their hits
         are of two kinds."""
         if len(requests) > 1:
-            self.check_blocks(np.concatenate([blocks for _, blocks in requests]))
+            self.tables.check_blocks(np.concatenate([blocks for _, blocks in requests]))
             if len({hit.checked for hit, _ in requests}) > 1:
                 raise InvalidValueError(
                     "a batch has hits of lookup() and of a prefetch's hit()", "load them in two calls of load_many()"
@@ -269,8 +241,9 @@ class CacheEngine:
         """
         with self.calls:
             pages, length = self._named(tokens, salt)
-            first = min(self._first_page(start), len(pages))
             manager, page_tokens = self.manager, self.layout.page_tokens
+            first = arguments.start_page(start, page_tokens)
+            start, first = first * page_tokens, min(first, len(pages))
             before = tokens.before * page_tokens if isinstance(tokens, PageHashes) else 0
             manager.have_watched()
             with self.timeline.span("lookup", pages=len(pages) - first):
@@ -416,14 +389,13 @@ class CacheEngine:
         """
         with self.calls:
             self._check_attached()
-            planes = self._parts.planes
             asked: list[tuple[Hit, Blocks]] = []
             for hit, slots in hits_and_slots(requests, Hit):
-                blocks = planes.block_table(slots)
+                blocks = self.tables.block_table(slots)
                 if len(blocks) > len(hit.pages):
                     raise SlotCountError(
                         f"slots for {len(blocks)} pages, the hit has {len(hit.pages)}",
-                        f"pass blocks for pages of the hit alone; blocks of a page: {planes.blocks_per_page}",
+                        f"pass blocks for pages of the hit alone; blocks of a page: {self.tables.blocks_per_page}",
                     )
                 asked.append((hit, blocks))
             self.check_batch(asked)
@@ -455,7 +427,7 @@ class CacheEngine:
         """
         with self.calls:
             blocks, retention = self._to_store(slots, priority, ttl)
-            pages = self.pages(tokens, salt)[self._first_page(start) :]
+            pages = self.pages(tokens, salt)[arguments.start_page(start, self.layout.page_tokens) :]
             if len(blocks) > len(pages):
                 raise SlotCountError(
                     f"slots for {len(blocks)} pages, there are {len(pages)} full pages from token {start} on",
@@ -482,14 +454,14 @@ class CacheEngine:
             if len(blocks) != len(pages):
                 raise SlotCountError(
                     f"slots for {len(blocks)} pages, and {len(pages)} names of pages",
-                    f"pass blocks for each page; blocks of a page: {self.blocks_per_page}",
+                    f"pass blocks for each page; blocks of a page: {self.tables.blocks_per_page}",
                 )
             epoch = self.epoch(salt) if epoch is None else epoch
             return self.submit_store(pages, blocks, epoch, salt, after, retention=retention)
 
     def _to_store(self, slots: Any, priority: int, ttl: float | None) -> tuple[Blocks, Retention]:
         retention = Retention.of(priority, ttl, self._check_attached().expiry.clock)
-        return self._parts.planes.block_table(slots), retention
+        return self.tables.block_table(slots), retention
 
     def epoch(self, salt: str = "") -> int:
         """Take it when pages of this salt are computed, and pass it to `store_pages`: then no page is stored that a
@@ -578,7 +550,7 @@ class CacheEngine:
                 arguments.hit_alone(start, salt)
                 pages, start = list(tokens.pages), tokens.start
             else:
-                pages = self.pages(tokens, salt)[self._first_page(start) :]
+                pages = self.pages(tokens, salt)[arguments.start_page(start, self.layout.page_tokens) :]
             if pin is not None:
                 self._check_attached()
                 pin = arguments.span(pin, "pin", LONGEST_TTL)
@@ -705,12 +677,6 @@ class CacheEngine:
             self._forgotten.detach()
             self._exits_first()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
     def _check_open(self) -> None:
         self.calls.check_whole()
         if self._closing.begun:
@@ -721,9 +687,6 @@ class CacheEngine:
         if manager.gpu is not None:
             raise SequenceStateError("this engine owns its pool", "use sequence(), or attach your planes")
         return manager
-
-    def _first_page(self, start: int) -> int:
-        return arguments.start_page(start, self.layout.page_tokens)
 
 
 def hits_and_slots(requests: Any, kind: type[AnyHit]) -> list[tuple[AnyHit, Any]]:

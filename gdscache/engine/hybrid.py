@@ -17,11 +17,10 @@ import dataclasses
 import functools
 import logging
 import math
-import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,9 +39,11 @@ from gdscache.engine.hybrid_handles import (
     HybridPrefetch,
     HybridStore,
     all_begun,
+    group_reasons,
+    group_words,
 )
 from gdscache.engine.hybrid_states import StandingStates
-from gdscache.engine.opening import layer_groups, read_config
+from gdscache.engine.opening import FromConfig, layer_groups
 from gdscache.engine.packing import as_directory
 from gdscache.errors import (
     GdsCacheError,
@@ -55,10 +56,9 @@ from gdscache.errors import (
 )
 from gdscache.events.base import KVEventBatch
 from gdscache.gate.gate import Gate
-from gdscache.groups.base import Group, Presence, alignment, complete, kept, lengths, marks, needed
+from gdscache.groups.base import Group, alignment, complete, kept, lengths, marks, needed
 from gdscache.groups.names import Chain, GroupNames
 from gdscache.groups.pools import Pool
-from gdscache.groups.reasons import group_reasons, group_words
 from gdscache.limits import LIMITS, MAX_COUNT, EngineLimits
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.pages.hit import Hit
@@ -78,7 +78,7 @@ _log = logging.getLogger("gdscache")
 _TRIES = 4  # pages may go while others are looked up
 
 
-class HybridEngine:
+class HybridEngine(FromConfig[Sequence[RankAddress]]):
     """A tiered KV cache for a model with `model.groups`.
 
     `planes[layer][plane]`: tensors of the model's layers, (blocks, block_tokens, *row); layers of one group have equal
@@ -126,7 +126,7 @@ class HybridEngine:
         self.alignment = alignment(self.groups)
         self.hash_tokens = math.gcd(*(group.page_tokens for group in self.groups))
         self._pages = PageNames(self.hash_tokens)
-        self._bases: dict[str, bytes] = {}
+        self._base = functools.lru_cache(_SALTS_KEPT)(lambda salt: namespace_digest(config.model.base_fields(salt)))
         self.names = [[self.groups[g].name for g in pool.groups] for pool in self.pools]
         self._pool_of = {g: p for p, pool in enumerate(self.pools) for g in pool.groups}
         self._by_name = {group.name: g for g, group in enumerate(self.groups)}
@@ -149,7 +149,7 @@ class HybridEngine:
                     "take tiers out",
                 )
             undo.pop_all()
-        self._free = [[*range(engine.blocks)] if self.owns_planes else [] for engine in self.engines]
+        self._free = [[*range(engine.tables.blocks)] if self.owns_planes else [] for engine in self.engines]
         self._taken: list[set[int]] = [set() for _ in self.engines]
         self._lock = threading.Lock()
         self.states = StandingStates(
@@ -163,19 +163,6 @@ class HybridEngine:
         self.engines[-1]._closing.server = settled(  # of the pool that `close` begins with
             self, config.metrics, [engine._parts for engine in self.engines]
         )
-
-    @classmethod
-    def from_config(
-        cls,
-        config: str | os.PathLike[str] | Mapping[str, Any] | Config,
-        planes: Sequence[Sequence[torch.Tensor]] | None = None,
-        *,
-        ranks: Sequence[Sequence[RankAddress]] | None = None,
-        timeline: Timeline | None = None,
-        limits: EngineLimits = LIMITS,
-    ) -> Self:
-        """See `CacheEngine.from_config`."""
-        return cls(read_config(config), planes, ranks=ranks, timeline=timeline, limits=limits)
 
     @property
     def by_groups(self) -> dict[str, CacheEngine]:
@@ -214,30 +201,26 @@ class HybridEngine:
     def reach(self, names: GroupNames, most: int, start: int = 0) -> tuple[int, int]:
         """The end of the longest hit behind token `start`, and the tokens up to which all groups that keep all have
         full pages: both in tokens, up to `most`. Counts as no use of the pages."""
-        has, most = self._presence(names), min(most, names.tokens)
+        has, most = names.presence(*(engine.manager.visible for engine in self.engines)), min(most, names.tokens)
         whole = complete(self.groups, has, most, local=start)
         return next(lengths(self.groups, has, most, local=start, whole=whole), start), whole
 
-    def _presence(self, names: GroupNames) -> Presence:
-        return names.presence(*(engine.manager.visible for engine in self.engines))
-
     def _find(self, names: GroupNames, most: int, start: int) -> HybridHit:
-        groups, engines, has = self.groups, self.engines, self._presence(names)
+        engines = self.engines
         for engine in engines:
             engine.manager.have_watched()
         most = min(most, names.tokens) // self.alignment * self.alignment
         with engines[0].timeline.span("lookup", pages=most // self.alignment):
             whole, used = start, None
             for _ in range(_TRIES):
-                whole = complete(groups, has, most, local=start)
-                used = self._used(names, start, next(lengths(groups, has, most, local=start, whole=whole), start))
-                if used is not None:
+                longest, whole = self.reach(names, most, start)
+                if (used := self._used(names, start, longest)) is not None:
                     break
             hit = used or self.nothing(start)
             missing = max(0, most - start - hit.tokens)
             for engine, pool in zip(engines, self.pools, strict=True):
                 with engine.calls:
-                    engine.manager.missed(missing // min(groups[g].page_tokens for g in pool.groups))
+                    engine.manager.missed(missing // min(self.groups[g].page_tokens for g in pool.groups))
             tiers = [tier for part in hit.parts for tier in part.tiers]
             self._tokens.answered(max(0, most - start), hit.tokens, tiers)
         return dataclasses.replace(hit, parted=max(start, whole))
@@ -314,7 +297,7 @@ class HybridEngine:
             rows = {g: self._table(name, slots, hit, engine) for g, name in names.items()}
             first = {g: hit.pages[name].start for g, name in names.items()}
             blocks = [rows[g][number - first[g]] for g, number in zip(order.groups, order.numbers, strict=True)]
-            tables.append(engine.block_table(np.array(blocks, np.int64)))
+            tables.append(engine.tables.block_table(np.array(blocks, np.int64)))
         for name, pages in hit.pages.items():
             if not pages and name in slots and len(host_indices(slots[name])):
                 raise SlotCountError(f"group {name!r}: slots are given, and the hit has no page", "pass hit.pages' own")
@@ -347,7 +330,7 @@ class HybridEngine:
         for engine, pool in zip(self.engines, self.pools, strict=True):
             some |= {g: self._rows(self.groups[g], slots, engine, start, length) for g in pool.groups}
             given = np.concatenate([some[g].reshape(-1) for g in pool.groups])
-            engine.check_blocks(given[given != -1])
+            engine.tables.check_blocks(given[given != -1])
         firsts = [start // group.page_tokens for group in self.groups]
         wanted: list[list[int]] = []
         for g, group in enumerate(self.groups):
@@ -358,7 +341,7 @@ class HybridEngine:
         chains, tables = names.chain(wanted), list[Blocks]()
         for engine, chain in zip(self.engines, chains, strict=True):
             rows = [some[g][number - firsts[g]] for g, number in zip(chain.groups, chain.numbers, strict=True)]
-            tables.append(np.array(rows, np.int64).reshape(len(chain), engine.blocks_per_page))
+            tables.append(np.array(rows, np.int64).reshape(len(chain), engine.tables.blocks_per_page))
         kept_for: dict[str, Any] = {"priority": priority, "ttl": ttl}
         stores = (
             engine.store_pages(chain.pages, table, salt, after, **kept_for)
@@ -419,7 +402,7 @@ class HybridEngine:
         Raises `PoolFullError` if fewer are free, and takes none then.
         """
         pool = self._own_pool(group)
-        wanted = arguments.whole(pages, "pages", 0, MAX_COUNT) * self.engines[pool].blocks_per_page
+        wanted = arguments.whole(pages, "pages", 0, MAX_COUNT) * self.engines[pool].tables.blocks_per_page
         with self._lock:
             free = self._free[pool]
             if len(free) < wanted:
@@ -432,8 +415,9 @@ class HybridEngine:
         return taken
 
     def give(self, group: str, blocks: Iterable[int]) -> None:
-        """Give blocks of `take` back. Raises `SlotRangeError` for one that is not taken, and takes none back then."""
-        pool, given = self._own_pool(group), [*blocks]
+        """Give blocks of `take` back: integers, also in an array or a tensor. Raises `SlotRangeError` for one that is
+        not taken, and takes none back then."""
+        pool, given = self._own_pool(group), host_indices([*blocks]).tolist()
         with self._lock:
             if len(set(given)) < len(given) or not self._taken[pool].issuperset(given):
                 raise SlotRangeError(
@@ -520,12 +504,6 @@ class HybridEngine:
             for engine in self.engines:
                 all_of_them.callback(engine.close, drain)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
     def namespaces(self, salt: str = "") -> list[bytes]:
         """The namespace of each group, for a request's salt."""
         of = dict[int, bytes]()
@@ -539,7 +517,8 @@ class HybridEngine:
     def _request(self, tokens: Any, salt: str) -> tuple[GroupNames, int]:
         """The names of a request's pages, and its tokens. Raises `TokensError`, and `InvalidValueError` for a salt that
         is no text."""
-        base, size = self._base(salt), self.hash_tokens
+        # the first link of a request's digests: the namespace of the whole model, with all its groups
+        base, size = self._base(arguments.text(salt, "salt")), self.hash_tokens
         if isinstance(tokens, PageHashes):
             if not tokens.whole:
                 raise TokensError(
@@ -553,15 +532,6 @@ class HybridEngine:
         names = self.group_names(salt, size)
         names.extend([page.key for page in pages])
         return names, length
-
-    def _base(self, salt: str) -> bytes:
-        """The first link of a request's digests: the namespace of the whole model, with all its groups."""
-        base = self._bases.get(arguments.text(salt, "salt"))
-        if base is None:
-            base = namespace_digest(self.config.model.base_fields(salt))
-            if len(self._bases) < _SALTS_KEPT:
-                self._bases[salt] = base
-        return base
 
     def _start(self, start: Any) -> int:
         return arguments.start_page(start, self.alignment) * self.alignment
@@ -591,16 +561,16 @@ class HybridEngine:
         return slots[name]
 
     def _table(self, name: str, slots: Slots, hit: HybridHit, engine: CacheEngine) -> Blocks:
-        table, pages = engine.block_table(self._given(name, slots)), len(hit.pages[name])
+        table, pages = engine.tables.block_table(self._given(name, slots)), len(hit.pages[name])
         if len(table) != pages:
             raise SlotCountError(
                 f"group {name!r}: slots for {len(table)} pages, and the hit has {pages}",
-                f"pass blocks for each page of hit.pages[{name!r}]; blocks of a page: {engine.blocks_per_page}",
+                f"pass blocks for each page of hit.pages[{name!r}]; blocks of a page: {engine.tables.blocks_per_page}",
             )
         return table
 
     def _rows(self, group: Group, slots: Slots, engine: CacheEngine, start: int, length: int) -> Blocks:
-        given, each = host_indices(self._given(group.name, slots)), engine.blocks_per_page
+        given, each = host_indices(self._given(group.name, slots)), engine.tables.blocks_per_page
         pages = max(0, length // group.page_tokens - start // group.page_tokens)
         if len(given) % each or len(given) // each > pages:
             raise SlotCountError(

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from gdscache.arguments import remaining
-from gdscache.errors import ForkedProcessError, GdsCacheError
-from gdscache.groups.names import Chain
-from gdscache.groups.reasons import GroupReasons
+from gdscache.errors import GdsCacheError
+from gdscache.groups.names import Chain, GroupNames
 from gdscache.load.handle import LayerwiseLoad
-from gdscache.load.report import LoadReport, told_of
+from gdscache.load.plan import LoadReport, told_of
 from gdscache.moves import PageStatus
-from gdscache.pages.hit import Hit, joined
+from gdscache.pages.hit import CACHED, Hit, Reason, Told, joined, words
 from gdscache.prefetch.handle import Prefetch, PrefetchReport
+from gdscache.runtime.calls import Released
 from gdscache.store.handle import StoreHandle
 from gdscache.tiers.pins import Pin
 
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from gdscache.engine.hybrid import HybridEngine
 
 Said = TypeVar("Said")
+GroupReasons = dict[str, tuple[Reason, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,18 +113,10 @@ class _Handle(Generic[Said]):
 class HybridLoad(_Handle[HybridReport]):
     """The handle of a load, or of a batch of loads. Made by `HybridEngine.load` and `load_many`; thread-safe."""
 
-    def __init__(self, engine: HybridEngine, hits: Sequence[HybridHit], loads: Sequence[LayerwiseLoad | None]) -> None:
+    def __init__(self, engine: HybridEngine, hits: Sequence[HybridHit], loads: list[LayerwiseLoad | None]) -> None:
+        """`loads`: by pool; None for one without a page of the hits."""
         super().__init__(loads)
-        self._engine, self._hits, self._loads = engine, hits, loads
-
-    @property
-    def by_pool(self) -> list[LayerwiseLoad | None]:
-        """None for a pool without a page of the hits."""
-        return [*self._loads]
-
-    @property
-    def begun(self) -> list[LayerwiseLoad]:
-        return self._handles
+        self._engine, self._hits, self.by_pool = engine, hits, loads
 
     @property
     def tokens(self) -> int:
@@ -141,7 +133,7 @@ class HybridLoad(_Handle[HybridReport]):
     def wait(self, layer: int, seconds: float | None = None) -> None:
         """Order the current stream after this layer's pages: see `LayerwiseLoad.wait`. `layer`: of the model."""
         pool, local = self._engine.place(layer)
-        load = self._loads[pool]
+        load = self.by_pool[pool]
         if load is not None:
             load.wait(local, seconds)
 
@@ -157,7 +149,7 @@ class HybridLoad(_Handle[HybridReport]):
 
     def _by_request(self, said: Callable[[LayerwiseLoad], Sequence[Said]]) -> list[tuple[HybridHit, list[Said | None]]]:
         rows: list[list[Said | None]] = [[] for _ in self._hits]
-        for pool, load in enumerate(self._loads):
+        for pool, load in enumerate(self.by_pool):
             of_those = iter(said(load) if load is not None else ())
             for hit, row in zip(self._hits, rows, strict=True):
                 row.append(next(of_those) if hit.order[pool] else None)
@@ -198,7 +190,7 @@ class HybridLoad(_Handle[HybridReport]):
 
     def cancel(self) -> None:
         """Stop early. The slots stay the engine's until `released`."""
-        for load in self.begun:
+        for load in self._handles:
             load.cancel()
 
 
@@ -224,7 +216,7 @@ class HybridStore(_Handle[HybridStoreReport]):
         return HybridStoreReport(tiers, dropped)
 
 
-class HybridPrefetch(_Handle[list[PrefetchReport]]):
+class HybridPrefetch(_Handle[list[PrefetchReport]], Released):
     """The handle of a prefetch. Made by `HybridEngine.prefetch`; thread-safe. Leaving its `with` block cancels it."""
 
     def __init__(self, engine: HybridEngine, hit: HybridHit, parts: Sequence[Prefetch | None]) -> None:
@@ -276,22 +268,15 @@ class HybridPrefetch(_Handle[list[PrefetchReport]]):
         left = remaining(seconds)
         return [part.result(left()) for part in self._handles]
 
-    def cancel(self) -> None:
+    def release(self) -> None:
         """End it, and its pins. May be called twice."""
         for part in self._handles:
-            part.cancel()
+            part.release()
 
-    release = cancel
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        with contextlib.suppress(ForkedProcessError):
-            self.cancel()
+    cancel = release
 
 
-class HybridPin:
+class HybridPin(Released):
     """The pages of a hit, kept from eviction until `release` or until its time is up."""
 
     def __init__(self, hit: HybridHit, pins: Sequence[tuple[Pin, int]]) -> None:
@@ -307,13 +292,6 @@ class HybridPin:
         for pin, _ in self._pins:
             pin.release()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        with contextlib.suppress(ForkedProcessError):
-            self.release()
-
 
 def all_begun(stores: Iterable[StoreHandle], *, wait: bool = True) -> list[StoreHandle]:
     """The handles of a store in several pools, which `stores` begins one after another. If a pool refuses, nothing
@@ -326,3 +304,33 @@ def all_begun(stores: Iterable[StoreHandle], *, wait: bool = True) -> list[Store
             handle.release_event.synchronize()
         raise
     return begun
+
+
+def group_reasons(
+    told: Mapping[int, Callable[[Sequence[bytes]], list[Told]]], names: GroupNames, start: int, stop: int, declined: int
+) -> GroupReasons:
+    """By group name, the states of its pages from token `start` to `stop`. `told`: of each group by its number, the
+    source of its pages' states (`TierManager.told`).
+
+    Where a group keeps all tokens, pages behind a missing one are `behind` it, and the first `declined` tokens are the
+    `gate`'s. Every page of a window is told, needed or not: a window is stored where a prompt ends.
+    """
+    found: GroupReasons = {}
+    for g, states in told.items():
+        group, gap = names.groups[g], False
+        size = group.page_tokens
+        first = start // size
+        pages = states(names.keys(g, first, stop // size))
+        for n, page in enumerate(pages):
+            if page.cause != CACHED:
+                gap = True
+            elif (n + 1) * size <= declined:
+                pages[n] = Told("gate", page.tier)
+            elif gap and group.keeps == "all":
+                pages[n] = Told("behind", page.tier)
+        found[group.name] = joined(first * size, size, pages)
+    return found
+
+
+def group_words(reasons: GroupReasons) -> str:
+    return "; ".join(f"{name}: {words(some)}" for name, some in reasons.items())

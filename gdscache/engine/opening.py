@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Generic, Self, TypeVar, cast
 
 import torch
 
@@ -49,7 +49,7 @@ from gdscache.events.base import GroupFacts, KVEventHub
 from gdscache.extents import DeviceExtents, Extents, HostExtents, SlotMemory
 from gdscache.groups.base import Group
 from gdscache.kernels.copies import PageCopies, open_copies
-from gdscache.limits import EngineLimits
+from gdscache.limits import LIMITS, EngineLimits
 from gdscache.load.loader import Loader
 from gdscache.load.planner import LoadPlanner
 from gdscache.moves import PageStatus
@@ -81,6 +81,7 @@ from gdscache.tracing import Timeline
 
 _log = logging.getLogger("gdscache")
 _config_log = logging.getLogger("gdscache.config")
+AnyRank = TypeVar("AnyRank")
 _BEHIND_S = 60.0  # a clock that is further behind is logged
 
 
@@ -433,11 +434,37 @@ class Parts:
         )
 
 
-def read_config(config: str | os.PathLike[str] | Mapping[str, Any] | Config) -> Config:
-    """A configuration from a YAML file, from a mapping of the same shape, or as it is."""
-    if isinstance(config, Config):
-        return config
-    return Config.from_dict(config) if isinstance(config, Mapping) else load_config(config)
+class FromConfig(Generic[AnyRank]):
+    """An engine that is opened from a configuration, and that the end of its `with` block closes. `AnyRank`: the
+    address of a rank, or those of a pool's."""
+
+    def __init__(
+        self, config: Config, planes: Any, *, ranks: Any, timeline: Timeline | None, limits: EngineLimits
+    ) -> None: ...
+
+    @classmethod
+    def from_config(
+        cls,
+        config: str | os.PathLike[str] | Mapping[str, Any] | Config,
+        planes: Sequence[Sequence[torch.Tensor]] | None = None,
+        *,
+        ranks: Sequence[AnyRank] | None = None,
+        timeline: Timeline | None = None,
+        limits: EngineLimits = LIMITS,
+    ) -> Self:
+        """Open an engine from a YAML file, a mapping of the same shape, or a `Config`. The rest is as for the class."""
+        if not isinstance(config, Config):
+            config = Config.from_dict(config) if isinstance(config, Mapping) else load_config(config)
+        return cls(config, planes, ranks=ranks, timeline=timeline, limits=limits)
+
+    def close(self, drain: bool = True) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 def layer_groups(config: Config) -> tuple[Group, ...]:

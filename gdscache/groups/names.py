@@ -131,7 +131,7 @@ class GroupNames:
         order = sorted(range(len(places)), key=places.__getitem__)
         groups, numbers = list(map(groups.__getitem__, order)), list(map(numbers.__getitem__, order))
         keys, namespaces = list(map(keys.__getitem__, order)), list(map(self._namespaces.__getitem__, groups))
-        first = (self._before(self._place(groups[0], numbers[0]), after) or namespaces[0],)
+        first = (self._before(groups[0], numbers[0], after) or namespaces[0],)
         parents = itertools.chain(first, keys) if self._full[groups[0]] else namespaces
         pages = zip(keys, parents, namespaces, strict=False)  # `Page._make` takes twice as long
         return Chain(groups, numbers, tuple(map(tuple.__new__, itertools.repeat(Page), pages)))
@@ -150,15 +150,12 @@ class GroupNames:
         step, last = about.page_tokens * count, (about.keeps == "all") * len(self.groups) + group
         return [number * step + step + last for number in numbers]
 
-    def _place(self, group: int, number: int) -> tuple[int, bool, int, int]:
-        about = self.groups[group]
-        return (number + 1) * about.page_tokens, about.keeps == "all", group, number
-
-    def _before(self, place: tuple[int, bool, int, int], after: GroupPage | None) -> bytes | None:
-        full = self._full[place[2]]
-        if not full:
+    def _before(self, group: int, number: int, after: GroupPage | None) -> bytes | None:
+        if not (full := self._full[group]):
             return None
-        found = [self._place(g, place[0] // size - back) for g, size in full for back in (1, 2)]
-        found += [self._place(after.group, after.number)] if after else []
-        *_, group, number = max((one for one in found if one < place), default=(0, -1))
-        return self.key(group, number) if number >= 0 else None
+        end, (place,) = (number + 1) * self.groups[group].page_tokens, self._ends(group, (number,))
+        found = [(g, end // size - back) for g, size in full for back in (1, 2)]
+        found += [(after.group, after.number)] if after else []
+        places = [(*self._ends(g, (one,)), g, one) for g, one in found]
+        *_, last, page = max((one for one in places if one[0] < place), default=(0, -1))
+        return self.key(last, page) if page >= 0 else None

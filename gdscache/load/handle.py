@@ -11,7 +11,7 @@ from typing import Any
 from gdscache import arguments
 from gdscache.cuda.streams import Event, Fence, LayerFences
 from gdscache.errors import DeadlineError
-from gdscache.load.report import LoadPart, LoadReport
+from gdscache.load.plan import LoadPart, LoadReport
 from gdscache.moves import Moving, Orders
 from gdscache.pages.layout import PageLayout
 from gdscache.runtime.calls import Caller
@@ -43,16 +43,14 @@ class LayerwiseLoad:
         layout: PageLayout,
         deadline: float,
         *,
-        layered: bool = True,
         timeline: Timeline = OFF,
         calls: Caller | None = None,
         checked: bool = False,
         orders: Orders | None = None,
         waited: Callable[[str, float], object] = lambda what, seconds: None,
     ) -> None:
-        """`layered`: False for a load into the CPU tier, which has no layers. `checked`: waits
-        have no limit unless the caller names one. `orders` makes `order`. `waited("layer" or "verdict", seconds)`
-        reports each wait."""
+        """`checked`: waits have no limit unless the caller names one. `orders` makes `order`. `waited("layer" or
+        "verdict", seconds)` reports each wait."""
         self.number = timeline.number()
         self._timeline = timeline
         self.parts = parts
@@ -62,7 +60,7 @@ class LayerwiseLoad:
         self.deadline = deadline
         self.checked = checked
         self._patience = None if checked else deadline + _VERDICT_S
-        self._layers = LayerFences(layout.n_layers if layered else 0)
+        self._layers = LayerFences(layout.n_layers)
         self.cancelled = False
         self._moving: Moving | None = None
         self._begun = Flag()  # the last move has all its pages

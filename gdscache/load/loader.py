@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -14,9 +13,8 @@ from gdscache.cuda.streams import Event
 from gdscache.errors import EngineClosedError
 from gdscache.limits import LIMITS
 from gdscache.load.handle import LayerwiseLoad
-from gdscache.load.plan import LoadPlan
+from gdscache.load.plan import LoadPart, LoadPlan
 from gdscache.load.planner import LoadPlanner
-from gdscache.load.report import LoadPart, LoadReport
 from gdscache.load.run import LoadRun
 from gdscache.moves import Executor, PageStatus, Priority, Steps, failure
 from gdscache.pages.keys import Page
@@ -54,12 +52,11 @@ class Loader:
         self.manager = planner.manager
         self.executor = executor
         self.layout = layout
-        self.config = config
         self.deadline = deadline
         self.keep = keep
-        self._run = functools.partial(LoadRun, planner, executor, config, plain=plain)
+        self._run = functools.partial(LoadRun, planner, executor, config, layout, deadline, plain=plain)
         # loads that a thread of the lane has or will get, and that may read files; the manager's lock guards it
-        self._running: set[LayerwiseLoad] = set()
+        self._running: set[LoadRun] = set()
         self.changed = threading.Condition(self.manager.lock)  # notified when `_running` becomes empty
         self._lane = executor.lane(Priority.LOAD, self.manager.bring_in, threads)
         self._closed = False
@@ -112,8 +109,9 @@ class Loader:
         asked, tables, starts = zip(*requests, strict=True) if requests else ((), (), ())
         plan = self.planner.plan(asked, owner, keep=self.keep, checked=checked, most=most)
         try:
+            parts = [LoadPart(0, start) for start in starts]
             load = LayerwiseLoad(
-                [*map(LoadPart, itertools.repeat(0), starts)],
+                parts,
                 self.layout,
                 self.deadline,
                 timeline=manager.timeline,
@@ -122,10 +120,10 @@ class Loader:
                 orders=self.executor.orders,
                 waited=manager.measures.waited,
             )
-            run = self._run(load, plan, tables, tuple(after))
+            run = self._run(plan, parts, tables, tuple(after), load)
             brief = begins and run.brief
             if not brief:
-                self._leave(load, run)
+                self._leave(run)
         except BaseException:
             self.planner.abandon(plan)
             raise
@@ -155,59 +153,58 @@ class Loader:
                     break
                 run.begin()
             with self.manager.lock:
-                self._leave(load, run)
+                self._leave(run)
         except BaseException as error:
-            self._lane.start(self._lost(load, run))
+            self._lane.start(self._lost(run))
             if not isinstance(error, Exception):  # an interrupt, which ends the engine
                 raise
             load.broken = error
 
-    def _leave(self, load: LayerwiseLoad, run: LoadRun) -> None:
+    def _leave(self, run: LoadRun) -> None:
         """Plan the pages that are left, and queue the load in the lane. The manager's lock is held."""
         if not run.plan.whole:
             run.grow()
-        if run.plan.pages and not load.checked:
-            self._running.add(load)
-        self._lane.start(self._carry_out(load, run), functools.partial(self._lost, load, run))
+        if run.plan.pages and not run.plan.checked:
+            self._running.add(run)
+        self._lane.start(self._carry_out(run), functools.partial(self._lost, run))
 
-    def bring(self, plan: LoadPlan) -> Steps[LoadReport]:
+    def bring(self, plan: LoadPlan) -> Steps[None]:
         """Read pages into their slots of the landing tier, and no further. Ends the plan.
 
         No page of the plan may be one that another plan reads.
         """
-        part, timeline = LoadPart(len(plan)), self.manager.timeline
-        load = LayerwiseLoad([part], self.layout, self.deadline, layered=False, timeline=timeline)
-        run = self._run(load, plan, None)
-        error = yield from failure(self._timed("prefetch", load, run))
+        error = yield from self._ended("prefetch", self._run(plan, [LoadPart(len(plan))]))
+        if error is not None:
+            raise error
+
+    def _ended(self, kind: str, run: LoadRun) -> Steps[BaseException | None]:
+        error = yield from failure(self._timed(kind, run))
         if error is not None:
             yield from run.abort()
-            raise error
-        assert part.report is not None, "a run that returns has a report"
-        return part.report
+        return error
 
-    def _timed(self, kind: str, load: LayerwiseLoad, run: LoadRun) -> Steps[None]:
+    def _timed(self, kind: str, run: LoadRun) -> Steps[None]:
         timeline = self.manager.timeline
-        with timeline.span(kind, load=load.number, pages=len(run.plan.pages)) as span:
+        with timeline.span(kind, load=run.number, pages=len(run.plan.pages)) as span:
             yield from run.steps()
             if timeline is not OFF:
-                span.add(**_moved(load.parts))
+                span.add(**_moved(run.parts))
 
-    def _carry_out(self, load: LayerwiseLoad, run: LoadRun) -> Steps[None]:
-        error = yield from failure(self._timed("load", load, run))
-        if error is not None:
-            log_failure(error)
-            yield from run.abort()
-        self._end(load, error)
+    def _carry_out(self, run: LoadRun) -> Steps[None]:
+        error = yield from self._ended("load", run)
+        log_failure(error)
+        self._end(run, error)
 
-    def _lost(self, load: LayerwiseLoad, run: LoadRun) -> Steps[None]:
+    def _lost(self, run: LoadRun) -> Steps[None]:
         """Ends a load whose begin or thread failed. `LayerwiseLoad.begun` raises the begin's error."""
         yield from run.abort()
-        self._end(load, None)
+        self._end(run, None)
 
-    def _end(self, load: LayerwiseLoad, error: BaseException | None) -> None:
-        load.end(error)
+    def _end(self, run: LoadRun, error: BaseException | None) -> None:
+        assert run.load is not None, "a prefetch, which ends by itself"
+        run.load.end(error)
         with self.manager.lock:
-            self._running.discard(load)
+            self._running.discard(run)
             if not self._running:
                 self.changed.notify_all()
 

@@ -1,4 +1,4 @@
-"""The plan of a load or a prefetch: its pages, their tiers and slots, and a status for each."""
+"""The plan of a load or a prefetch: its pages, their tiers and slots, and a status for each; and its reports."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import numpy.typing as npt
 
 from gdscache.arrays import Int64Array
 from gdscache.index.table import Entry
-from gdscache.load.report import told_of
 from gdscache.moves import PageStatus
-from gdscache.pages.hit import CACHED, Reason, joined
+from gdscache.pages.hit import CACHED, Reason, Told, joined
 from gdscache.pages.keys import Page
 from gdscache.tiers.base import Lease, Tier
 
@@ -26,6 +25,51 @@ _NONE = np.empty(0, np.int64)
 # The state of the page behind a prefetch's chunk: it can be planned, another plan brings it, no tier has it any more,
 # or the landing tier has no slot.
 Behind = Literal["more", "busy", "missing", "no_room"]
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadReport:
+    """How a load ended. `tokens` counts the good prefix; `pages` has a status for each page that the load found.
+
+    `reasons` says which tiers the tokens of a request come from, and why others have not come. A batch has its
+    requests' reasons one after the other.
+    """
+
+    tokens: int
+    pages: tuple[PageStatus, ...]
+    bytes_by_tier: dict[str, int]
+    seconds: float
+    reasons: tuple[Reason, ...] = ()
+
+    @property
+    def first_bad(self) -> int | None:
+        return next((i for i, status in enumerate(self.pages) if status is not PageStatus.LOADED), None)
+
+
+@dataclasses.dataclass(slots=True)
+class LoadPart:
+    """One request of a load: its number of pages, and the token of the prompt that the first page begins with."""
+
+    pages: int
+    start: int = 0
+    report: LoadReport | None = None
+
+
+_CAUSES = {
+    PageStatus.LOADED: CACHED,
+    PageStatus.CHECKSUM: "bad",
+    PageStatus.GONE: "bad",
+    PageStatus.IO_ERROR: "failing",
+    PageStatus.SHORT_READ: "failing",
+    PageStatus.DEADLINE: "late",
+    PageStatus.CANCELLED: "cancelled",
+    PageStatus.ABORTED: "cancelled",
+}
+
+
+def told_of(status: PageStatus, tier: str) -> Told:
+    cause = _CAUSES.get(status, "off")
+    return Told(cause, tier, "" if cause in (CACHED, "late") else status.value)
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -13,8 +13,7 @@ import numpy as np
 
 from gdscache.arrays import Int64Array
 from gdscache.index.table import PENDING, Entry
-from gdscache.load.plan import CODES, Behind, LoadPlan, TierRun
-from gdscache.load.report import told_of
+from gdscache.load.plan import CODES, Behind, LoadPlan, TierRun, told_of
 from gdscache.moves import PageStatus
 from gdscache.pages.keys import Page
 from gdscache.tiers.base import Lease, Tier
@@ -139,8 +138,9 @@ class LoadPlanner:
                     self._prefetched.use(plan.pages[row].key, plan.slots[row] if run.tier.kind == "memory" else None)
         if plan.keep and self.landing is not None:
             for landing, rows in self._by_landing(plan, absent) if absent else ():
-                later = {page.key for page in pages[stop:]} if landing.index.free_slots < len(rows) else ()
-                self._reserve(landing.index, plan, rows, later)
+                full = landing.index.free_slots < len(rows)
+                later = (pages[stop:], *plan.asked[plan.request + 1 :]) if full else ()
+                self._reserve(landing.index, plan, rows, {page.key for some in later for page in some})
 
     def _lease(self, plan: LoadPlan, pages: Sequence[Page], stop: int) -> list[int]:
         """Lease pages up to `stop`, or to the first that no tier has. Returns the rows of slower tiers' pages of which

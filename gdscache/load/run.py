@@ -11,14 +11,13 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from gdscache.arrays import Int64Array, integers
-from gdscache.load.plan import LoadPlan, TierRun, slowest_of
+from gdscache.load.plan import LoadPart, LoadPlan, LoadReport, TierRun, slowest_of
 from gdscache.load.planner import LoadPlanner
-from gdscache.load.report import LoadPart, LoadReport
 from gdscache.moves import PLANES, Executor, Move, Moving, PageStatus, Priority, Spent, Steps, Way, failure
 from gdscache.native import take_rows
 from gdscache.pages.layout import PLAIN, GroupSizes, PageLayout, copy_groups, read_groups
@@ -29,6 +28,7 @@ from gdscache.tiers.quarantine import Late
 if TYPE_CHECKING:
     from gdscache.config import LoadConfig
     from gdscache.cuda.streams import Event
+    from gdscache.load.handle import LayerwiseLoad
     from gdscache.pages.checksum import Checksums
 
 GROUP_SIZES = GroupSizes()  # groups of layers that are read together
@@ -45,31 +45,13 @@ class Stage(enum.Enum):
     ENDED = enum.auto()
 
 
-class LoadObserver(Protocol):
-    """What a run is to load, and what hears how it proceeds; the caller's handle is one. A replay has another, since
-    it needs no torch."""
-
-    number: int
-    parts: Sequence[LoadPart]
-    layout: PageLayout
-    deadline: float
-    checked: bool
-
-    def carried_by(self, moving: Moving, *, last: bool) -> None: ...
-
-    def signal(self, layers: range, event: Event) -> None:
-        """The copies of these layers are queued, and done when `event` is. None: they are done, or will never be."""
-        ...
-
-    def released(self) -> None: ...
-
-
 class LoadRun:
     """The execution of one load, and the listener of its move. Drive `steps` once, and `abort` where they raise.
 
     `tables`: blocks of the planes, int64 (pages, blocks_per_page), a table a request, with at least the planned pages;
-    None for a prefetch, whose pages stay in the landing tier. Pages of a load that is `checked` are in memory and
-    verified; they are not hashed again and have no deadline. `plain` moves the pages of plain tiers.
+    None for a prefetch, whose pages stay in the landing tier. `parts`: of each request; its pages and its report are
+    filled in. Pages of a plan that is `checked` are in memory and verified; they are not hashed again and have no
+    deadline. `load`: the caller's handle, which hears how the load proceeds. `plain` moves the pages of plain tiers.
 
     Many methods: the steps of one load and the events of its move change one state.
     """
@@ -79,10 +61,14 @@ class LoadRun:
         planner: LoadPlanner,
         executor: Executor,
         config: LoadConfig,
-        load: LoadObserver,
+        layout: PageLayout,
+        deadline: float,
         plan: LoadPlan,
-        tables: Sequence[Int64Array] | None,
+        parts: Sequence[LoadPart],
+        tables: Sequence[Int64Array] | None = None,
         after: Sequence[Event] = (),
+        load: LayerwiseLoad | None = None,
+        *,
         plain: Executor | None = None,
     ) -> None:
         self._planner = planner
@@ -90,12 +76,13 @@ class LoadRun:
         self._unpacked: list[TierRun] = []
         self._manager = planner.manager
         self._executor = executor
-        self._layout = load.layout
-        self._always = config.verify == "always" and not load.checked
+        self._layout = layout
+        self._always = config.verify == "always" and not plan.checked
         self._start = executor.now()
-        self._until = math.inf if load.checked else self._start + load.deadline
+        self._until = math.inf if plan.checked else self._start + deadline
         self._by_ranks = executor.orders is not None
-        self._load = load
+        self.load, self.parts = load, parts
+        self.number = self._manager.timeline.number() if load is None else load.number
         self.plan = plan
         self._tables = tables
         self._blocks: Int64Array | None = None
@@ -123,7 +110,7 @@ class LoadRun:
         self._grow()
 
     def _grow(self) -> None:
-        for part, rows in zip(self._load.parts, self.plan.requests, strict=False):
+        for part, rows in zip(self.parts, self.plan.requests, strict=False):
             part.pages = len(rows)
         if self._tables is not None and len(self._tables) == 1:
             self._blocks = self._tables[0]
@@ -140,7 +127,7 @@ class LoadRun:
             apart = self._executors[run.tier.plain] is not self._executor  # ranks move all pages of a load in one
             (self._shared if run.filling is not None else self._unpacked if apart else brought).append(run)
         pages = len(plan.pages) - runs[0].rows.start if runs else 0
-        with self._manager.timeline.span("begin", load=self._load.number, pages=pages):
+        with self._manager.timeline.span("begin", load=self.number, pages=pages):
             self._hand_over(*self._all_ways(brought))
             if self._blocks is not None and self._moving is not None and self._manager.measured:
                 self._time()
@@ -164,8 +151,8 @@ class LoadRun:
             self._parts += order
             self._moving.extend(ways, last=stage is not Stage.OPEN)
             self._stage = stage
-            if stage is Stage.WHOLE:
-                self._load.carried_by(self._moving, last=True)
+            if self.load is not None and stage is Stage.WHOLE:
+                self.load.carried_by(self._moving, last=True)
         elif ways:
             self._move(ways, order, stage)
         else:
@@ -248,10 +235,11 @@ class LoadRun:
         seconds = max(0.0, self._until - self._executor.now())
         self._stage, self._moving, self._parts = stage, None, [*order]
         groups = () if stage is Stage.SHARED else self._groups(ways)
-        move = Move(priority, tuple(ways), seconds, groups, self._load.number, stage is Stage.OPEN)
+        move = Move(priority, tuple(ways), seconds, groups, self.number, stage is Stage.OPEN)
         executor = self._executors[self._manager.tiers[ways[0].source].plain]
         self._moving = moving = executor.begin(move, self._after, self)
-        self._load.carried_by(moving, last=stage is Stage.WHOLE)
+        if self.load is not None:
+            self.load.carried_by(moving, last=stage is Stage.WHOLE)
 
     def _groups(self, ways: Sequence[Way]) -> tuple[range, ...]:
         """The layers that move together, by the number of pages to read, or to copy where none is read; pages that are
@@ -354,8 +342,8 @@ class LoadRun:
         self._planner.finish(self.plan, self.rows[rows], status)
 
     def ready(self, layers: range, event: Event) -> None:
-        if self._stage is Stage.WHOLE:
-            self._load.signal(layers, event)
+        if self.load is not None and self._stage is Stage.WHOLE:
+            self.load.signal(layers, event)
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
@@ -412,21 +400,21 @@ class LoadRun:
             self._measure,
             self._report,
             lambda: planner.end(plan),
-            self._load.released,
+            lambda: self.load and self.load.released(),
             self._commit_deletions,
         )
         self._moving = None  # the move refers to this run as its listener: cut the circle
 
     def _all_ready(self) -> None:
-        if self._blocks is not None:
-            self._load.signal(range(self._layout.n_layers), None)
+        if self.load is not None:
+            self.load.signal(range(self._layout.n_layers), None)
 
     def _report(self) -> None:
         seconds, good = self._executor.now() - self._start, self.plan.loaded()
         found = self.plan.by_tier(good)
         sizes = {name: self._layout.bytes_in(name) for name in found}
-        first = any(part.report is None for part in self._load.parts)
-        for number, (part, rows) in enumerate(zip(self._load.parts, self.plan.requests, strict=True)):
+        first = any(part.report is None for part in self.parts)
+        for number, (part, rows) in enumerate(zip(self.parts, self.plan.requests, strict=True)):
             if part.report is None:
                 part.report = self._report_on(number, rows, part.start, seconds, good, sizes)
         if first and found:

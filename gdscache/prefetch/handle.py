@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from gdscache import arguments
-from gdscache.errors import DeadlineError, EngineClosedError, ForkedProcessError, InvalidValueError, TokensError
+from gdscache.errors import DeadlineError, EngineClosedError, InvalidValueError, TokensError
 from gdscache.moves import PrefetchEnd
 from gdscache.pages.hit import Hit
 from gdscache.prefetch.queue import PrefetchRequest
+from gdscache.runtime.calls import Released
 
 if TYPE_CHECKING:
     from gdscache.prefetch.prefetcher import Prefetcher
@@ -33,7 +34,7 @@ class PrefetchReport:
     end: PrefetchEnd
 
 
-class Prefetch:
+class Prefetch(Released):
     """The handle of one prefetch. Made by `CacheEngine.prefetch`; thread-safe. Leaving its `with` block cancels it.
 
     It runs by itself: pages are in the CPU tier as soon as they are checked, and its leases end with it. With pins it
@@ -76,16 +77,17 @@ class Prefetch:
         claim, page_tokens = self._request.claim, self._owner.layout.page_tokens
         if self._request.pin is None:
             raise InvalidValueError("this prefetch has no pins", "pass pin=SECONDS to prefetch()")
-        first = 0
-        if start is None:
-            start = self._start  # a hit of groups may begin within a page of the planes
-        elif (first := arguments.start_page(start, page_tokens) - self._start // page_tokens) < 0:
+        first, begins = 0, self._start  # a hit of groups may begin within a page of the planes
+        if start is not None:
+            begins = arguments.start_page(start, page_tokens) * page_tokens
+            first = begins // page_tokens - self._start // page_tokens
+        if first < 0:
             message = f"start is {start}, the prefetch begins with token {self._start}"
             raise TokensError(message, "pass that, or a later token at a page boundary")
         tiers = () if claim is None else tuple(tier.name for tier in claim.tiers[first : claim.good])
         pages = tuple(self._request.pages[first : first + len(tiers)])  # the claim may have been cut meanwhile
         tokens = len(pages) * page_tokens
-        return Hit(start, tokens, tiers, self._owner.seconds(tiers), pages, pays=tokens, checked=True)
+        return Hit(begins, tokens, tiers, self._owner.seconds(tiers), pages, pays=tokens, checked=True)
 
     @property
     def asking(self) -> bool:
@@ -126,7 +128,7 @@ class Prefetch:
                 self._owner.stop(self._request, why)
         return self.tokens
 
-    def cancel(self) -> None:
+    def release(self) -> None:
         """End it, after the chunk under way, and its pins. Pages that came stay in the CPU tier like any others; pages
         that are still under way are not pinned.
 
@@ -135,7 +137,7 @@ class Prefetch:
         with contextlib.suppress(EngineClosedError), self._owner.calls:
             self._owner.stop(self._request, PrefetchEnd.CANCELLED)
 
-    release = cancel
+    cancel = release
 
     def result(self, seconds: float | None = None) -> PrefetchReport:
         """Wait until it has ended; never raises for a page.
@@ -163,10 +165,3 @@ class Prefetch:
             )
         assert request.end is not None, "over without a cause"
         return PrefetchReport(self.tokens, dict(request.counts), request.nbytes, request.seconds, request.end)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        with contextlib.suppress(ForkedProcessError):
-            self.cancel()

@@ -11,8 +11,7 @@ import numpy.typing as npt
 from gdscache.arrays import Int64Array
 from gdscache.cuda.streams import Event, Landed
 from gdscache.load.handle import LayerwiseLoad
-from gdscache.load.plan import CODES, STATUSES
-from gdscache.load.report import LoadReport
+from gdscache.load.plan import CODES, STATUSES, LoadReport
 from gdscache.moves import End, Listener, Move, Moving, PageStatus, Steps, Way
 from gdscache.moves.native import NativeExecutor
 from gdscache.pages.layout import is_plain

@@ -33,7 +33,7 @@ from gdscache.errors import EngineClosedError, GdsCacheError, LockLostError, Ran
 from gdscache.extents import HostExtents
 from gdscache.kernels.copies import PageCopies, open_copies
 from gdscache.load.handle import LayerwiseLoad
-from gdscache.load.report import LoadPart
+from gdscache.load.plan import LoadPart
 from gdscache.moves import PLANES, Move, Moving, PageStatus, Priority, Spent
 from gdscache.moves.native import Machine, NativeExecutor, Reserve
 from gdscache.native import SHORT, take_rows

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from gdscache.errors import CallInCallError, EngineClosedError, ForkedProcessError
 from gdscache.runtime.threads import Bell, Flag, failure_of, log_failure, start
@@ -96,6 +96,20 @@ class Caller(contextlib.nullcontext[None]):
     async def until(self, flag: Flag, seconds: float | None) -> bool:
         """Wait in an event loop until a handle's flag is set: see `Awaits.until`."""
         return await Awaits().until(flag, seconds)
+
+
+class Released:
+    """A handle whose `with` block ends with `release`; nothing of it is left in a forked child."""
+
+    def release(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with contextlib.suppress(ForkedProcessError):
+            self.release()
 
 
 class Calls(Caller):

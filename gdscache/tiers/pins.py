@@ -11,13 +11,14 @@ import heapq
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from gdscache import arguments
-from gdscache.errors import EngineClosedError, ForkedProcessError
+from gdscache.errors import EngineClosedError
 from gdscache.index.retention import LONGEST_TTL
 from gdscache.index.table import Entry
 from gdscache.pages.keys import Page
+from gdscache.runtime.calls import Released
 from gdscache.tiers.base import Lease, Tier
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 PIN_SHARE = 0.5  # most of a tier's slots that pins may hold together; of a single slot they may hold it
 
 
-class Pin:
+class Pin(Released):
     """The pages of a prefix, kept from eviction on every tier that has them, until `release` or until its time is up.
 
     Made by `CacheEngine.pin`. A page that is cleared, invalidated, found bad or expired goes all the same.
@@ -65,13 +66,6 @@ class Pin:
     def release(self) -> None:
         with contextlib.suppress(EngineClosedError), self._pins.manager.calls, self._pins.manager.lock:
             self._pins.end(self)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        with contextlib.suppress(ForkedProcessError):
-            self.release()
 
 
 class Claim(Pin):

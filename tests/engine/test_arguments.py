@@ -270,6 +270,19 @@ def test_tokens_and_slots_on_a_gpu_are_refused(host: Host) -> None:
         host.engine.load(host.engine.lookup(PROMPT), torch.arange(3, device="cuda"))
 
 
+@pytest.mark.parametrize("start", [np.uint8(252), np.int64(252), torch.tensor(252)])
+def test_a_start_of_another_kind_is_taken_as_an_integer(tmp_path: Path, start: Any) -> None:
+    """One of eight bits would count on from 0 behind token 255, and ranks' orders have integers of Python alone."""
+    host, tokens = Host(make_config(tmp_path, cpu=160, queue=100), blocks=80), prompt(1, 70)
+    host.keep(tokens)
+    with host.engine.prefetch(tokens, start, pin=WAIT) as prefetch:
+        prefetch.result(WAIT)
+        for hit in (host.engine.lookup(tokens, start), prefetch.hit(), prefetch.hit(start)):
+            assert (type(hit.start), hit.start, hit.tokens) == (int, 252, 28)
+            assert [(one.first, one.stop) for one in hit.reasons()] == [(252, 280)]
+    host.engine.close()
+
+
 @pytest.mark.parametrize("start", ["4", 4.0, None, [4], True, 3, -4, math.nan, 1 << 63])
 def test_a_start_that_is_no_page_boundary_is_refused(host: Host, start: Any) -> None:
     engine = host.engine

@@ -374,7 +374,7 @@ def test_what_is_asked_counts_as_no_use(open_host: OpenHost) -> None:
 def test_named_pages_with_wrong_blocks_are_refused_and_nothing_waits(open_host: OpenHost) -> None:
     host, tokens = open_host(cpu=8), prompt(1, 3)
     engine, blocks = host.engine, host.compute(tokens)
-    pages, per_page = engine.pages(tokens), engine.blocks_per_page
+    pages, per_page = engine.pages(tokens), engine.tables.blocks_per_page
     for wrong, error in (
         (blocks[per_page:], SlotCountError),
         (blocks[1:], SlotCountError),

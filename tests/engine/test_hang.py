@@ -22,7 +22,7 @@ import pytest
 
 from gdscache import CacheEngine, PageStatus
 from gdscache.errors import DeadlineError, DirectoryInUseError, GdsCacheError
-from gdscache.load.report import LoadReport
+from gdscache.load.plan import LoadReport
 from gdscache.storage.base import Op
 from gdscache.store.outlets import BatchSize
 from gdscache.tiers.quarantine import Late, Quarantine

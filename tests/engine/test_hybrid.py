@@ -461,6 +461,9 @@ def test_planes_of_its_own_and_their_blocks(tmp_path: Path) -> None:
         for given in (slots["full"], [slots["chunk"][0]] * 2, [1000]):
             with pytest.raises(SlotRangeError, match="not taken"):
                 engine.give("chunk" if given is not slots["full"] else "full", given)
+        for kind in (np.array, torch.tensor):
+            engine.give("full", kind(engine.take("full", 2)))
+            assert {type(block) for block in engine._free[1]} == {int}
         with pytest.raises(InvalidValueError, match="pages is -1"):
             engine.take("full", -1)
         with pytest.raises(InvalidValueError, match="no group 'other'"):
@@ -501,7 +504,7 @@ def test_planes_of_its_own_hold_a_prompt_and_its_windows(tmp_path: Path) -> None
         config = {"model": {**section, "groups": groups}, "gpu": {"device": "cpu", "capacity": capacity}}
         config |= {"cpu": {"capacity": "8MiB"}, "store": {"window_every": every}, "host_buffer": "4MiB"}
         with HybridEngine.from_config(config) as engine:
-            assert [one.blocks for one in engine.engines] == expected
+            assert [one.tables.blocks for one in engine.engines] == expected
 
 
 def test_blocks_of_attached_planes_are_the_caller_s(open_hybrid: OpenHybrid) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from gdscache import CacheEngine, PageStatus
 from gdscache.gate.gate import Decision
-from gdscache.load.report import told_of
+from gdscache.load.plan import told_of
 from gdscache.pages.hit import CAUSES, Reason
 from gdscache.storage.base import Op
 from gdscache.tiers.expiry import Expiry

@@ -14,7 +14,7 @@ from gdscache import CacheEngine
 from gdscache.engine.sequence import Sequence as EngineSequence
 from gdscache.limits import EngineLimits
 from gdscache.load.handle import LayerwiseLoad
-from gdscache.load.report import LoadReport
+from gdscache.load.plan import LoadReport
 from gdscache.store.handle import StoreHandle, StoreReport
 from tests.support.helpers import WAIT, Host, drop_from, fill, holds, quiet, until
 

@@ -23,7 +23,7 @@ from gdscache import CacheEngine, PageHashes
 from gdscache.config import ModelConfig
 from gdscache.limits import EngineLimits
 from gdscache.load.handle import LayerwiseLoad
-from gdscache.load.report import LoadReport
+from gdscache.load.plan import LoadReport
 from gdscache.moves.native import NativeExecutor
 from gdscache.pages.layout import PLAIN, PageLayout
 from gdscache.store.handle import StoreHandle

@@ -134,7 +134,7 @@ class HybridHost:
         return self.engine.engines[pool], [self.planes[layer] for layer in self.engine.pools[pool].layers]
 
     def per_page(self, name: str) -> int:
-        return self.of(name)[0].blocks_per_page
+        return self.of(name)[0].tables.blocks_per_page
 
     def take(self, name: str, pages: int) -> list[int]:
         return [self.free[self.pool_of[name]].pop() for _ in range(pages * self.per_page(name))]

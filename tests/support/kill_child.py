@@ -15,7 +15,7 @@ import numpy as np
 from gdscache import CacheEngine
 from gdscache.disk import catalog_file, slab
 from gdscache.errors import PoolFullError
-from gdscache.load.report import LoadReport
+from gdscache.load.plan import LoadReport
 from gdscache.moves import PageStatus
 from gdscache.pages.layout import PageLayout
 from gdscache.store.handle import StoreHandle

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from gdscache import CacheEngine, PageStatus, Rank, RankAddress
-from gdscache.load.report import LoadReport
+from gdscache.load.plan import LoadReport
 from gdscache.pages.layout import PageLayout
 from gdscache.store.handle import StoreReport
 from tests.support.helpers import MHA, WAIT, Bytes, layout_of, make_config, narrowed, read_page, write_page

@@ -6,7 +6,6 @@ The engine's own code decides (`TierManager`, `StorePlanner`, `Storer`, `TierWri
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -22,14 +21,11 @@ from gdscache.index.index import PageIndex
 from gdscache.index.retention import DEFAULT, Retention
 from gdscache.index.table import Entry, PageState
 from gdscache.limits import LIMITS, EngineLimits
-from gdscache.load.plan import LoadPlan
+from gdscache.load.plan import LoadPart, LoadPlan
 from gdscache.load.planner import LoadPlanner
-from gdscache.load.report import LoadPart
 from gdscache.load.run import LoadRun
-from gdscache.moves import Moving
 from gdscache.pages.checksum import Checksums
 from gdscache.pages.keys import Page
-from gdscache.pages.layout import PageLayout
 from gdscache.policies import new_policy
 from gdscache.policies.admission import Admission
 from gdscache.store.outlets import EarnedOffers, Outlet
@@ -120,26 +116,6 @@ class Ledger:
         """No engine waits for its blocks."""
 
 
-@dataclasses.dataclass(slots=True)
-class _Handle:
-    """A load without a waiting engine."""
-
-    parts: Sequence[LoadPart]
-    layout: PageLayout
-    deadline: float
-    number: int = 0
-    checked: bool = False
-
-    def carried_by(self, moving: Moving, *, last: bool) -> None:
-        """Not cancelled here."""
-
-    def signal(self, layers: range, event: Event) -> None:
-        """No layer is awaited."""
-
-    def released(self) -> None:
-        """No engine has the blocks."""
-
-
 def open_pools(config: Config, machine: MachineModel, clock: Clock) -> list[Hierarchy]:
     """The tiers of each pool of a model's groups, as in `pool_parts`; without groups, those of the model."""
     found: list[Hierarchy] = []
@@ -208,8 +184,8 @@ class Hierarchy:
             self._waiting.append(turn)
             yield turn
         blocks = np.empty((len(plan), 0), dtype=np.int64)
-        handle = _Handle([LoadPart(len(plan))], self.layout, self.config.deadline)
-        run = LoadRun(self.loads, self.executor, self.config.load, handle, plan, [blocks])
+        about = self.config.load, self.layout, self.config.deadline
+        run = LoadRun(self.loads, self.executor, *about, plan, [LoadPart(len(plan))], [blocks])
         yield from cast(Process, run.steps())
         if self._waiting:
             self._waiting.popleft().fire()

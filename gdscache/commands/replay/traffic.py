@@ -17,8 +17,7 @@ from gdscache.config.pools import window_every
 from gdscache.engine.hybrid_states import StandingStates
 from gdscache.groups.base import alignment, complete, kept, lengths, marks, needed
 from gdscache.groups.names import GroupNames
-from gdscache.groups.partings import Partings
-from gdscache.groups.pools import pools_of
+from gdscache.groups.pools import Partings, pools_of
 from gdscache.load.plan import LoadPlan
 from gdscache.pages.keys import Page, namespace_digest
 

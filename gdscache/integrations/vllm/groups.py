@@ -19,7 +19,7 @@ from typing import Any
 from gdscache.errors import InterfaceUnsupportedError
 from gdscache.groups.base import alignment, kept, marks
 from gdscache.groups.names import GroupNames, GroupPage
-from gdscache.groups.partings import Partings
+from gdscache.groups.pools import Partings
 from gdscache.integrations.fetching import GroupFetch
 from gdscache.integrations.vllm.requests import HASH_BYTES, Known, LoadOrder, RequestTable, StoreOrder, trace_of
 from gdscache.integrations.vllm.session import GroupSession

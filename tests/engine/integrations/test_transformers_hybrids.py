@@ -111,7 +111,7 @@ def opened(model: PreTrainedModel, path: Path, **more: Any) -> Iterator[HybridEn
         yield engine
         engine.drain(20)
         for part, free in zip(engine.engines, engine._free, strict=True):
-            assert sorted(free) == list(range(part.blocks))
+            assert sorted(free) == list(range(part.tables.blocks))
         assert engine.check().problems == ()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gdscache.groups.base import Group
-from gdscache.groups.partings import Partings
+from gdscache.groups.pools import Partings
 
 FULL, WINDOW = Group("full", (0,), 16), Group("window", (1,), 16, "window", 1024)
 SHORT, LONGER = Group("short", (1,), 16, "window", 128), Group("longer", (1,), 16, "window", 2048)

@@ -10,7 +10,7 @@ import pytest
 from gdscache.cuda.streams import Landed
 from gdscache.errors import DeadlineError
 from gdscache.load.handle import LayerwiseLoad
-from gdscache.load.report import LoadPart
+from gdscache.load.plan import LoadPart
 from tests.support.helpers import MHA, layout_of
 
 GROUPS = (range(1), range(1, 3), range(3, 6))

@@ -160,6 +160,18 @@ def test_what_a_part_brings_pushes_no_later_page_out() -> None:
     planner.abandon(plan)
 
 
+def test_a_request_of_a_batch_pushes_out_no_page_of_another() -> None:
+    """Not even one that was used before all others, and that no slower tier has."""
+    cold, warm, others = chain(1, 3), chain(2, 3), chain(3, SLOTS - 3)
+    manager, planner = prepare(cold, [("absent", "at rest")] * 3)
+    for page in (*warm, *others):
+        put(manager.landing.index, page, "at rest")
+    plan = planner.plan([cold, warm], "load")
+    assert [len(rows) for rows in plan.requests] == [3, 3]
+    assert plan.targets.count(None) == 3
+    planner.abandon(plan)
+
+
 def test_a_part_that_breaks_off_leaves_what_was_planned() -> None:
     pages = chain(1, 6)
     manager, planner = prepare(pages, [("absent", "at rest")] * 6)
