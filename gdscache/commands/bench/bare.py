@@ -14,7 +14,7 @@ import numpy as np
 
 from gdscache.arrays import address
 from gdscache.commands.bench import machine
-from gdscache.commands.bench.figures import interleave, rate
+from gdscache.commands.bench.figures import in_turns, rate
 from gdscache.commands.console import Progress, silent
 from gdscache.cuda.driver import Driver
 from gdscache.cuda.host_memory import HostBuffer
@@ -95,10 +95,10 @@ class BareLoop:
         ways = {way: functools.partial(self.run, op, way, onward=onward) for way in some}
         whole, self.total = self.total, max(self.total // 4, min(self.total, max(IO_BYTES)))
         try:
-            found = interleave(ways, 2, progress, f"bare {op.value} loop, all ways")
+            found = in_turns(ways, 2, progress, f"bare {op.value} loop, all ways")
         finally:
             self.total = whole
-        return sorted(ways, key=lambda way: found[way]["max"], reverse=True)[:KEPT]
+        return sorted(ways, key=lambda way: max(found[way]), reverse=True)[:KEPT]
 
     def close(self) -> None:
         os.close(self._file)

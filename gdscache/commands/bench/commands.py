@@ -231,10 +231,10 @@ def compare(
     meet."""
     from gdscache.commands.bench import report as measured
 
-    both, gone, new = measured.compare(first, second)
-    rows = [{"what": one.name, "ratio": one.ratio, "word": one.word} for one in both]
-    found = {"changes": rows, "only_in_first": gone, "only_in_second": new}
-    say(found, measured.shown(both, gone, new, everything=everything), as_json=as_json)
+    found = measured.compare(first, second)
+    rows = [{"what": one.name, "ratio": one.ratio, "word": one.word} for one in found.both]
+    plain = {"changes": rows, "only_in_first": found.gone, "only_in_second": found.new, "unlike": found.unlike}
+    say(plain, found.shown(everything=everything), as_json=as_json)
 
 
 def _refuse(ctx: typer.Context, panel: str) -> None:

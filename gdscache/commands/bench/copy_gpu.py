@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 
 from gdscache.arrays import Int64Array
-from gdscache.commands.bench.figures import compared, rate, series, turns
+from gdscache.commands.bench.figures import compared, in_turns, rate, series
 from gdscache.config import GpuConfig
 from gdscache.cuda.host_memory import PageLocking
 from gdscache.cuda.streams import Event, record_on
@@ -278,11 +278,11 @@ class Beside:
         """Two ways in turns, of `nbytes` each: a row of the copies, and one of the work."""
         for way in (ours, other):
             self.run(way)
-        mine, others = turns(lambda: self.run(ours), lambda: self.run(other), pairs)
-        rates = [series(rate(nbytes, run.copy.seconds) for run in runs) for runs in (mine, others)]
-        worked = [series(run.work_seconds for run in runs) for runs in (mine, others)]
+        both = in_turns({way: functools.partial(self.run, way) for way in (ours, other)}, pairs).values()
+        rates = [series(rate(nbytes, run.copy.seconds) for run in runs) for runs in both]
+        worked = [series(run.work_seconds for run in runs) for runs in both]
         name, more = self.neighbour.name, {"size": self.neighbour.size, "bytes": nbytes, **more}
-        beside = min(run.pieces for run in (*mine, *others))
+        beside = min(run.pieces for runs in both for run in runs)
         work = {"alone_seconds": self.alone_seconds, "pieces_beside": beside, **more}
         copy = f"copy beside {name}"
         return [

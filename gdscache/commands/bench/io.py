@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import shutil
+import statistics
 import tempfile
 import time
 from collections import Counter
@@ -21,7 +22,7 @@ import torch
 from gdscache import CacheEngine
 from gdscache.commands.bench import kit, machine
 from gdscache.commands.bench.bare import BareLoop
-from gdscache.commands.bench.figures import Ratios, Series, compared, copy_rate, idle, in_words, interleave, rate
+from gdscache.commands.bench.figures import Ratios, Row, compared, copy_rate, idle, in_turns, in_words, rate, series
 from gdscache.commands.bench.shapes import LLAMAS, token_bytes
 from gdscache.commands.console import Progress, silent
 from gdscache.config import Config, SsdConfig
@@ -51,8 +52,6 @@ PACKED_TARGETS = {  # of files on a RAM disk
     ("passing", "unpacked"): 1.20,
 }
 PATIENCE_S, SLOWEST = 60.0, 10e6  # a transport that takes longer, and a second for each so many bytes, hangs
-
-Row = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -321,9 +320,10 @@ def stores_and_loads(place: Place, page_bytes: int, transport: str = "", *, requ
             ("store", Op.WRITE, engine.store, store_target),
         ):
             label = _label(what, transport, page_bytes)
-            ways = {way.label: functools.partial(bare.run, op, way) for way in bare.scout(op, place.progress)}
-            rates = interleave({"ours": ours, **ways}, place.repeat, place.progress, label)
-            best = max(ways, key=lambda name: rates[name]["median"])
+            ways: dict[str, Callable[[], float]] = {"ours": ours}
+            ways |= {way.label: functools.partial(bare.run, op, way) for way in bare.scout(op, place.progress)}
+            rates = in_turns(ways, place.repeat, place.progress, label)
+            best = max([*ways][1:], key=lambda name: statistics.median(rates[name]))
             least = None if transport or not place.on_disk else target
             found.append(_row(engine, place, label, (rates["ours"], f"bare loop, {best}", rates[best]), least))
         engine.store()  # the bare loop wrote over the pages
@@ -350,7 +350,7 @@ def packed_loads(place: Place, page_bytes: int = PACKED_PAGE) -> list[Row]:
         for measure in ways.values():  # warms up
             measure()
         packed.check()
-        found = interleave(ways, place.repeat, place.progress, "packed pages")
+        found = in_turns(ways, place.repeat, place.progress, "packed pages")
         rows = []
         for kind, what in PACKED.items():
             label, ours = f"{what}, packed {format_size(page_bytes)} pages", found[f"{kind} packed"]
@@ -360,17 +360,21 @@ def packed_loads(place: Place, page_bytes: int = PACKED_PAGE) -> list[Row]:
     return rows
 
 
-def _row(engine: ColdEngine, place: Place, what: str, figures: tuple[Series, str, Series], limit: float | None) -> Row:
-    """A row of plain data. `figures`: ours, the reference's name, and its figure."""
-    transport = engine.transport
+def _row(
+    engine: ColdEngine, place: Place, what: str, rates: tuple[list[float], str, list[float]], limit: float | None
+) -> Row:
+    """A row of plain data. `rates`: ours, the reference's name, and its rates."""
+    ours, against, others = rates
     return compared(
         what,
-        *figures,
+        series(ours),
+        against,
+        series(others),
         limit,
         page_bytes=engine.nbytes // engine.pages,
         bytes=engine.nbytes,
         file_system=machine.storage(place.directory)["file_system"],
-        transport=transport["name"],
+        transport=engine.transport["name"],
         threads=place.threads,
         cache=engine.cache,
     )

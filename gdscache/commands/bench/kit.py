@@ -130,6 +130,14 @@ class Run:
         began = time.monotonic()
         if began + self._took >= self._until:
             raise NoTimeLeftError
+        with self.failing(*names):
+            yield
+        self._took = time.monotonic() - began
+        self.save()
+
+    @contextlib.contextmanager
+    def failing(self, *names: str) -> Iterator[None]:
+        """Prepare these cases, whose own times count: an error fails those that were not added yet, as in `guarded`."""
         try:
             yield
         except ERRORS as error:
@@ -137,8 +145,6 @@ class Run:
             for name in names:
                 if name not in self._over():
                     note(name, cause_of(error))
-        self._took = time.monotonic() - began
-        self.save()
 
     def add(self, name: str, rows: Report, *, wrong: str = "") -> None:
         """A case's result. `wrong`: the reason why its figures do not count: it has failed."""
@@ -199,7 +205,7 @@ class Bench:
         seconds: float = math.inf,
     ) -> dict[str, Any]:
         """Measure, as plain data. An error outside the cases fails those that are left. Raises errors that precede the
-        plan, and those of gdscache."""
+        plan, and those of gdscache that precede the first measured case."""
         settings.check()
         run = Run(self.sections, progress, keep, seconds, judged=settings.profile != "quick")
         try:
@@ -209,8 +215,8 @@ class Bench:
             pass  # the report names the cases that are left
         except KeyboardInterrupt:
             run.found["interrupted"] = True
-        except (RuntimeError, OSError, MemoryError) as error:
-            if not run.found["left"]:
+        except ERRORS as error:
+            if not run.found["left"] or (isinstance(error, GdsCacheError) and not run.found["done"]):
                 raise
             for name in run.found["left"]:
                 run.fail(name, cause_of(error))
@@ -377,7 +383,8 @@ def gpus(machine: Report) -> str:
 def machine_line(said: Report) -> str:
     storage = said["storage"]
     where = f"{storage['file_system']} on {storage['source']}"
-    return f"{said['cpu']}, {said['cores']} cores, {about(said['memory_bytes'])}, {gpus(said) or 'no GPU'}; {where}"
+    cpu = said["cpu"] or "unknown processor"
+    return f"{cpu}, {said['cores']} cores, {about(said['memory_bytes'])}, {gpus(said) or 'no GPU'}; {where}"
 
 
 def below(report: Report) -> list[Table | str]:

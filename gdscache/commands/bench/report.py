@@ -31,6 +31,9 @@ PAIRS = 10  # of copies, for a figure
 QUIET = ("same", "unsure")  # words for no known change
 _ROUNDS = 4  # in each report: with fewer rounds, spreads miss each other by chance in more than one of twenty cases
 _CHOSEN = re.compile(r", \d+ threads.*")  # of the bare loop, whose best way differs from run to run
+# Settings that change which figures there are, or how many rounds they have.
+_HARMLESS = ("repeat", "pairs", "turns", "stages", "ways", "transports", "everything", "at_once", "disk", "python",
+             "versions")  # fmt: skip
 _LESS = ("s", "us", "bytes")  # units of which less is better; of `RATE` more is better
 _STYLE = """
 :root { color-scheme: light dark }
@@ -216,31 +219,42 @@ class Change(NamedTuple):
         return "better" if (self.ratio > 1) == self.before.more else "worse"
 
 
-def compare(first: Path, second: Path) -> tuple[list[Change], list[str], list[str]]:
-    """Figures of both reports, the largest changes first, and the names of figures in only one of them. Raises
-    `InvalidValueError` unless the files are reports of the same benches."""
-    a, b = _figures(first), _figures(second)
+class Comparison(NamedTuple):
+    """Two reports, A and B. `both`: figures of both, the largest changes first. `gone`, `new`: names of figures in A
+    alone and in B alone. `unlike`: other conditions than these figures' rounds: a machine, a setting, a format."""
+
+    both: list[Change]
+    gone: list[str]
+    new: list[str]
+    unlike: list[str]
+
+    def shown(self, *, everything: bool) -> tuple[Table, str]:
+        """A table of the changes, with `everything` of all figures, and their numbers in sentences."""
+        table = Table("", "figure", "A", "B", "B / A", "")
+        for one in self.both:
+            if everything or one.word not in QUIET:
+                spread = [f"{figure(f.middle)} ({figure(f.low)} to {figure(f.high)})" for f in (one.before, one.after)]
+                table.add_row(one.name, *spread, figure(one.ratio), one.word)
+        words = [one.word for one in self.both]
+        counts = [f"{words.count(word)} {word}" for word in ("better", "worse", "other", *QUIET) if word in words]
+        alone = f"{len(self.gone)} are in A alone, {len(self.new)} in B alone"
+        unlike = f" These differ, too: {'; '.join(self.unlike)}." if self.unlike else ""
+        return table, f"{len(words)} figures are in both reports: {', '.join(counts)}. {alone}.{unlike}"
+
+
+def compare(first: Path, second: Path) -> Comparison:
+    """Raises `InvalidValueError` unless the files are reports of the same benches."""
+    (a, given), (b, other) = _read(first), _read(second)
     both = [Change(name, a[name], b[name]) for name in a if name in b and a[name].middle and b[name].middle]
     if not both:
         raise InvalidValueError(f"{first} and {second} have no figure in common", "name two reports of one bench")
     both.sort(key=lambda change: (change.word in QUIET, -abs(change.ratio - 1)))
-    return both, [name for name in a if name not in b], [name for name in b if name not in a]
+    unlike = [f"{key} {given[key]}, {other[key]}" for key in given if key in other and given[key] != other[key]]
+    return Comparison(both, [name for name in a if name not in b], [name for name in b if name not in a], unlike)
 
 
-def shown(both: Sequence[Change], gone: Sequence[str], new: Sequence[str], *, everything: bool) -> tuple[Table, str]:
-    """A table of the changes, with `everything` of all figures, and their numbers in a sentence."""
-    table = Table("", "figure", "A", "B", "B / A", "")
-    for one in both:
-        if everything or one.word not in QUIET:
-            spread = [f"{figure(f.middle)} ({figure(f.low)} to {figure(f.high)})" for f in (one.before, one.after)]
-            table.add_row(one.name, *spread, figure(one.ratio), one.word)
-    words = [one.word for one in both]
-    counts = [f"{words.count(word)} {word}" for word in ("better", "worse", "other", *QUIET) if word in words]
-    alone = f"{len(gone)} are in A alone, {len(new)} in B alone"
-    return table, f"{len(both)} figures are in both reports: {', '.join(counts)}. {alone}."
-
-
-def _figures(path: Path) -> dict[str, Figure]:
+def _read(path: Path) -> tuple[dict[str, Figure], dict[str, Any]]:
+    """The figures of a report, and the conditions of its benches."""
     file = path / JSON_NAME if path.is_dir() else path
     try:
         report = json.loads(file.read_text())
@@ -250,18 +264,21 @@ def _figures(path: Path) -> dict[str, Figure]:
         ) from None
     if not isinstance(report, dict) or not str(report.get("schema", "")).startswith("gdscache.bench."):
         raise InvalidValueError(f"{file} is no report of gdscache bench", "see gdscache bench --help")
-    benches = report.get("benches", {report["schema"].split(".")[2].partition("/")[0]: report})
+    figures, given = dict[str, Figure](), dict[str, Any]()
     try:
-        return {
-            f"{name}: {key}": figure
-            for name, bench in benches.items()
-            for section, rows in kit.counted(bench).items()
-            for row in (rows if isinstance(rows, list) else ())
-            if isinstance(row, dict)
-            for key, figure in _of_row(section, row)
-        }
+        for name, bench in report.get("benches", {report["schema"].split(".")[2].partition("/")[0]: report}).items():
+            for section, rows in kit.counted(bench).items():
+                for row in (row for row in (rows if isinstance(rows, list) else ()) if isinstance(row, dict)):
+                    figures |= {f"{name}: {key}": figure for key, figure in _of_row(section, row)}
+            about = {
+                "format": bench.get("schema"),
+                **{key: bench.get("machine", {}).get(key) for key in ("cpu", "gpus")},
+            }
+            about |= {key: value for key, value in bench.get("settings", {}).items() if key not in _HARMLESS}
+            given |= {f"{name}: {key}": value for key, value in about.items()}
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
         raise InvalidValueError(f"{file} is damaged: {error}", "name another report") from None
+    return figures, given
 
 
 def _of_row(section: str, row: Mapping[str, Any]) -> Iterator[tuple[str, Figure]]:

@@ -23,8 +23,8 @@ from gdscache.commands.bench.figures import (
     Values,
     compared,
     copy_rate,
-    frozen_heap,
     idle,
+    in_turns,
     series,
     target,
 )
@@ -52,6 +52,7 @@ LONG = 32 << 10  # tokens: from this length on hits are compared with the ideal
 LEAST_CACHED = 50  # percent
 IDEAL_TARGETS = {"cpu": 0.90, "ssd_via_cpu": 0.85}  # max(c, t) / measured
 MISS_TARGET = 0.02  # of the time without a cache
+OTHER_TOKENS = "it gave other tokens than without a cache"
 
 
 def place(directory: Path | None) -> Path:
@@ -71,14 +72,13 @@ def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
     run.plan([cell.label for cell in cells])
     longest = max(cell.prompt_tokens for cell in cells)
     with (
-        frozen_heap(),
         tempfile.TemporaryDirectory(prefix="gdscache-bench-", dir=directory) as made,
         contextlib.closing(TransformersClient(settings, longest, Path(made))) as client,
     ):
         run.found["model"] = client.describe()
         for length, of_length in itertools.groupby(cells, lambda cell: cell.prompt_tokens):
             some = list(of_length)
-            with run.guarded(*(cell.label for cell in some)):
+            with run.failing(*(cell.label for cell in some)):
                 _length(run, client, length, some)
 
 
@@ -127,20 +127,21 @@ def _ceilings(device: torch.device, slab: Path, nbytes: int) -> Iterator[Ceiling
 # -- cells -------------------------------------------------------------------------------------------------------------
 
 
+def _rounds(run: kit.Run, ways: Mapping[Any, Callable[[], Any]], repeat: int, text: str) -> dict[Any, list[Any]]:
+    """The answers of ways in turns: of a round that warms up, and of `repeat` more."""
+    return in_turns(ways, repeat + 1, lambda done, *_: run.say(f"{text}: round {min(done, repeat)} of {repeat}"))
+
+
 def _miss(run: kit.Run, client: TransformersClient, cells: Sequence[Cell], _: Ceilings) -> None:
     """A request without a hit, with a cache and without, in turns; the time includes the call of `store`.
 
     The difference is about a hundredth of the time, so short prompts have more rounds, with as many tokens in total as
     the middle one.
     """
-    ours: list[Answer] = []
-    plain: list[Answer] = []
     (cell,), settings = cells, client.settings
     rounds = settings.repeat * max(1, statistics.median_low(settings.prompts) // cell.prompt_tokens)
-    for number in range(rounds + 1):
-        run.say(f"{cell.label}: round {number} of {rounds}")
-        for cached in (False, True) if number % 2 else (True, False):
-            (ours if cached else plain).append(client.miss(cell, cached=cached))
+    ways = {cached: functools.partial(client.miss, cell, cached=cached) for cached in (True, False)}
+    ours, plain = _rounds(run, ways, rounds, cell.label).values()
     with_, without = (series(a.ttft for a in some[1:]) for some in (ours, plain))
     row = {
         **cell._asdict(),
@@ -151,33 +152,32 @@ def _miss(run: kit.Run, client: TransformersClient, cells: Sequence[Cell], _: Ce
         "added": with_["median"] / without["median"] - 1,
         "tokens": compare(ours, plain, settings.near_tie),
     }
-    run.add(cell.label, {"cells": [judge(row, client.device, ram=client.in_memory)]})
+    wrong = OTHER_TOKENS if row["tokens"] == "other" else ""
+    run.add(cell.label, {"cells": [judge(row, client.device, ram=client.in_memory)]}, wrong=wrong)
 
 
 def _hits(run: kit.Run, client: TransformersClient, cells: Sequence[Cell], ceilings: Ceilings) -> None:
     """Cells with different place, overlap and gate, in turns with their baselines and ceilings."""
-    first, repeat = cells[0], client.settings.repeat
-    answers: dict[Any, list[Answer]] = {"plain": [], "resident": [], **{cell: [] for cell in cells}}
-    rates: dict[str, list[float]] = {name: [] for name in ceilings.ways}
-    broken: dict[Cell, str] = {}
-    for number in range(repeat + 1):  # the first round warms up
-        run.say(f"{first.prompt_tokens:,} tokens, {first.cached_percent} % cached: round {number} of {repeat}")
-        for name, way in ceilings.ways.items():
-            rates[name].append(way())
-        for key in list(answers) if number % 2 == 0 else reversed(list(answers)):
-            if key in ("plain", "resident"):
-                answers[key].append(client.plain(first) if key == "plain" else client.resident(first))
-            elif key not in broken:
-                try:
-                    answers[key].append(client.hit(key))
-                except kit.ERRORS as error:
-                    broken[key] = cause_of(error)
-    counted = {name: series(values[1:]) for name, values in rates.items()}
+    first, broken = cells[0], dict[Cell, str]()
+
+    def hit(cell: Cell) -> Answer | None:
+        try:
+            return None if cell in broken else client.hit(cell)
+        except kit.ERRORS as error:
+            broken[cell] = cause_of(error)
+            return None
+
+    baselines = {"plain": functools.partial(client.plain, first), "resident": functools.partial(client.resident, first)}
+    ways: dict[Any, Callable[[], Any]] = {**ceilings.ways, **baselines}
+    ways |= {cell: functools.partial(hit, cell) for cell in cells}
+    text = f"{first.prompt_tokens:,} tokens, {first.cached_percent} % cached"
+    answers = _rounds(run, ways, client.settings.repeat, text)
+    rates = {name: series(answers[name][1:]) for name in ceilings.ways}
     for cell in cells:
         if cell in broken:
             run.fail(cell.label, broken[cell])
         else:
-            row = judge(_row(client, cell, answers, counted, ceilings.loops), client.device, ram=client.in_memory)
+            row = judge(_row(client, cell, answers, rates, ceilings.loops), client.device, ram=client.in_memory)
             run.add(cell.label, {"cells": [row]}, wrong=_wrong(cell, row, answers[cell]))
 
 
@@ -230,7 +230,7 @@ def judge(row: dict[str, Any], device: torch.device, *, ram: bool) -> dict[str, 
 def _wrong(cell: Cell, row: Mapping[str, Any], answers: Sequence[Answer]) -> str:
     """The reason why a cell's figures do not count: other tokens, pages from elsewhere, or bad pages."""
     if row["tokens"] == "other":
-        return "it gave other tokens than without a cache"
+        return OTHER_TOKENS
     if any(answer.recomputed for answer in answers):
         return "pages of a hit were bad, see the log"
     expected = set(row["bytes"]) or {"pool"}

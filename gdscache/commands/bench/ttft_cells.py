@@ -49,8 +49,9 @@ class Settings(kit.Settings):
         if not quick and device.startswith("cuda"):
             return {}
         dtype = "bfloat16" if device.startswith("cuda") else "float32"
-        small = {"prompts": (256,), "page_tokens": 16, "repeat": 2, "ceiling_bytes": 8 << 20}
-        return {"preset": "tiny", "dtype": dtype, **(small if quick else {"prompts": (2048, 512, 8192)})}
+        small = {"prompts": (256,), "repeat": 2, "ceiling_bytes": 8 << 20}
+        tiny = {"preset": "tiny", "dtype": dtype, "page_tokens": 16}  # with small pages shares are what labels say
+        return tiny | (small if quick else {"prompts": (2048, 512, 8192)})
 
     @property
     def near_tie(self) -> float:
