@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import pytest
 import typer
 
-from gdscache.commands.bench import bare, figures, kit, machine
+from gdscache.commands.bench import figures, io, kit, machine
 from gdscache.errors import (
     CapacityError,
     InvalidValueError,
@@ -354,20 +354,20 @@ def test_commands_import_nothing_heavy() -> None:
 def test_the_bare_loop_touches_every_part_once_and_reports_short_reads(tmp_path: Path) -> None:
     file = tmp_path / "f"
     file.write_bytes(bytes(8 * MIB))
-    with contextlib.closing(bare.BareLoop(file, 8 * MIB)) as loop:
-        assert loop.run(Op.WRITE, bare.Way(3, MIB)) > 0
+    with contextlib.closing(io.BareLoop(file, 8 * MIB)) as loop:
+        assert loop.run(Op.WRITE, io.Way(3, MIB)) > 0
         noise = bytes(loop._buffer.view)
         assert any(noise)
         assert file.read_bytes() == noise  # each part from memory of its own
         loop._buffer.view[:] = bytes(8 * MIB)
-        assert loop.run(Op.READ, bare.Way(2, MIB)) > 0
+        assert loop.run(Op.READ, io.Way(2, MIB)) > 0
         assert loop._buffer.view == noise
-        assert (len(loop.scout(Op.READ)), loop.total) == (bare.KEPT, 8 * MIB)
+        assert (len(loop.scout(Op.READ)), loop.total) == (io.KEPT, 8 * MIB)
         os.truncate(file, 7 * MIB)
         with pytest.raises(IOFailedError, match="moved less than 1048576"):
-            loop.run(Op.READ, bare.Way(2, MIB))
+            loop.run(Op.READ, io.Way(2, MIB))
     with pytest.raises(InvalidValueError, match="shorter"):
-        bare.BareLoop(file, 8 * MIB)
+        io.BareLoop(file, 8 * MIB)
 
 
 def test_ways_take_turns() -> None:

@@ -272,11 +272,12 @@ def test_every_prompt_of_the_traffic_fits_an_engine(tmp_path: Path) -> None:
     run = serving.Serving(kit.Run({"rows": []}), serving.Settings())
     run.folders = [tmp_path]
     for tokens in (256, 300, 1024, 4096, 32_768, serving.MOST_TOKENS):
-        for preset in ("tiny", "8b"):
+        for preset in ("tiny", "8b", "qwen3-next"):
             run.settings = serving.Settings(tokens=tokens, preset=preset, gpus=1)
             run.settings.check()
             order = run.order(serving.Way("none"), traffic=True)
             assert 2 * order["part"] + serving_run.ANSWER <= tokens + serving_run.SPARE
+            assert 2 * tokens <= order["gpu_tokens"] < 3 * tokens, "the third prompt evicts the first one"
             assert order["gpu"], "engines that are open side by side share its memory"
 
 

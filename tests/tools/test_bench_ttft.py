@@ -343,6 +343,7 @@ def test_what_is_measured_unasked() -> None:
         assert chosen(everything) == cells(everything)
     assert {cell.prompt_tokens for cell in chosen(Settings.of(quick=True, device="cpu"))} == {256}
     assert Settings.of(device="cuda:0").preset == "8b"
+    assert [Settings.of(device="cpu", pack=pack).dtype for pack in (None, True)] == ["float32", "bfloat16"]
     assert Settings.of(device="cuda:0").prompts == (32768, 8192, 131072)
     whole = cells(Settings.of(device="cuda:0"))
     assert len(whole) == len(set(whole)) == 3 * (1 + 3 * (1 + 2 * 2 * 2))

@@ -202,10 +202,9 @@ def report(
     import torch
 
     from gdscache.commands.bench import report as measured
-    from gdscache.commands.bench.kit import check_writable
+    from gdscache.commands.bench.kit import check_directory, check_writable
 
-    if not directory.is_dir():
-        raise InvalidValueError(f"--dir {directory} is not a directory", "name a directory that exists")
+    check_directory(directory, "--dir")
     out.mkdir(parents=True, exist_ok=True)
     check_writable(out / measured.JSON_NAME, "--out")
     seconds = 60.0 * (minutes or (9 if torch.cuda.is_available() else 13))

@@ -12,8 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from gdscache.commands.bench import kit
-from gdscache.commands.bench.copy_gpu import Beside, Gpu, Way, attention, matrix_product, timed
-from gdscache.commands.bench.copy_planes import BenchPlanes, Cell, Copies, cells
+from gdscache.commands.bench.copy_gpu import (
+    STAGING,
+    BenchPlanes,
+    Beside,
+    Cell,
+    Copies,
+    Gpu,
+    Way,
+    attention,
+    cells,
+    matrix_product,
+    timed,
+)
 from gdscache.commands.bench.figures import Line, Ratios, compared, in_turns, in_words, rate, series
 from gdscache.commands.console import Table, figure
 from gdscache.sizes import GIB, MIB
@@ -61,7 +72,7 @@ def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
             contextlib.closing(BenchPlanes(gpu, geometry.layout(page_tokens), settings.total)) as pool,
             contextlib.closing(gpu.open_copies(pool.planes)) as by,  # its kernels hold the planes until this returns
         ):
-            run.found["mover"] = run.found["mover"] or gpu.describe(by)
+            run.found["mover"] = {"driver": by.driver.version, "staging_bytes": STAGING, **by.describe()}
             if pool.layout.packed:
                 pool.pack(by)
             for cell in of_layout:

@@ -35,6 +35,7 @@ _CHOSEN = re.compile(r", \d+ threads.*")  # of the bare loop, whose best way dif
 _HARMLESS = ("repeat", "pairs", "turns", "stages", "ways", "transports", "everything", "at_once", "disk", "python",
              "versions")  # fmt: skip
 _LESS = ("s", "us", "bytes")  # units of which less is better; of `RATE` more is better
+_text = functools.partial(html.escape, quote=False)
 _STYLE = """
 :root { color-scheme: light dark }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 0 auto; padding: 1rem }
@@ -57,10 +58,6 @@ class Part(NamedTuple):
     directory: Path
     options: Mapping[str, Any]
     lacks: str = ""
-
-    @property
-    def name(self) -> str:
-        return self.bench.name
 
 
 def parts(directory: Path, *, quick: bool) -> list[Part]:
@@ -96,20 +93,20 @@ def measure(directory: Path, out: Path, seconds: float, progress: Progress, *, q
     until, shares = time.monotonic() + (1 - PAGE_SHARE) * seconds, sum(part.share for part in some if not part.lacks)
     for part in reversed(some):
         if part.lacks:
-            found["cannot"][part.name] = part.lacks
+            found["cannot"][part.bench.name] = part.lacks
             continue
         began = time.monotonic()
         if found["interrupted"] or began >= until:
-            found["cannot"][part.name] = "interrupted" if found["interrupted"] else "no time left"
+            found["cannot"][part.bench.name] = "interrupted" if found["interrupted"] else "no time left"
             continue
         share, shares = part.share / shares, shares - part.share
         try:
             settings = part.bench.settings.of(quick=quick, **part.options)
-            keep = functools.partial(_keep, out, found, part.name, part.bench.head(settings, part.directory))
-            named = _titled(progress, part.title)
-            rows = part.bench.run(settings, part.directory, named, keep, seconds=(until - began) * share)
+            keep = functools.partial(_keep, out, found, part.bench.name, part.bench.head(settings, part.directory))
+            told = functools.partial(_told, progress, part.title)
+            rows = part.bench.run(settings, part.directory, told, keep, seconds=(until - began) * share)
         except kit.ERRORS as error:
-            found["cannot"][part.name] = cause_of(error)
+            found["cannot"][part.bench.name] = cause_of(error)
             continue
         found["interrupted"] = rows["interrupted"]
     found["seconds"] = time.time() - found["began"]
@@ -118,8 +115,8 @@ def measure(directory: Path, out: Path, seconds: float, progress: Progress, *, q
     return found
 
 
-def _titled(progress: Progress, title: str) -> Progress:
-    return lambda done, total, text: progress(done, total, f"{title}: {text}")
+def _told(progress: Progress, title: str, done: int, total: int, text: str) -> None:
+    progress(done, total, f"{title}: {text}")
 
 
 def _keep(out: Path, found: dict[str, Any], name: str, head: kit.Report, rows: kit.Report) -> None:
@@ -144,8 +141,8 @@ def page(found: kit.Report, parts: Sequence[Part], matplotlib: Any) -> str:
         body.append('<p class="note">--quick: these figures show that everything runs, and mean nothing.</p>')
     if found["interrupted"]:
         body.append('<p class="note">Interrupted: not all is measured.</p>')
-    for part in (part for part in parts if part.name in found["benches"]):
-        bench, report = part.bench, found["benches"][part.name]
+    for part in (part for part in parts if part.bench.name in found["benches"]):
+        bench, report = part.bench, found["benches"][part.bench.name]
         body.append(f"<h2>{_text(part.title)}</h2>")
         good = kit.counted(report)
         body += [f'<p class="bottom">{_text(line)}</p>' for line in bench.bottom(good)]
@@ -155,17 +152,13 @@ def page(found: kit.Report, parts: Sequence[Part], matplotlib: Any) -> str:
             body.append(f"<details><summary>For developers of gdscache</summary>{details}</details>")
         body += map(_part, kit.below(report))
     if found["cannot"]:
-        titles = {part.name: part.title for part in parts}
+        titles = {part.bench.name: part.title for part in parts}
         lines = [f"<li>{_text(titles[name])}: {_text(cause)}</li>" for name, cause in found["cannot"].items()]
         body += ["<h2>Not measured here</h2>", "<ul>", *lines, "</ul>"]
     body.append(f"<footer>gdscache bench report; the figures are in {JSON_NAME}.</footer>")
     meta = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
     head = f"<head>{meta}<title>gdscache bench report</title><style>{_STYLE}</style></head>"
     return "\n".join([f'<!doctype html>\n<html lang="en">{head}', "<body>", *body, "</body></html>", ""])
-
-
-def _text(text: str) -> str:
-    return html.escape(text, quote=False)
 
 
 def _part(part: Table | str) -> str:

@@ -174,8 +174,8 @@ class Settings(kit.Settings):
             raise InvalidValueError(f"--tp {self.tp} with {self.gpus} GPUs", f"use at most {max(1, self.gpus)}")
         if not 256 <= self.tokens <= MOST_TOKENS:
             raise InvalidValueError(f"a prompt of {self.tokens} tokens", f"use at least 256, at most {MOST_TOKENS}")
-        if self.disk is not None and not Path(self.disk).is_dir():
-            raise InvalidValueError(f"--disk {self.disk} is not a directory", "name a directory that exists")
+        if self.disk is not None:
+            kit.check_directory(Path(self.disk), "--disk")
 
 
 def chosen(settings: Settings) -> list[list[tuple[Way, bool]]]:
@@ -205,7 +205,7 @@ def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
         for at, stage in enumerate(stages):
             some = [(way, traffic) for way, traffic in stage if settings.gpus or way.way not in GPU_ONLY]
             for way, _ in (one for one in stage if one not in some):
-                run.cannot(serving.label(at, way), "vLLM's own offloading needs a GPU")
+                run.note("cannot", serving.label(at, way), "vLLM's own offloading needs a GPU")
             for first in range(0, len(some), settings.at_once):
                 serving.side_by_side(at, some[first : first + settings.at_once])
 
@@ -263,14 +263,14 @@ class Serving:
     def order(self, way: Way, *, traffic: bool) -> dict[str, Any]:
         """A run's order."""
         settings, folder = self.settings, self.folders[way.second]
-        small, nbytes = settings.preset == "tiny", token_bytes(settings.preset)
+        small = settings.preset == "tiny"
         of, where = model_config(settings.preset), self._where(folder)
         states = settings.preset in STATES
-        prompt = GIB if small else max(settings.tokens * nbytes, 6 * GIB if states else 0)
+        prompt = GIB if small else max(settings.tokens * token_bytes(settings.preset), 6 * GIB if states else 0)
         policy = settings.policy or ("wait_complete" if where == "ram" else "best_effort")  # a disk may be slow
         self._started += 1
         step = max(128, settings.page_tokens)  # no page is cached in part
-        return settings.describe() | {
+        return dataclasses.asdict(settings) | {
             "way": way.way,
             "restarted": way.restarted,
             "where": where,
@@ -285,7 +285,7 @@ class Serving:
             "groups": "layer_types" in of,
             "states": states,
             "kv_cache": 9 * prompt // 4 // settings.tp,  # of each GPU
-            "token_bytes": nbytes,
+            "gpu_tokens": 9 * settings.tokens // 4,  # of SGLang's GPU cache: two prompts, so the third evicts the first
             "cpu": GIB if small else (2 * settings.repeat + 3) * prompt // 2,  # it holds all prompts of first tokens
             "ssd": GIB if small else (2 * settings.repeat + 5) * prompt // 2,
             "host_buffer": "64MiB" if small else "512MiB",

@@ -235,7 +235,7 @@ def caching(order: dict[str, Any]) -> dict[str, Any]:
         return {}
     given: dict[str, Any] = {
         "enable_hierarchical_cache": True,
-        "hicache_size": (order["cpu"] >> 30) // order["tp"],  # of each rank
+        "hicache_size": max(1, (order["cpu"] >> 30) // order["tp"]),  # GiB of each rank; 0 is a share of the GPU's
         "hicache_mem_layout": "page_first",
         "hicache_io_backend": "kernel",
         "hicache_storage_prefetch_policy": order["policy"],
@@ -281,7 +281,7 @@ def sglang(answers: Answers) -> None:
         cuda_graph_bs_decode=GRAPHS,
         page_size=order["page_tokens"],
         mem_fraction_static=0.9,  # of free memory; the number of tokens is the bound
-        max_total_tokens=order["kv_cache"] * order["tp"] // order["token_bytes"],
+        max_total_tokens=order["gpu_tokens"],
         tp_size=order["tp"],
         disable_custom_all_reduce=True,  # with several GPUs SGLang would compile its kernels at each start
         context_length=order["tokens"] + SPARE,
