@@ -19,9 +19,21 @@ import pytest
 import torch
 
 from gdscache.commands import console
-from gdscache.commands.bench import copy, copy_gpu, copy_planes
-from gdscache.commands.bench.copy_gpu import Beside, Gpu, Moved, Neighbour, Queued, timed
-from gdscache.commands.bench.copy_planes import GQA, MLA, MLA_FP8, BenchPlanes, Cell, Copies
+from gdscache.commands.bench import copy, copy_gpu
+from gdscache.commands.bench.copy_gpu import (
+    GQA,
+    MLA,
+    MLA_FP8,
+    BenchPlanes,
+    Beside,
+    Cell,
+    Copies,
+    Gpu,
+    Moved,
+    Neighbour,
+    Queued,
+    timed,
+)
 from gdscache.errors import CapacityError, DeviceError, IOFailedError
 from gdscache.pages.planes import PagedPlanes
 from tests.support.host_copies import HostCopies
@@ -82,9 +94,6 @@ class Stand(Gpu):
         event: Any = self.take(direction, nbytes, RATE * (0.99 if sums else 1.0), after)
         return event, lambda: np.zeros((len(slots), len(layers)), dtype=np.uint64)
 
-    def describe(self, copies: Any) -> dict[str, Any]:
-        return {"driver": 13000, "copy_engine": "batch_13", "calibration": None}
-
     def now(self) -> float:
         return self.clock
 
@@ -121,6 +130,10 @@ class StandCopies(HostCopies):
     def __init__(self, gpu: Stand, planes: PagedPlanes, *, broken: bool = False) -> None:
         super().__init__(planes)
         self.planes, self.broken, self.closed = planes, broken, False
+        self.driver = Mock(version=13000)
+
+    def describe(self) -> dict[str, Any]:
+        return {"copy_engine": "batch_13", "calibration": None}
 
     def route(self, direction: str, layers: range, *, sums: bool) -> str:
         return "staged"
@@ -147,16 +160,16 @@ def test_a_group_has_1_mib_a_page_where_the_page_has(geometry: Any, page_tokens:
 
 def test_every_target_is_a_cell() -> None:
     """All pages of 1 MiB a call in all directions, one layer of GQA, pages of one token, and packed pages."""
-    every = copy_planes.cells()
+    every = copy_gpu.cells()
     targets = {(c.geometry.name, c.page_tokens, c.parts, c.direction): c.target for c in every}
     assert len(targets) == len(every) == 44
     both = ("load", "store")
     for name, tokens, parts in ("gqa", 64, ("one",)), ("gqa", 1, ("group", "all")), ("mla", 1, ("group", "all")):
         assert [targets[name, tokens, parts, direction] for direction in both] == [0.92, 0.92]
-    assert [targets[copy_planes.PACKED.name, 64, ("all",), direction] for direction in both] == [1.28, 1.20]
+    assert [targets[copy_gpu.PACKED.name, 64, ("all",), direction] for direction in both] == [1.28, 1.20]
     bulk = [c for c in every if c.span_bytes >= MIB and not c.geometry.packed]
     assert all(c.target == (0.93 if c.direction == "both" else 0.97) for c in bulk)
-    sizes = itertools.product(copy_planes.GEOMETRIES, (1, 16, 64, 256), copy_planes.PARTS, copy_planes.DIRECTIONS)
+    sizes = itertools.product(copy_gpu.GEOMETRIES, (1, 16, 64, 256), copy_gpu.PARTS, copy_gpu.DIRECTIONS)
     wanted = [Cell(geometry, tokens, (part,), direction) for geometry, tokens, part, direction in sizes]
     layers = {(c.geometry, c.page_tokens, c.layers, c.direction) for c in wanted if c.span_bytes >= MIB}
     assert {(c.geometry, c.page_tokens, c.layers, c.direction) for c in bulk} == layers
@@ -208,20 +221,20 @@ def test_calls_take_the_next_layers_and_shuffled_pages_that_loads_and_stores_do_
 
 
 def test_plain_copies_keep_to_halves_of_their_own(pool: BenchPlanes) -> None:
-    for memory in (pool.host, pool.device):
-        low, high = sorted(memory(direction, 2 * MIB).data_ptr() for direction in ("load", "store"))
+    for two in zip(pool.ends("load", 2 * MIB), reversed(pool.ends("store", 2 * MIB)), strict=True):
+        low, high = sorted(end.data_ptr() for end in two)
         assert high >= low + 2 * MIB
 
 
 def test_packed_pages_move_the_bytes_of_the_planes(gpu: Stand) -> None:
     """The rate is of these; what comes back has the same bits, and copies that bring none are no figure."""
-    with contextlib.closing(BenchPlanes(gpu, copy_planes.PACKED.layout(16), 2 * MIB)) as pool:
+    with contextlib.closing(BenchPlanes(gpu, copy_gpu.PACKED.layout(16), 2 * MIB)) as pool:
         by = StandCopies(gpu, pool.planes)
         assert pool.planes.blocks * pool.layout.plane_bytes == 8 * MIB
         assert pool.extents.nbytes < 0.8 * 8 * MIB
         pool.pack(by)
         for direction in ("load", "store"):
-            cell = cell_of("all", direction, copy_planes.PACKED)
+            cell = cell_of("all", direction, copy_gpu.PACKED)
             copies = Copies(pool, by, cell)
             assert copies.moved_bytes == 2 * MIB
             copies.check()
@@ -380,7 +393,7 @@ def found() -> dict[str, Any]:
         progress=lambda done, total, text: texts.append((done, text)),
         keep=lambda part: kept.append((part["complete"], len(part["copies"]))),
     )
-    pools, cells = 9, len(copy_planes.cells())
+    pools, cells = 9, len(copy_gpu.cells())
     assert (gpu.opened, gpu.released) == (pools, pools)
     assert kept == [*((number == cells, number) for number in range(1, cells + 1)), (True, cells)]
     assert [done for done, _ in texts] == list(range(cells))
@@ -401,7 +414,7 @@ def check_row(row: dict[str, Any], ratio: float) -> None:
 
 
 def test_every_cell_has_its_rows_without_and_with_checksums(found: dict[str, Any]) -> None:
-    cells, keys = copy_planes.cells(), ("geometry", "page_tokens", "direction", "layers", "parts")
+    cells, keys = copy_gpu.cells(), ("geometry", "page_tokens", "direction", "layers", "parts")
     for row, cell in zip(found["copies"], cells, strict=True):
         bounds = cell.geometry.layout(cell.page_tokens).layer_bounds[cell.layers - 1][1]
         said = cell.describe()
@@ -442,7 +455,7 @@ def test_wrong_bytes_fail_their_cells(monkeypatch: pytest.MonkeyPatch) -> None:
             super().open_copies(planes)
             return StandCopies(self, planes, broken=self.opened == 2)
 
-    few = [cell for cell in copy_planes.cells() if cell.page_tokens == 64]  # four pools
+    few = [cell for cell in copy_gpu.cells() if cell.page_tokens == 64]  # four pools
     monkeypatch.setattr(copy, "cells", lambda: few)
     bad = run(Wrong(), dataclasses.replace(SMALL, pairs=1))
     assert {row["what"] for row in bad["failed"]} == {copy.label(cell) for cell in few if cell.geometry == MLA}
@@ -502,7 +515,7 @@ def test_without_a_gpu_there_is_nothing_to_measure(gdscache, monkeypatch: pytest
 
 def test_the_command_writes_what_was_measured(gdscache, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(copy, "Gpu", Interrupted)
-    small = {key: value for key, value in SMALL.describe().items() if key != "profile"}
+    small = {key: value for key, value in dataclasses.asdict(SMALL).items() if key != "profile"}
     monkeypatch.setattr(copy.Settings, "defaults", lambda **options: small)
     files = ("--report", tmp_path / "r.json", "--plot", tmp_path / "r.svg")
     status, out, _ = gdscache("bench", "copy", "--total", "16MiB", "--pairs", "3", *files)
@@ -511,7 +524,7 @@ def test_the_command_writes_what_was_measured(gdscache, monkeypatch: pytest.Monk
     head = ["complete", "interrupted", "left", "done", "cannot", "failed"]
     sections = ["mover", "copies", "checksums", "beside"]
     assert list(written) == ["schema", "machine", "settings", *head, *sections]
-    assert written["settings"] == SMALL.describe() | {"everything": False, "total": 16 * MIB, "pairs": 3}
+    assert written["settings"] == dataclasses.asdict(SMALL) | {"everything": False, "total": 16 * MIB, "pairs": 3}
     assert written["mover"]["copy_engine"] == "batch_13"
     assert written["copies"]
     drawn = (tmp_path / "r.svg").read_text()
@@ -532,7 +545,7 @@ def test_the_quick_profile_on_a_gpu(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "r.json").read_text())
     assert report["complete"] is True
     assert report["machine"]["gpus"]
-    assert len(report["copies"]) == len(copy_planes.cells())
+    assert len(report["copies"]) == len(copy_gpu.cells())
     assert len(report["checksums"]) == 44
     assert len(report["beside"]) == 4
     assert not any(word in json.dumps(report) for word in ("NaN", "Infinity"))

@@ -16,7 +16,7 @@ import torch
 
 from gdscache import errors
 from gdscache.commands import console
-from gdscache.commands.bench import bare, io, machine
+from gdscache.commands.bench import io, machine
 from gdscache.commands.bench.io import BENCH, ColdEngine, Place, Settings
 from gdscache.config import SsdConfig
 from gdscache.storage import files, open_transport
@@ -160,7 +160,7 @@ def cold(tmp_path: Path) -> Iterator[ColdEngine]:
 
 @pytest.fixture
 def one_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bare.BareLoop, "scout", lambda *_: [bare.Way(2, MIB)])
+    monkeypatch.setattr(io.BareLoop, "scout", lambda *_: [io.Way(2, MIB)])
 
 
 def place(directory: Path, nbytes: int = 4 * MIB) -> Place:
@@ -196,7 +196,7 @@ def test_a_transport_that_hangs_ends_with_an_error(tmp_path: Path, monkeypatch: 
 @pytest.mark.usefixtures("one_way")
 def test_reads_through_the_page_cache_are_cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where O_DIRECT is refused, the slab is dropped before each load and bare read, and the report says so."""
-    for module in (files, bare):
+    for module in (files, io):
         monkeypatch.setattr(module, "probe_direct_io", lambda directory: "open answers Invalid argument")
     dropped: list[int] = []
     drop = machine.drop_cached
@@ -208,7 +208,7 @@ def test_reads_through_the_page_cache_are_cold(tmp_path: Path, monkeypatch: pyte
 
 def test_the_bare_loops_bytes_are_not_taken_for_the_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop writes the last page of a total that is no multiple of 4 MiB only in parts of 1 MiB."""
-    monkeypatch.setattr(bare.BareLoop, "scout", lambda _, op, *__: [bare.Way(2, 4 * MIB if op is Op.READ else MIB)])
+    monkeypatch.setattr(io.BareLoop, "scout", lambda _, op, *__: [io.Way(2, 4 * MIB if op is Op.READ else MIB)])
     assert io.stores_and_loads(place(tmp_path, 5 * MIB), MIB)
 
 

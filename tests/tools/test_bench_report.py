@@ -134,7 +134,7 @@ def test_what_a_bench_leaves_of_its_time_goes_to_the_next(
 
 def test_this_machine_has_parts() -> None:
     found = report.parts(Path(), quick=True)
-    assert [part.name for part in found] == ["ttft", "io", "copy", "links"]
+    assert [part.bench.name for part in found] == ["ttft", "io", "copy", "links"]
     assert sum(part.share for part in found) == pytest.approx(1)
     assert not any(part.lacks for part in found[:2])
 
@@ -151,7 +151,7 @@ def test_changes_are_those_whose_spreads_do_not_meet(tmp_path: Path) -> None:
     steady, spread = (1.0, 1.01, 1.02, 1.03), (0.5, 1.0, 1.5, 2.0)
     a = written(tmp_path / "a", up=steady, down=steady, noisy=steady, few=(1.0, 1.0, 1.0), gone=steady)
     b = written(tmp_path / "b", up=(1.2,) * 4, down=(0.8,) * 4, noisy=spread, few=(2.0, 2.0, 2.0), new=steady)
-    both, gone, new = report.compare(a, b)
+    both, gone, new, _ = report.compare(a, b)
     words = {one.name.split(",")[0]: one.word for one in both}
     assert words == {"io: up": "better", "io: down": "worse", "io: noisy": "same", "io: few": "unsure"}
     assert ["gone" in name for name in gone] == ["new" in name for name in new] == [True]
@@ -164,7 +164,7 @@ def test_less_time_is_better(tmp_path: Path) -> None:
         path.write_text(json.dumps({"schema": "gdscache.bench.ttft/4", "cells": [cell]}))
         return path
 
-    ((one,), _, _) = report.compare(timed(tmp_path / "a", 2.0), timed(tmp_path / "b", 1.0))
+    ((one,), *_) = report.compare(timed(tmp_path / "a", 2.0), timed(tmp_path / "b", 1.0))
     assert (one.word, one.ratio) == ("better", 0.5)
 
 
@@ -177,7 +177,7 @@ def test_copies_of_the_format_before_are_compared_with_those_of_this_one(tmp_pat
     new = about | figures.compared("load, gqa", plain, "memcpy", plain, pairs=True)
     for name, row, number in ("a", old, 5), ("b", new, 6):
         (tmp_path / name).write_text(json.dumps({"schema": f"gdscache.bench.copy/{number}", "copies": [row]}))
-    ((one,), gone, came) = report.compare(tmp_path / "a", tmp_path / "b")
+    ((one,), gone, came, _) = report.compare(tmp_path / "a", tmp_path / "b")
     assert (one.word, one.ratio, gone, came) == ("better", 1.25, [], [])
 
 
@@ -185,8 +185,21 @@ def test_the_best_way_of_the_bare_loop_may_differ(tmp_path: Path) -> None:
     for name, way in ("a", "4 threads, 4096 KiB"), ("b", "16 threads, 1024 KiB"):
         row = {"case": "io", **figures.compared("store", series((1.0,)), f"bare loop, {way}", series((1.0,)))}
         (tmp_path / name).write_text(json.dumps({"schema": "gdscache.bench.io/5", "comparisons": [row]}))
-    ((one,), gone, came) = report.compare(tmp_path / "a", tmp_path / "b")
+    ((one,), gone, came, _) = report.compare(tmp_path / "a", tmp_path / "b")
     assert (one.name, gone, came) == ("io: io, store, bare loop (ratio)", [], [])
+
+
+def test_other_conditions_are_named(tmp_path: Path) -> None:
+    """A figure of another model or of fewer tokens has not become better."""
+    cell = {"case": "8k tokens", "ttft_seconds": series((1.0,) * 4)}
+    for name, version, preset, repeat in ("a", 8, "1b", 5), ("b", 9, "8b", 4):
+        about = {"settings": {"preset": preset, "repeat": repeat, "pack": False}, "machine": {"cpu": "C", "gpus": []}}
+        made = {"schema": f"gdscache.bench.ttft/{version}", **about, "cells": [cell]}
+        (tmp_path / name).write_text(json.dumps(made))
+    found = report.compare(tmp_path / "a", tmp_path / "b")
+    assert found.unlike == ["ttft: format gdscache.bench.ttft/8, gdscache.bench.ttft/9", "ttft: preset 1b, 8b"]
+    assert "These differ, too: ttft: format" in found.shown(everything=False)[1]
+    assert report.compare(tmp_path / "a", tmp_path / "a").unlike == []
 
 
 def test_servers_are_compared_by_first_tokens_and_requests_a_second(tmp_path: Path) -> None:
@@ -200,7 +213,7 @@ def test_servers_are_compared_by_first_tokens_and_requests_a_second(tmp_path: Pa
         failed = [{"what": "gdscache", "cause": "exit status 3"}]
         made = {"schema": "gdscache.bench.serving/3", "failed": failed, "rows": rows}
         (tmp_path / name).write_text(json.dumps(made))
-    both, _, _ = report.compare(tmp_path / "a", tmp_path / "b")
+    both, *_ = report.compare(tmp_path / "a", tmp_path / "b")
     assert {(one.name, one.word) for one in both} == {
         ("serving: no cache, recomputed_ms", "worse"), ("serving: no cache, shared_requests_per_s", "better"),
     }  # fmt: skip

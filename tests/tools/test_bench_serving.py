@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import resource
 import signal
 import subprocess
 import sys
@@ -31,6 +32,7 @@ answers = pathlib.Path(sys.argv[2])
 found = {"opened_s": 1.0, "first": {"loaded": {"ms": [9.0, 7.0, 8.0], "cached": [640] * 3}}}
 if not order["restarted"]:
     found["first"] |= {name: {"ms": [ms], "cached": [0]} for name, ms in (("recomputed", 20.0), ("resident", 5.0))}
+    found["first"]["resident"]["cached"] = [640]
 if order["traffic"]:
     found |= {f"{kind}_requests_per_s": [4.0, 6.0] for kind in ("shared", "lone")}
     found["shared_cached"] = [0.25, 0.25]
@@ -150,6 +152,8 @@ def test_engines_are_spread_over_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--engine", "sglang", "--policy", "never"), "unknown policy 'never'"),
         (("--engine", "vllm", "--preset", "7b"), "unknown preset '7b'"),
         (("--engine", "vllm", "--tokens", "100"), "use at least 256"),
+        (("--engine", "vllm", "--tokens", "131072"), "at most 131008"),
+        (("--engine", "vllm", "--disk", "/no/such"), "--disk /no/such is not a directory"),
     ],
 )
 def test_what_is_refused(
@@ -207,7 +211,7 @@ def test_bytes_of_a_token() -> None:
 
 
 def report(*rows: dict[str, Any]) -> dict[str, Any]:
-    about = {"engine": "sglang", "versions": {"sglang": "0.5.23"}, "tokens": 1024, "tp": 1}
+    about = {"engine": "sglang", "versions": {"sglang": "0.5.23"}, "tokens": 1024, "tp": 1, "gpus": 1}
     return {
         "settings": about,
         "machine": {"gpus": ["a GPU"]},
@@ -215,10 +219,15 @@ def report(*rows: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-FIRST = {"recomputed": {"ms": [20.0]}, "resident": {"ms": [5.0]}}
+FIRST = {"recomputed": {"ms": [20.0]}, "resident": {"ms": [5.0], "cached": [896]}}
 TRAFFIC = {"shared_requests_per_s": [4.0, 7.5], "lone_requests_per_s": [3.0, 3.5]}
 PANELS = ("Time to first token", "half of each prompt shared", "nothing shared")
-LOADED = {"way": "storage", "restarted": True, "where": "disk", "first": {"loaded": {"ms": [9.0, 8.0, 33.0]}}}
+LOADED = {
+    "way": "storage",
+    "restarted": True,
+    "where": "disk",
+    "first": {"loaded": {"ms": [9.0, 8.0, 33.0], "cached": [896] * 3}},
+}
 
 
 def drawn(content: dict[str, Any]) -> str:
@@ -242,6 +251,68 @@ def test_a_plot_has_the_panels_that_there_are_values_for() -> None:
         text = drawn(report(*rows))
         assert tuple(words for words in PANELS if words in text) == panels
         assert ("sglang 0.5.23, a GPU" in text) == bool(panels)
+
+
+def test_a_way_that_did_not_load_its_prompts_is_no_hit() -> None:
+    """As vLLM's own offloading, whose memory was too small for them: most tokens were computed."""
+    none = {"way": "none", "first": FIRST}
+    first = {"loaded": {"ms": [19.0, 18.0, 17.0], "cached": [0, 128, 256]}}
+    found = report(none, {"way": "cpu", "first": first}, {"way": "storage", "first": LOADED["first"]})
+    names = [bar.name for bar in serving.first_bars(found)]
+    assert names[1:3] == ["vLLM's CPU offloading, CPU memory, loaded 128", "gdscache under HiCache, CPU memory"]
+    [said] = serving.bottom(found)
+    assert "With 896 of them cached: 18.0 ms with vLLM's CPU offloading, CPU memory, loaded 128" in said
+    assert "1,024 tokens, 896 of them cached; sglang 0.5.23, a GPU" in serving.panels(found)[0].title
+    for gpus, here, words in (0, ["a GPU"], "no GPU"), (2, [], "GPU"):
+        found["settings"]["gpus"], found["machine"]["gpus"] = gpus, here
+        assert serving.panels(found)[0].title.endswith(f"sglang 0.5.23, {words}")
+
+
+def test_every_prompt_of_the_traffic_fits_an_engine(tmp_path: Path) -> None:
+    run = serving.Serving(kit.Run({"rows": []}), serving.Settings())
+    run.folders = [tmp_path]
+    for tokens in (256, 300, 1024, 4096, 32_768, serving.MOST_TOKENS):
+        for preset in ("tiny", "8b", "qwen3-next"):
+            run.settings = serving.Settings(tokens=tokens, preset=preset, gpus=1)
+            run.settings.check()
+            order = run.order(serving.Way("none"), traffic=True)
+            assert 2 * order["part"] + serving_run.ANSWER <= tokens + serving_run.SPARE
+            assert 2 * tokens <= order["gpu_tokens"] < 3 * tokens, "the third prompt evicts the first one"
+            assert order["gpu"], "engines that are open side by side share its memory"
+
+
+@pytest.mark.parametrize(
+    ("ready", "words"), [(True, "it measured for more than 0.1 s"), (False, "it was not open after 400 s")]
+)
+def test_a_run_that_takes_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ready: bool, words: str) -> None:
+    monkeypatch.setattr(serving, "MEASURE_S", 0.1)
+    bench = serving.Serving(kit.Run({"rows": []}), serving.Settings())
+    order = dict.fromkeys(("way", "restarted", "where", "policy"))
+    with subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE, start_new_session=True) as process:
+        one = serving.Running("stage 1", order, tmp_path / "1.json", process)
+        (tmp_path / "1.log").write_text("")
+        if ready:
+            one.file(".ready").touch()
+        bench._measure(one)
+    assert bench.run.found["failed"] == [{"what": "stage 1", "cause": words}]
+
+
+def test_a_full_disk_costs_no_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does a kill within a write."""
+    order, file = tmp_path / "order", tmp_path / "answers"
+    order.write_text("{}")
+    monkeypatch.setattr(sys, "argv", ["run", "vllm", str(order), str(file)])
+    answers = serving_run.Answers()
+    answers.say(opened_s=1.0)
+    limit, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8, limit[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            answers.say(more="x" * 100)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert json.loads(file.read_text()) == {"opened_s": 1.0}
 
 
 def test_bars_are_medians_of_prompts_and_turns() -> None:

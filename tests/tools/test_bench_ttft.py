@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import json
 import sys
@@ -22,6 +23,7 @@ from gdscache.commands.bench.ttft_cells import (
     Answer,
     Cell,
     Settings,
+    cached_tokens,
     cell_of,
     cells,
     chosen,
@@ -175,6 +177,35 @@ def test_other_tokens_and_errors_are_failures(
     assert not any(tmp_path.iterdir())
 
 
+def test_a_miss_with_other_tokens_is_a_failure_and_rounds_have_a_frozen_heap(
+    tmp_path: Path, some: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    some(a_cell(NOWHERE, 0), a_cell())
+    plain, frozen = TransformersClient.miss, []
+
+    def miss(self: TransformersClient, cell: Cell, *, cached: bool) -> Answer:
+        found = plain(self, cell, cached=cached)
+        return dataclasses.replace(found, tokens=(-1,)) if cached else found
+
+    monkeypatch.setattr(TransformersClient, "miss", miss)
+    hit = TransformersClient.hit
+    monkeypatch.setattr(
+        TransformersClient, "hit", lambda *given: frozen.append(gc.get_freeze_count() > 0) or hit(*given)
+    )
+    found = BENCH.run(SMALL, tmp_path)
+    assert found["failed"] == [{"what": a_cell(NOWHERE, 0).label, "cause": ttft.OTHER_TOKENS}]
+    assert frozen == [True] * 2
+
+
+def test_labels_are_what_is_cached() -> None:
+    """Down to a page: on a CPU a prompt of 512 tokens had as many of them with 90 % as with 99 %."""
+    for device in ("cuda:0", "cpu"):
+        settings = Settings.of(device=device)
+        for cell in chosen(settings):
+            cached = cached_tokens(cell.prompt_tokens, cell.cached_percent, settings.page_tokens)
+            assert 100 * cached / cell.prompt_tokens == pytest.approx(cell.cached_percent, abs=3.2)
+
+
 @pytest.mark.parametrize("step", ["prime", "plain"])
 def test_a_failing_baseline_fails_its_cells(
     tmp_path: Path, some: Callable[..., None], monkeypatch: pytest.MonkeyPatch, step: str
@@ -312,6 +343,7 @@ def test_what_is_measured_unasked() -> None:
         assert chosen(everything) == cells(everything)
     assert {cell.prompt_tokens for cell in chosen(Settings.of(quick=True, device="cpu"))} == {256}
     assert Settings.of(device="cuda:0").preset == "8b"
+    assert [Settings.of(device="cpu", pack=pack).dtype for pack in (None, True)] == ["float32", "bfloat16"]
     assert Settings.of(device="cuda:0").prompts == (32768, 8192, 131072)
     whole = cells(Settings.of(device="cuda:0"))
     assert len(whole) == len(set(whole)) == 3 * (1 + 3 * (1 + 2 * 2 * 2))

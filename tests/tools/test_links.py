@@ -34,6 +34,7 @@ def test_two_ranks_are_measured(tmp_path: Path) -> None:
         assert load["bytes_of_a_rank"] == load["pages"] * links.layout_of(links.models(2)[name]).page_bytes
         assert load["against_figure"] == whole["against_figure"]
     assert plot.stat().st_size > 0
+    assert ("2 ranks without GPUs load at once" in shown) == (not report["machine"]["gpus"])
 
 
 @pytest.mark.suite

@@ -202,10 +202,9 @@ def report(
     import torch
 
     from gdscache.commands.bench import report as measured
-    from gdscache.commands.bench.kit import check_writable
+    from gdscache.commands.bench.kit import check_directory, check_writable
 
-    if not directory.is_dir():
-        raise InvalidValueError(f"--dir {directory} is not a directory", "name a directory that exists")
+    check_directory(directory, "--dir")
     out.mkdir(parents=True, exist_ok=True)
     check_writable(out / measured.JSON_NAME, "--out")
     seconds = 60.0 * (minutes or (9 if torch.cuda.is_available() else 13))
@@ -231,10 +230,10 @@ def compare(
     meet."""
     from gdscache.commands.bench import report as measured
 
-    both, gone, new = measured.compare(first, second)
-    rows = [{"what": one.name, "ratio": one.ratio, "word": one.word} for one in both]
-    found = {"changes": rows, "only_in_first": gone, "only_in_second": new}
-    say(found, measured.shown(both, gone, new, everything=everything), as_json=as_json)
+    found = measured.compare(first, second)
+    rows = [{"what": one.name, "ratio": one.ratio, "word": one.word} for one in found.both]
+    plain = {"changes": rows, "only_in_first": found.gone, "only_in_second": found.new, "unlike": found.unlike}
+    say(plain, found.shown(everything=everything), as_json=as_json)
 
 
 def _refuse(ctx: typer.Context, panel: str) -> None:

@@ -7,14 +7,25 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gdscache.commands.bench import kit
-from gdscache.commands.bench.copy_gpu import Beside, Gpu, Way, attention, matrix_product, timed
-from gdscache.commands.bench.copy_planes import BenchPlanes, Cell, Copies, cells
-from gdscache.commands.bench.figures import Line, Ratios, compared, frozen_heap, in_words, rate, series, turns
+from gdscache.commands.bench.copy_gpu import (
+    STAGING,
+    BenchPlanes,
+    Beside,
+    Cell,
+    Copies,
+    Gpu,
+    Way,
+    attention,
+    cells,
+    matrix_product,
+    timed,
+)
+from gdscache.commands.bench.figures import Line, Ratios, compared, in_turns, in_words, rate, series
 from gdscache.commands.console import Table, figure
 from gdscache.sizes import GIB, MIB
 
@@ -56,19 +67,16 @@ def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
     usual = [cell for cell in cells() if cell.page_tokens == USUAL_TOKENS and not cell.geometry.packed]
     every = cells() if settings.everything else usual
     run.plan([*map(label, every)])
-    with frozen_heap():
-        for (geometry, page_tokens), of_layout in itertools.groupby(every, lambda c: (c.geometry, c.page_tokens)):
-            with contextlib.closing(BenchPlanes(gpu, geometry.layout(page_tokens), settings.total)) as pool:
-                _with_pool(run, settings, gpu, pool, of_layout)
-
-
-def _with_pool(run: kit.Run, settings: Settings, gpu: Gpu, pool: BenchPlanes, some: Iterable[Cell]) -> None:
-    with contextlib.closing(gpu.open_copies(pool.planes)) as by:  # its kernels hold the planes until this returns
-        run.found["mover"] = run.found["mover"] or gpu.describe(by)
-        if pool.layout.packed:
-            pool.pack(by)
-        for cell in some:
-            run.case(label(cell), functools.partial(_measure_cell, settings, Copies(pool, by, cell)))
+    for (geometry, page_tokens), of_layout in itertools.groupby(every, lambda c: (c.geometry, c.page_tokens)):
+        with (
+            contextlib.closing(BenchPlanes(gpu, geometry.layout(page_tokens), settings.total)) as pool,
+            contextlib.closing(gpu.open_copies(pool.planes)) as by,  # its kernels hold the planes until this returns
+        ):
+            run.found["mover"] = {"driver": by.driver.version, "staging_bytes": STAGING, **by.describe()}
+            if pool.layout.packed:
+                pool.pack(by)
+            for cell in of_layout:
+                run.case(label(cell), functools.partial(_measure_cell, settings, Copies(pool, by, cell)))
 
 
 def _measure_cell(settings: Settings, copies: Copies) -> dict[str, list[dict[str, Any]]]:
@@ -90,8 +98,8 @@ def _row(settings: Settings, copies: Copies, other: Way, against: str, limit: fl
     gpu, ours = copies.bench.gpu, copies.ours(sums=sums)
     for way in (ours, other):  # the first run warms up
         timed(gpu, way)
-    runs = turns(lambda: timed(gpu, ours).seconds, lambda: timed(gpu, other).seconds, settings.pairs)
-    mine, others = (series(rate(copies.moved_bytes, seconds) for seconds in way) for way in runs)
+    runs = in_turns({way: functools.partial(timed, gpu, way) for way in (ours, other)}, settings.pairs)
+    mine, others = (series(rate(copies.moved_bytes, run.seconds) for run in some) for some in runs.values())
     more = {"pages": copies.pages, "calls": len(copies.calls), "bytes": copies.moved_bytes, "sums": sums}
     about = {**copies.cell.describe(), "routes": copies.routes(sums=sums), **more}
     return compared(label(copies.cell), mine, against, others, limit, pairs=True, **about)

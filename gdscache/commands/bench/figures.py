@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -29,41 +28,27 @@ COLORS = {True: "tab:blue", False: "tab:red", None: "tab:gray"}
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def frozen_heap() -> Iterator[None]:
-    """Exempt existing objects from garbage collection, as servers do after their start.
+def in_turns(
+    ways: Mapping[K, Callable[[], T]], rounds: int, progress: Progress = silent, text: str = ""
+) -> dict[K, list[T]]:
+    """Run every way once a round, so that the machine's drift meets all ways alike; every other round in reverse
+    order. Returns the answers by way, a round each.
 
-    A process with torch has half a million objects. Enough allocations start a full collection, which searches all of
-    them for a tenth of a second. Objects of the measured code are collected as usual.
+    Existing objects are exempt from garbage collection meanwhile, as servers have it after their start: a process with
+    torch has half a million objects. Enough allocations start a full collection, which searches all of them for a tenth
+    of a second. Objects of the measured code are collected as usual.
     """
+    found: dict[K, list[T]] = {name: [] for name in ways}
     gc.collect()
     gc.freeze()
     try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
-def interleave(
-    ways: Mapping[K, Callable[[], float]], rounds: int, progress: Progress = silent, text: str = ""
-) -> dict[K, Series]:
-    """Run every way once a round, in order, so that the machine's drift meets all ways alike."""
-    values: dict[K, list[float]] = {name: [] for name in ways}
-    with frozen_heap():
         for done in range(rounds):
             progress(done, rounds, text)
-            for name, way in ways.items():
-                values[name].append(way())
+            for name in found if done % 2 == 0 else reversed(found):
+                found[name].append(ways[name]())
+    finally:
+        gc.unfreeze()
     progress(rounds, rounds, text)
-    return {name: series(found) for name, found in values.items()}
-
-
-def turns(first: Callable[[], T], second: Callable[[], T], rounds: int) -> tuple[list[T], list[T]]:
-    """Two ways in pairs, `rounds` times; every other pair runs in reverse order."""
-    found: tuple[list[T], list[T]] = ([], [])
-    for number in range(rounds):
-        for which in (0, 1) if number % 2 == 0 else (1, 0):
-            found[which].append((first, second)[which]())
     return found
 
 

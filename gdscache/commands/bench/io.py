@@ -4,37 +4,54 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import itertools
+import os
 import shutil
+import statistics
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
 
 from gdscache import CacheEngine
+from gdscache.arrays import address
 from gdscache.commands.bench import kit, machine
-from gdscache.commands.bench.bare import BareLoop
-from gdscache.commands.bench.figures import Ratios, Series, compared, copy_rate, idle, in_words, interleave, rate
+from gdscache.commands.bench.figures import Ratios, Row, compared, copy_rate, idle, in_turns, in_words, rate, series
 from gdscache.commands.bench.shapes import LLAMAS, token_bytes
 from gdscache.commands.console import Progress, silent
 from gdscache.config import Config, SsdConfig
-from gdscache.errors import CapacityError, InvalidValueError, IOFailedError, TransportUnavailableError
+from gdscache.cuda.driver import Driver
+from gdscache.cuda.host_memory import HostBuffer
+from gdscache.errors import (
+    CapacityError,
+    DeviceError,
+    InvalidValueError,
+    IOFailedError,
+    NativeCallError,
+    TransportUnavailableError,
+)
+from gdscache.native import bare_loop
 from gdscache.pages.hit import Hit
 from gdscache.pages.planes import PagedPlanes
 from gdscache.sizes import GIB, MIB, about, format_size
 from gdscache.storage.base import GDS, Op
+from gdscache.storage.files import probe_direct_io
 from gdscache.storage.probe import gds_operations
 
 if TYPE_CHECKING:
     from gdscache.extents import HostExtents
 
+THREADS = (1, 2, 4, 8, 16)  # of the bare loop
+IO_BYTES = (1 << 20, 4 << 20)  # of its calls
+KEPT = 3  # its ways after the scouting round
 LEAST = 16 * MIB
 ENGINE_THREADS = int(SsdConfig.model_fields["threads"].default)
 RAM_THREADS = max(ENGINE_THREADS, 12)  # the cores that copy its bytes limit a RAM disk
@@ -51,8 +68,6 @@ PACKED_TARGETS = {  # of files on a RAM disk
     ("passing", "unpacked"): 1.20,
 }
 PATIENCE_S, SLOWEST = 60.0, 10e6  # a transport that takes longer, and a second for each so many bytes, hangs
-
-Row = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +96,84 @@ class Settings(kit.Settings):
             raise InvalidValueError(f"a total of {about(self.total)}", f"use at least {format_size(LEAST)}")
         if self.require_gds and not set(self.transports) & set(GDS):
             raise InvalidValueError("GDS is required of transports without it", "add --transport cufile")
+
+
+# -- the disk's ceiling ------------------------------------------------------------------------------------------------
+
+
+class Way(NamedTuple):
+    """A loop's threads and bytes for each system call."""
+
+    threads: int
+    io_bytes: int
+
+    @property
+    def label(self) -> str:
+        return f"{self.threads} threads, {self.io_bytes >> 10} KiB"
+
+
+class BareLoop:
+    """Reads or writes the first `total` bytes of a file, each part once, from or to memory of its own.
+
+    Its memory has the size and kind of a tier's: huge pages, page-locked with CUDA (on some devices both make direct
+    I/O faster), touched, random bytes. A small reused buffer stays in the processor's cache; it made the loop twice as
+    fast on a RAM disk, which no page cache can reach. If the file system refuses `O_DIRECT`, `direct` is False and the
+    loop uses the page cache, as the engine's transport does. Reads may go onward to `target`, uint8 (n,), on the host
+    or a GPU; the copy engine copies to a GPU, from the loop's page-locked memory.
+    """
+
+    def __init__(self, path: Path, total: int, target: torch.Tensor | None = None) -> None:
+        self.total, self._path, self._target = total, path, target
+        self._driver = Driver(target.device) if target is not None and target.is_cuda else None
+        self.direct = not probe_direct_io(path.parent)
+        with contextlib.ExitStack() as undo:
+            self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if self.direct else 0))
+            undo.callback(os.close, self._file)
+            if os.fstat(self._file).st_size < total:
+                raise InvalidValueError(f"{path} is shorter than {total} bytes", "measure a larger file")
+            size = max(IO_BYTES)
+            self._buffer = HostBuffer(-(-total // size) * size, "auto", unit=size)
+            noise = np.random.default_rng(0).bytes(size)
+            for at in range(0, self._buffer.nbytes, size):
+                self._buffer.view[at : at + size] = noise
+            self._memory = np.frombuffer(self._buffer.view, np.uint8)
+            undo.pop_all()
+
+    def run(self, op: Op, way: Way, *, onward: bool = False) -> float:
+        """GB/s of one pass. `onward`: each part is also copied to the target. Reads through the page cache are cold."""
+        if op is Op.READ and not self.direct:
+            machine.drop_cached([self._path])
+        nbytes = self.total // way.io_bytes * way.io_bytes
+        calls = self._file, op is Op.WRITE, nbytes, way.io_bytes, way.threads
+        target = self._target.data_ptr() if onward and self._target is not None else 0
+        driver = (None, 0) if not target or self._driver is None else (self._driver.library, self._driver.context)
+        try:
+            elapsed = bare_loop(*calls, address(self._memory), target, *driver)
+        except (NativeCallError, DeviceError) as error:
+            few = getattr(error, "errno", None) == errno.ENODATA
+            cause = f"a call moved less than {way.io_bytes} bytes" if few else error.message
+            raise IOFailedError(
+                f"the bare {op.value} loop failed: {cause}", "see the kernel log for the device"
+            ) from None
+        return rate(nbytes, elapsed)
+
+    def scout(self, op: Op, progress: Progress = silent, *, onward: bool = False) -> list[Way]:
+        """The `KEPT` best ways of two short rounds, best first."""
+        some = [
+            way for way in itertools.starmap(Way, itertools.product(THREADS, IO_BYTES)) if way.io_bytes <= self.total
+        ]
+        ways = {way: functools.partial(self.run, op, way, onward=onward) for way in some}
+        whole, self.total = self.total, max(self.total // 4, min(self.total, max(IO_BYTES)))
+        try:
+            found = in_turns(ways, 2, progress, f"bare {op.value} loop, all ways")
+        finally:
+            self.total = whole
+        return sorted(ways, key=lambda way: max(found[way]), reverse=True)[:KEPT]
+
+    def close(self) -> None:
+        os.close(self._file)
+        del self._memory
+        self._buffer.close()
 
 
 # -- an engine with its pages on the SSD only --------------------------------------------------------------------------
@@ -173,11 +266,9 @@ class ColdEngine:
 
     def load(self) -> float:
         """Load every page from the SSD into the planes, from the call to the verdict, without the lookup."""
-        index = self._cpu.index
+        pages = self.engine.pages(self._tokens)
         with self.engine.manager.lock:
-            for key in index.all_keys():
-                if (entry := index.find(key)) is not None:
-                    index.drop(entry)
+            self._cpu.index.drop_all([page.key for page in pages], {pages[0].namespace})
         if not self.transport["direct"]:  # reads through the page cache are to be cold
             machine.drop_cached([self.slab])
             self.cache = machine.cache_state(self.slab, direct=False)
@@ -282,21 +373,12 @@ def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
         some[PACKED_LOADS] = packed_loads
     run.plan([*some])
     if settings.everything and device.type == "cpu":
-        run.cannot(PACKED_LOADS, "torch sees no CUDA device")
+        run.note("cannot", PACKED_LOADS, "torch sees no CUDA device")
     threads = settings.threads or (RAM_THREADS if machine.in_memory(directory) else ENGINE_THREADS)
     with tempfile.TemporaryDirectory(prefix="gdscache-bench-", dir=directory) as made:
         place = Place(Path(made), settings.total, settings.repeat, threads, device, run.progress)
         for name, action in some.items():
-            run.case(name, functools.partial(_comparisons, action, place, require_gds=settings.require_gds))
-
-
-def _comparisons(action: Callable[[Place], list[Row]], place: Place, *, require_gds: bool) -> kit.Report:
-    try:
-        return {"comparisons": action(place)}
-    except TransportUnavailableError as error:
-        if require_gds:
-            raise IOFailedError(f"--require-gds: {error.message}", error.hint) from error
-        raise
+            run.case(name, functools.partial(lambda measured: {"comparisons": measured(place)}, action))
 
 
 # -- comparisons: figures measured in turns ----------------------------------------------------------------------------
@@ -314,16 +396,23 @@ def stores_and_loads(place: Place, page_bytes: int, transport: str = "", *, requ
         ssd["gds"] = "on" if require_gds else "auto"
         ssd["route"] = "direct" if place.device.type == "cuda" else "auto"
     counted = gds_operations()
-    with closing(ColdEngine(place, page_bytes, ssd)) as engine, closing(BareLoop(engine.slab, engine.nbytes)) as bare:
+    try:
+        opened = ColdEngine(place, page_bytes, ssd)
+    except TransportUnavailableError as error:
+        if require_gds:
+            raise IOFailedError(f"--require-gds: {error.message}", error.hint) from error
+        raise
+    with closing(opened) as engine, closing(BareLoop(engine.slab, engine.nbytes)) as bare:
         found = []
         for what, op, ours, target in (
             ("cold load", Op.READ, engine.load, load_target),
             ("store", Op.WRITE, engine.store, store_target),
         ):
             label = _label(what, transport, page_bytes)
-            ways = {way.label: functools.partial(bare.run, op, way) for way in bare.scout(op, place.progress)}
-            rates = interleave({"ours": ours, **ways}, place.repeat, place.progress, label)
-            best = max(ways, key=lambda name: rates[name]["median"])
+            ways: dict[str, Callable[[], float]] = {"ours": ours}
+            ways |= {way.label: functools.partial(bare.run, op, way) for way in bare.scout(op, place.progress)}
+            rates = in_turns(ways, place.repeat, place.progress, label)
+            best = max([*ways][1:], key=lambda name: statistics.median(rates[name]))
             least = None if transport or not place.on_disk else target
             found.append(_row(engine, place, label, (rates["ours"], f"bare loop, {best}", rates[best]), least))
         engine.store()  # the bare loop wrote over the pages
@@ -350,7 +439,7 @@ def packed_loads(place: Place, page_bytes: int = PACKED_PAGE) -> list[Row]:
         for measure in ways.values():  # warms up
             measure()
         packed.check()
-        found = interleave(ways, place.repeat, place.progress, "packed pages")
+        found = in_turns(ways, place.repeat, place.progress, "packed pages")
         rows = []
         for kind, what in PACKED.items():
             label, ours = f"{what}, packed {format_size(page_bytes)} pages", found[f"{kind} packed"]
@@ -360,17 +449,21 @@ def packed_loads(place: Place, page_bytes: int = PACKED_PAGE) -> list[Row]:
     return rows
 
 
-def _row(engine: ColdEngine, place: Place, what: str, figures: tuple[Series, str, Series], limit: float | None) -> Row:
-    """A row of plain data. `figures`: ours, the reference's name, and its figure."""
-    transport = engine.transport
+def _row(
+    engine: ColdEngine, place: Place, what: str, rates: tuple[list[float], str, list[float]], limit: float | None
+) -> Row:
+    """A row of plain data. `rates`: ours, the reference's name, and its rates."""
+    ours, against, others = rates
     return compared(
         what,
-        *figures,
+        series(ours),
+        against,
+        series(others),
         limit,
         page_bytes=engine.nbytes // engine.pages,
         bytes=engine.nbytes,
         file_system=machine.storage(place.directory)["file_system"],
-        transport=transport["name"],
+        transport=engine.transport["name"],
         threads=place.threads,
         cache=engine.cache,
     )

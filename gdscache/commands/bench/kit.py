@@ -79,10 +79,6 @@ class Settings:
         """Settings of the options' profile that differ from the fields' defaults."""
         return {}
 
-    def describe(self) -> dict[str, Any]:
-        """Plain data; sizes in bytes."""
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items()}
-
     def check(self) -> None:
         """Raises `InvalidValueError` for settings without a measurement."""
 
@@ -114,11 +110,10 @@ class Run:
 
     def plan(self, names: Sequence[str]) -> None:
         """The names of all cases."""
-        self._planned = list(names)
-        self._count()
+        self._planned = self.found["left"] = list(names)
 
     def case(self, name: str, action: Callable[[], Report]) -> None:
-        """Measure a case. `action` returns rows, or a single value, by the key of the report."""
+        """Measure a case. `action` returns rows by the key of the report."""
         self.say(name)
         with self.guarded(name):
             self.add(name, action())
@@ -130,35 +125,34 @@ class Run:
         began = time.monotonic()
         if began + self._took >= self._until:
             raise NoTimeLeftError
-        try:
+        with self.failing(*names):
             yield
-        except ERRORS as error:
-            note = self.cannot if isinstance(error, TransportUnavailableError) else self.fail
-            for name in names:
-                if name not in self._over():
-                    note(name, cause_of(error))
         self._took = time.monotonic() - began
         self.save()
 
+    @contextlib.contextmanager
+    def failing(self, *names: str) -> Iterator[None]:
+        """Prepare these cases, whose own times count: an error fails those that were not added yet, as in `guarded`."""
+        try:
+            yield
+        except ERRORS as error:
+            kind = "cannot" if isinstance(error, TransportUnavailableError) else "failed"
+            for name in (name for name in names if name not in self._over()):
+                self.note(kind, name, cause_of(error))
+
     def add(self, name: str, rows: Report, *, wrong: str = "") -> None:
         """A case's result. `wrong`: the reason why its figures do not count: it has failed."""
-        for key, value in (rows if self._judged else _unjudged(rows)).items():
-            if isinstance(value, list):
-                self.found[key] += [{"case": name, **row} for row in value]
-            else:
-                self.found[key] = value
+        hidden = () if self._judged else ("target", "met")
+        for key, some in rows.items():
+            self.found[key] += [{"case": name} | {k: v for k, v in row.items() if k not in hidden} for row in some]
         if wrong:
-            self.fail(name, wrong)
+            self.note("failed", name, wrong)
         else:
             self.found["done"].append(name)
 
-    def fail(self, name: str, cause: str) -> None:
-        """A begun case without a figure, or with a wrong one."""
-        self.found["failed"].append({"what": name, "cause": cause})
-
-    def cannot(self, name: str, cause: str) -> None:
-        """A case or way that this machine lacks."""
-        self.found["cannot"].append({"what": name, "cause": cause})
+    def note(self, kind: str, name: str, cause: str) -> None:
+        """A case without a figure, or with a wrong one: it `failed`, or this machine `cannot` run it."""
+        self.found[kind].append({"what": name, "cause": cause})
 
     def _over(self) -> set[str]:
         return {*self.found["done"], *(row["what"] for kind in ("failed", "cannot") for row in self.found[kind])}
@@ -167,13 +161,10 @@ class Run:
         self.progress(len(self._planned) - len(self.found["left"]), len(self._planned), text)
 
     def save(self) -> None:
-        self._count()
-        self._keep(self.found)
-
-    def _count(self) -> None:
         over = self._over()
         self.found["left"] = [name for name in self._planned if name not in over]
         self.found["complete"] = not self.found["left"] and not self.found["interrupted"]
+        self._keep(self.found)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +190,7 @@ class Bench:
         seconds: float = math.inf,
     ) -> dict[str, Any]:
         """Measure, as plain data. An error outside the cases fails those that are left. Raises errors that precede the
-        plan, and those of gdscache."""
+        plan, and those of gdscache that precede the first measured case."""
         settings.check()
         run = Run(self.sections, progress, keep, seconds, judged=settings.profile != "quick")
         try:
@@ -209,11 +200,11 @@ class Bench:
             pass  # the report names the cases that are left
         except KeyboardInterrupt:
             run.found["interrupted"] = True
-        except (RuntimeError, OSError, MemoryError) as error:
-            if not run.found["left"]:
+        except ERRORS as error:
+            if not run.found["left"] or (isinstance(error, GdsCacheError) and not run.found["done"]):
                 raise
             for name in run.found["left"]:
-                run.fail(name, cause_of(error))
+                run.note("failed", name, cause_of(error))
         run.save()
         return run.found
 
@@ -225,8 +216,7 @@ class Bench:
         settings.check()
         matplotlib = None if plot is None else require_matplotlib(plot)
         check_writable(plot, "--plot")
-        if not directory.is_dir():
-            raise InvalidValueError(f"--dir {directory} is not a directory", "name a directory that exists")
+        check_directory(directory, "--dir")
         check_writable(json_file, "--report")
         head = self.head(settings, directory)
 
@@ -259,7 +249,7 @@ class Bench:
 
     def head(self, settings: Settings, directory: Path) -> dict[str, Any]:
         """A report's first keys."""
-        return {"schema": self.schema, "machine": machine.describe(directory), "settings": settings.describe()}
+        return {"schema": self.schema, "machine": machine.describe(directory), "settings": dataclasses.asdict(settings)}
 
 
 @contextlib.contextmanager
@@ -285,6 +275,11 @@ def cause_of(error: BaseException) -> str:
     """An error in one line."""
     message = error.message if isinstance(error, GdsCacheError) else str(error)
     return " ".join(message.split()) or type(error).__name__
+
+
+def check_directory(path: Path, option: str) -> None:
+    if not path.is_dir():
+        raise InvalidValueError(f"{option} {path} is not a directory", "name a directory that exists")
 
 
 def check_writable(path: Path | None, option: str) -> None:
@@ -346,13 +341,6 @@ def require_matplotlib(path: Path) -> ModuleType:
     return matplotlib
 
 
-def _unjudged(part: Any) -> Any:
-    """Plain data without targets."""
-    if isinstance(part, Mapping):
-        return {key: _unjudged(value) for key, value in part.items() if key not in ("target", "met")}
-    return [_unjudged(value) for value in part] if isinstance(part, list) else part
-
-
 def counted(report: Report) -> dict[str, Any]:
     """A report without the rows of failed cases."""
     failed = {one["what"] for one in report.get("failed", ())}
@@ -377,7 +365,8 @@ def gpus(machine: Report) -> str:
 def machine_line(said: Report) -> str:
     storage = said["storage"]
     where = f"{storage['file_system']} on {storage['source']}"
-    return f"{said['cpu']}, {said['cores']} cores, {about(said['memory_bytes'])}, {gpus(said) or 'no GPU'}; {where}"
+    cpu = said["cpu"] or "unknown processor"
+    return f"{cpu}, {said['cores']} cores, {about(said['memory_bytes'])}, {gpus(said) or 'no GPU'}; {where}"
 
 
 def below(report: Report) -> list[Table | str]:

@@ -15,7 +15,7 @@ import itertools
 import multiprocessing
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ import torch
 
 from gdscache import CacheEngine, Config, PageStatus, Rank
 from gdscache.commands.bench import kit
-from gdscache.commands.bench.figures import Ratios, compared, in_words, rate, series, turns
+from gdscache.commands.bench.figures import Ratios, compared, in_turns, in_words, rate, series
 from gdscache.commands.bench.shapes import LLAMAS
 from gdscache.errors import InvalidValueError, IOFailedError
 from gdscache.pages.layout import PageLayout
@@ -195,7 +195,8 @@ def _measured(settings: Settings, name: str, model: dict[str, Any]) -> dict[str,
         for warm in (links.load, links.copy, links.load):
             warm()
         links.check()
-        loads, copies = turns(links.load, links.copy, settings.repeat)
+        ways: dict[str, Callable[[], Any]] = {"load": links.load, "copy": links.copy}
+        loads, copies = in_turns(ways, settings.repeat).values()
     moved = links.nbytes * settings.ranks
     alone, whole, copied = (series(rate(moved, s) for s in spent) for spent in (*zip(*loads, strict=True), copies))
     more: dict[str, Any] = {"ranks": settings.ranks, "bytes_of_a_rank": links.nbytes, "pages": links.pages}
@@ -217,7 +218,8 @@ def bottom(report: kit.Report) -> list[str]:
     loads = [row for row in report["links"] if row["what"].startswith("load of")]
     found = [in_words(row["case"], row, "of copies") for row in loads]
     ranks = report["settings"]["ranks"]
-    links = f"{ranks} GPUs load at once" if ranks > 1 else "One GPU loads"
+    one, more = ("GPU", "GPUs") if report["machine"]["gpus"] else ("rank without a GPU", "ranks without GPUs")
+    links = f"{ranks} {more} load at once" if ranks > 1 else f"One {one} loads"
     return [f"{links} {', and '.join(found)}."] if found else []
 
 

@@ -68,11 +68,9 @@ def commit() -> dict[str, Any] | None:
     git = shutil.which("git")
     if git is None or not (root / ".git").exists():
         return None
-    head = subprocess.run([git, "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    changed = subprocess.run([git, "-C", root, "status", "--porcelain"], capture_output=True, text=True, check=False)
-    if head.returncode or changed.returncode:
-        return None
-    return {"hash": head.stdout.strip(), "changed": bool(changed.stdout.strip())}
+    told = subprocess.run([git, "-C", root, "status", "--porcelain=2", "--branch"], capture_output=True, text=True)
+    found = re.match(r"# branch\.oid ([0-9a-f]+)\n", told.stdout)
+    return found and {"hash": found[1], "changed": bool(re.search("^[^#]", told.stdout, re.MULTILINE))}
 
 
 # -- the page cache ----------------------------------------------------------------------------------------------------

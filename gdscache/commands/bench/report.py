@@ -31,7 +31,11 @@ PAIRS = 10  # of copies, for a figure
 QUIET = ("same", "unsure")  # words for no known change
 _ROUNDS = 4  # in each report: with fewer rounds, spreads miss each other by chance in more than one of twenty cases
 _CHOSEN = re.compile(r", \d+ threads.*")  # of the bare loop, whose best way differs from run to run
+# Settings that change which figures there are, or how many rounds they have.
+_HARMLESS = ("repeat", "pairs", "turns", "stages", "ways", "transports", "everything", "at_once", "disk", "python",
+             "versions")  # fmt: skip
 _LESS = ("s", "us", "bytes")  # units of which less is better; of `RATE` more is better
+_text = functools.partial(html.escape, quote=False)
 _STYLE = """
 :root { color-scheme: light dark }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 0 auto; padding: 1rem }
@@ -54,10 +58,6 @@ class Part(NamedTuple):
     directory: Path
     options: Mapping[str, Any]
     lacks: str = ""
-
-    @property
-    def name(self) -> str:
-        return self.bench.name
 
 
 def parts(directory: Path, *, quick: bool) -> list[Part]:
@@ -93,20 +93,20 @@ def measure(directory: Path, out: Path, seconds: float, progress: Progress, *, q
     until, shares = time.monotonic() + (1 - PAGE_SHARE) * seconds, sum(part.share for part in some if not part.lacks)
     for part in reversed(some):
         if part.lacks:
-            found["cannot"][part.name] = part.lacks
+            found["cannot"][part.bench.name] = part.lacks
             continue
         began = time.monotonic()
         if found["interrupted"] or began >= until:
-            found["cannot"][part.name] = "interrupted" if found["interrupted"] else "no time left"
+            found["cannot"][part.bench.name] = "interrupted" if found["interrupted"] else "no time left"
             continue
         share, shares = part.share / shares, shares - part.share
         try:
             settings = part.bench.settings.of(quick=quick, **part.options)
-            keep = functools.partial(_keep, out, found, part.name, part.bench.head(settings, part.directory))
-            named = _titled(progress, part.title)
-            rows = part.bench.run(settings, part.directory, named, keep, seconds=(until - began) * share)
+            keep = functools.partial(_keep, out, found, part.bench.name, part.bench.head(settings, part.directory))
+            told = functools.partial(_told, progress, part.title)
+            rows = part.bench.run(settings, part.directory, told, keep, seconds=(until - began) * share)
         except kit.ERRORS as error:
-            found["cannot"][part.name] = cause_of(error)
+            found["cannot"][part.bench.name] = cause_of(error)
             continue
         found["interrupted"] = rows["interrupted"]
     found["seconds"] = time.time() - found["began"]
@@ -115,8 +115,8 @@ def measure(directory: Path, out: Path, seconds: float, progress: Progress, *, q
     return found
 
 
-def _titled(progress: Progress, title: str) -> Progress:
-    return lambda done, total, text: progress(done, total, f"{title}: {text}")
+def _told(progress: Progress, title: str, done: int, total: int, text: str) -> None:
+    progress(done, total, f"{title}: {text}")
 
 
 def _keep(out: Path, found: dict[str, Any], name: str, head: kit.Report, rows: kit.Report) -> None:
@@ -141,8 +141,8 @@ def page(found: kit.Report, parts: Sequence[Part], matplotlib: Any) -> str:
         body.append('<p class="note">--quick: these figures show that everything runs, and mean nothing.</p>')
     if found["interrupted"]:
         body.append('<p class="note">Interrupted: not all is measured.</p>')
-    for part in (part for part in parts if part.name in found["benches"]):
-        bench, report = part.bench, found["benches"][part.name]
+    for part in (part for part in parts if part.bench.name in found["benches"]):
+        bench, report = part.bench, found["benches"][part.bench.name]
         body.append(f"<h2>{_text(part.title)}</h2>")
         good = kit.counted(report)
         body += [f'<p class="bottom">{_text(line)}</p>' for line in bench.bottom(good)]
@@ -152,17 +152,13 @@ def page(found: kit.Report, parts: Sequence[Part], matplotlib: Any) -> str:
             body.append(f"<details><summary>For developers of gdscache</summary>{details}</details>")
         body += map(_part, kit.below(report))
     if found["cannot"]:
-        titles = {part.name: part.title for part in parts}
+        titles = {part.bench.name: part.title for part in parts}
         lines = [f"<li>{_text(titles[name])}: {_text(cause)}</li>" for name, cause in found["cannot"].items()]
         body += ["<h2>Not measured here</h2>", "<ul>", *lines, "</ul>"]
     body.append(f"<footer>gdscache bench report; the figures are in {JSON_NAME}.</footer>")
     meta = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
     head = f"<head>{meta}<title>gdscache bench report</title><style>{_STYLE}</style></head>"
     return "\n".join([f'<!doctype html>\n<html lang="en">{head}', "<body>", *body, "</body></html>", ""])
-
-
-def _text(text: str) -> str:
-    return html.escape(text, quote=False)
 
 
 def _part(part: Table | str) -> str:
@@ -216,31 +212,42 @@ class Change(NamedTuple):
         return "better" if (self.ratio > 1) == self.before.more else "worse"
 
 
-def compare(first: Path, second: Path) -> tuple[list[Change], list[str], list[str]]:
-    """Figures of both reports, the largest changes first, and the names of figures in only one of them. Raises
-    `InvalidValueError` unless the files are reports of the same benches."""
-    a, b = _figures(first), _figures(second)
+class Comparison(NamedTuple):
+    """Two reports, A and B. `both`: figures of both, the largest changes first. `gone`, `new`: names of figures in A
+    alone and in B alone. `unlike`: other conditions than these figures' rounds: a machine, a setting, a format."""
+
+    both: list[Change]
+    gone: list[str]
+    new: list[str]
+    unlike: list[str]
+
+    def shown(self, *, everything: bool) -> tuple[Table, str]:
+        """A table of the changes, with `everything` of all figures, and their numbers in sentences."""
+        table = Table("", "figure", "A", "B", "B / A", "")
+        for one in self.both:
+            if everything or one.word not in QUIET:
+                spread = [f"{figure(f.middle)} ({figure(f.low)} to {figure(f.high)})" for f in (one.before, one.after)]
+                table.add_row(one.name, *spread, figure(one.ratio), one.word)
+        words = [one.word for one in self.both]
+        counts = [f"{words.count(word)} {word}" for word in ("better", "worse", "other", *QUIET) if word in words]
+        alone = f"{len(self.gone)} are in A alone, {len(self.new)} in B alone"
+        unlike = f" These differ, too: {'; '.join(self.unlike)}." if self.unlike else ""
+        return table, f"{len(words)} figures are in both reports: {', '.join(counts)}. {alone}.{unlike}"
+
+
+def compare(first: Path, second: Path) -> Comparison:
+    """Raises `InvalidValueError` unless the files are reports of the same benches."""
+    (a, given), (b, other) = _read(first), _read(second)
     both = [Change(name, a[name], b[name]) for name in a if name in b and a[name].middle and b[name].middle]
     if not both:
         raise InvalidValueError(f"{first} and {second} have no figure in common", "name two reports of one bench")
     both.sort(key=lambda change: (change.word in QUIET, -abs(change.ratio - 1)))
-    return both, [name for name in a if name not in b], [name for name in b if name not in a]
+    unlike = [f"{key} {given[key]}, {other[key]}" for key in given if key in other and given[key] != other[key]]
+    return Comparison(both, [name for name in a if name not in b], [name for name in b if name not in a], unlike)
 
 
-def shown(both: Sequence[Change], gone: Sequence[str], new: Sequence[str], *, everything: bool) -> tuple[Table, str]:
-    """A table of the changes, with `everything` of all figures, and their numbers in a sentence."""
-    table = Table("", "figure", "A", "B", "B / A", "")
-    for one in both:
-        if everything or one.word not in QUIET:
-            spread = [f"{figure(f.middle)} ({figure(f.low)} to {figure(f.high)})" for f in (one.before, one.after)]
-            table.add_row(one.name, *spread, figure(one.ratio), one.word)
-    words = [one.word for one in both]
-    counts = [f"{words.count(word)} {word}" for word in ("better", "worse", "other", *QUIET) if word in words]
-    alone = f"{len(gone)} are in A alone, {len(new)} in B alone"
-    return table, f"{len(both)} figures are in both reports: {', '.join(counts)}. {alone}."
-
-
-def _figures(path: Path) -> dict[str, Figure]:
+def _read(path: Path) -> tuple[dict[str, Figure], dict[str, Any]]:
+    """The figures of a report, and the conditions of its benches."""
     file = path / JSON_NAME if path.is_dir() else path
     try:
         report = json.loads(file.read_text())
@@ -250,18 +257,21 @@ def _figures(path: Path) -> dict[str, Figure]:
         ) from None
     if not isinstance(report, dict) or not str(report.get("schema", "")).startswith("gdscache.bench."):
         raise InvalidValueError(f"{file} is no report of gdscache bench", "see gdscache bench --help")
-    benches = report.get("benches", {report["schema"].split(".")[2].partition("/")[0]: report})
+    figures, given = dict[str, Figure](), dict[str, Any]()
     try:
-        return {
-            f"{name}: {key}": figure
-            for name, bench in benches.items()
-            for section, rows in kit.counted(bench).items()
-            for row in (rows if isinstance(rows, list) else ())
-            if isinstance(row, dict)
-            for key, figure in _of_row(section, row)
-        }
+        for name, bench in report.get("benches", {report["schema"].split(".")[2].partition("/")[0]: report}).items():
+            for section, rows in kit.counted(bench).items():
+                for row in (row for row in (rows if isinstance(rows, list) else ()) if isinstance(row, dict)):
+                    figures |= {f"{name}: {key}": figure for key, figure in _of_row(section, row)}
+            about = {
+                "format": bench.get("schema"),
+                **{key: bench.get("machine", {}).get(key) for key in ("cpu", "gpus")},
+            }
+            about |= {key: value for key, value in bench.get("settings", {}).items() if key not in _HARMLESS}
+            given |= {f"{name}: {key}": value for key, value in about.items()}
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
         raise InvalidValueError(f"{file} is damaged: {error}", "name another report") from None
+    return figures, given
 
 
 def _of_row(section: str, row: Mapping[str, Any]) -> Iterator[tuple[str, Figure]]:

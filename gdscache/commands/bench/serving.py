@@ -11,6 +11,7 @@ import dataclasses
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -23,12 +24,13 @@ import typer
 
 from gdscache.commands.bench import kit, machine, serving_run
 from gdscache.commands.bench.figures import Bar, Values
-from gdscache.commands.bench.shapes import HYBRIDS, LLAMAS, STATES, model_config, token_bytes
+from gdscache.commands.bench.shapes import HYBRIDS, LLAMAS, MOST_POSITIONS, STATES, model_config, token_bytes
 from gdscache.commands.console import figure
 from gdscache.errors import InvalidValueError, MissingPackageError
 from gdscache.sizes import GIB
 
 OPEN_S, MEASURE_S, PROBE_S = 400.0, 300.0, 120.0
+MOST_TOKENS = MOST_POSITIONS - serving_run.SPARE
 END_S = 30.0  # seconds for a killed process to end
 POLICIES = ("wait_complete", "best_effort", "timeout")
 HICACHE = ("hicache", "storage")  # ways that fetch pages from files by HiCache's policy
@@ -170,8 +172,10 @@ class Settings(kit.Settings):
             raise InvalidValueError(f"{what} needs a GPU, and torch of {self.python} sees none", hint)
         if self.tp > max(1, self.gpus):
             raise InvalidValueError(f"--tp {self.tp} with {self.gpus} GPUs", f"use at most {max(1, self.gpus)}")
-        if self.tokens < 256:
-            raise InvalidValueError(f"a prompt of {self.tokens} tokens", "use at least 256")
+        if not 256 <= self.tokens <= MOST_TOKENS:
+            raise InvalidValueError(f"a prompt of {self.tokens} tokens", f"use at least 256, at most {MOST_TOKENS}")
+        if self.disk is not None:
+            kit.check_directory(Path(self.disk), "--disk")
 
 
 def chosen(settings: Settings) -> list[list[tuple[Way, bool]]]:
@@ -201,7 +205,7 @@ def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
         for at, stage in enumerate(stages):
             some = [(way, traffic) for way, traffic in stage if settings.gpus or way.way not in GPU_ONLY]
             for way, _ in (one for one in stage if one not in some):
-                run.cannot(serving.label(at, way), "vLLM's own offloading needs a GPU")
+                run.note("cannot", serving.label(at, way), "vLLM's own offloading needs a GPU")
             for first in range(0, len(some), settings.at_once):
                 serving.side_by_side(at, some[first : first + settings.at_once])
 
@@ -259,14 +263,14 @@ class Serving:
     def order(self, way: Way, *, traffic: bool) -> dict[str, Any]:
         """A run's order."""
         settings, folder = self.settings, self.folders[way.second]
-        small, nbytes = settings.preset == "tiny", token_bytes(settings.preset)
+        small = settings.preset == "tiny"
         of, where = model_config(settings.preset), self._where(folder)
         states = settings.preset in STATES
-        prompt = GIB if small else max(settings.tokens * nbytes, 6 * GIB if states else 0)
+        prompt = GIB if small else max(settings.tokens * token_bytes(settings.preset), 6 * GIB if states else 0)
         policy = settings.policy or ("wait_complete" if where == "ram" else "best_effort")  # a disk may be slow
         self._started += 1
         step = max(128, settings.page_tokens)  # no page is cached in part
-        return settings.describe() | {
+        return dataclasses.asdict(settings) | {
             "way": way.way,
             "restarted": way.restarted,
             "where": where,
@@ -275,13 +279,13 @@ class Serving:
             "traffic": traffic,
             "model": str(self.model),
             "cached": settings.tokens * 9 // 10 // step * step,
-            "part": 128 if small else serving_run.PART,
+            "part": 128 if small else min(serving_run.PART, settings.tokens // 2 // step * step),
             "ends": 500 + 100 * self._started,  # of prompts, so that runs have distinct prompts
-            "gpu": not small,
+            "gpu": settings.gpus > 0,
             "groups": "layer_types" in of,
             "states": states,
             "kv_cache": 9 * prompt // 4 // settings.tp,  # of each GPU
-            "token_bytes": nbytes,
+            "gpu_tokens": 9 * settings.tokens // 4,  # of SGLang's GPU cache: two prompts, so the third evicts the first
             "cpu": GIB if small else (2 * settings.repeat + 3) * prompt // 2,  # it holds all prompts of first tokens
             "ssd": GIB if small else (2 * settings.repeat + 5) * prompt // 2,
             "host_buffer": "64MiB" if small else "512MiB",
@@ -332,8 +336,9 @@ class Serving:
     def _measure(self, one: Running) -> None:
         self.run.say(one.label)
         one.file(".go").touch()
+        ready = one.file(".ready").exists()
         try:
-            status: int | None = one.process.wait(MEASURE_S if one.file(".ready").exists() else 1)
+            status: int | None = one.process.wait(MEASURE_S if ready else 1)
         except subprocess.TimeoutExpired:
             status = None
         one.end()
@@ -343,7 +348,8 @@ class Serving:
         if status != 0:
             log = one.answers.with_suffix(".log").read_text(errors="replace")
             typer.echo(f"{one.label}\n{log[-TAIL:]}", err=True)
-            wrong = "it was not ready in time" if status is None else f"exit status {status}"
+            late = f"it measured for more than {MEASURE_S:g} s" if ready else f"it was not open after {OPEN_S:g} s"
+            wrong = late if status is None else f"exit status {status}"
         self.run.add(one.label, {"rows": [row]}, wrong=wrong)
         self.run.save()  # a machine may be gone before the last run ends
 
@@ -358,15 +364,23 @@ def command(settings: Settings) -> list[str]:
 
 def first_bars(report: kit.Report) -> list[Bar]:
     """Milliseconds to the first token, way by way."""
-    plain: kit.Report = next((row["first"] for row in report["rows"] if "recomputed" in row.get("first", {})), {})
+    plain, cached = _plain(report)
     bars = [Bar("recomputed", plain["recomputed"]["ms"], "0.6")] if plain else []
     for row in report["rows"]:
         found, names = row.get("first", {}).get("loaded"), [bar.name for bar in bars]
         of = f", after a restart, {DISKS[row['where']]}" if row["restarted"] else ", CPU memory"
         name = NAMES[row["way"]] + of + (f", {row['policy']}" if row["restarted"] and row.get("policy") else "")
         if found and (row["restarted"] or name not in names):  # CPU memory is the same with every lower tier
-            bars.append(Bar(f"{name}, again" if name in names else name, found["ms"], _color(row)))
-    return [*bars, Bar("resident on the GPU", plain["resident"]["ms"], "0.8")] if "resident" in plain else bars
+            loaded = statistics.median(found["cached"])
+            name = f"{name}, again" if name in names else name
+            bars.append(Bar(f"{name}, loaded {loaded:,.0f}" if loaded < cached else name, found["ms"], _color(row)))
+    return [*bars, Bar("resident on the GPU", plain["resident"]["ms"], "0.8")] if plain else bars
+
+
+def _plain(report: kit.Report) -> tuple[kit.Report, float]:
+    """First tokens by computing and of resident prompts, and the cached tokens of the latter; empty without them."""
+    plain: kit.Report = next((row["first"] for row in report["rows"] if "resident" in row.get("first", {})), {})
+    return plain, statistics.median(plain["resident"]["cached"]) if plain else 0
 
 
 def traffic_bars(report: kit.Report, kind: str) -> list[Bar]:
@@ -386,11 +400,12 @@ def _color(row: kit.Report) -> str:
 
 def panels(report: kit.Report) -> list[Values]:
     """First tokens, and requests a second; medians of prompts and turns."""
-    settings, gpus = report["settings"], report["machine"]["gpus"] or ["no GPU"]
-    tp, engine = settings["tp"], settings["engine"]
-    where = f"{tp} of {len(gpus)} {gpus[0]} an engine" if tp > 1 else gpus[0]
+    settings, cached = report["settings"], _plain(report)[1]
+    tp, engine, gpus = settings["tp"], settings["engine"], settings["gpus"]
+    kind = (report["machine"]["gpus"] or ["GPU"])[0]  # the engine's Python may see GPUs that this one does not
+    where = "no GPU" if not gpus else f"{tp} of {gpus} {kind} an engine" if tp > 1 else kind
     by = f"{engine} {settings['versions'][engine]}, {where}"
-    title = f"Time to first token; {settings['tokens']:,} tokens, 90 % cached; {by}"
+    title = f"Time to first token; {settings['tokens']:,} tokens, {cached:,.0f} of them cached; {by}"
     found = [Values(title, first_bars(report), "ms", "{:.0f}".format)]
     for kind, words in KINDS.items():
         title = f"Requests a second, {words}; {by}"
@@ -410,7 +425,7 @@ def bottom(report: kit.Report) -> list[str]:
         ]
         said.append(
             f"A prompt of {report['settings']['tokens']:,} tokens has its first token after {figure(computed)} ms "
-            f"where all of it is computed. With 90 % of it cached: {'; '.join(loaded)}."
+            f"where all of it is computed. With {_plain(report)[1]:,.0f} of them cached: {'; '.join(loaded)}."
         )
     for kind, words in KINDS.items():
         if rates := [f"{figure(bar.median)} with {bar.name}" for bar in traffic_bars(report, kind)]:

@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from gdscache.commands.config_init import hicache_storage, sglang_linker, vllm_transfer
+from gdscache.runtime.files import write_whole
 
 WORDS = 4000  # upper bound of token ids
 CLIENTS = 64  # requests at a time
 GRAPHS = [1, 2, 4, 8, 16, 24, 32, 48, CLIENTS]  # batch sizes of decode steps with a CUDA graph
 SETTLE_S, PAUSE_S = 4.0, 2.0  # for background stores to end; after a load of traffic
 DOCUMENTS, USES, PART, ANSWER = 48, 3, 2048, 16  # requests that share the first half of their prompt
+SPARE = 64  # tokens of an engine beyond the longest prompt
 
 
 def words(seed: str, number: int) -> list[int]:
@@ -58,7 +60,8 @@ Generate = Callable[[Sequence[list[int]], int], Sequence[int]]  # prompts, token
 
 
 class Answers:
-    """A run's order and results. Results are written at once, so that a killed run keeps them."""
+    """A run's order and results. Results are written at once, so that a run that is killed or meets a full disk keeps
+    them."""
 
     def __init__(self) -> None:
         self.order: dict[str, Any] = json.loads(Path(sys.argv[2]).read_text())
@@ -67,7 +70,7 @@ class Answers:
 
     def say(self, **found: Any) -> None:
         self._found |= found
-        self._path.write_text(json.dumps(self._found))
+        write_whole(self._path, json.dumps(self._found).encode())
 
     def add(self, name: str, value: object) -> None:
         self.say(**{name: [*self._found.get(name, []), value]})
@@ -193,8 +196,8 @@ def vllm(answers: Answers) -> None:
         skip_tokenizer_init=True,
         load_format="dummy",
         dtype="bfloat16",
-        max_model_len=order["tokens"] + 64,
-        max_num_batched_tokens=order["tokens"] + 64,
+        max_model_len=order["tokens"] + SPARE,
+        max_num_batched_tokens=order["tokens"] + SPARE,
         max_num_seqs=CLIENTS,
         enforce_eager=not order["graphs"],
         compilation_config=VLLM_GRAPHS if order["graphs"] else None,
@@ -232,7 +235,7 @@ def caching(order: dict[str, Any]) -> dict[str, Any]:
         return {}
     given: dict[str, Any] = {
         "enable_hierarchical_cache": True,
-        "hicache_size": (order["cpu"] >> 30) // order["tp"],  # of each rank
+        "hicache_size": max(1, (order["cpu"] >> 30) // order["tp"]),  # GiB of each rank; 0 is a share of the GPU's
         "hicache_mem_layout": "page_first",
         "hicache_io_backend": "kernel",
         "hicache_storage_prefetch_policy": order["policy"],
@@ -278,12 +281,12 @@ def sglang(answers: Answers) -> None:
         cuda_graph_bs_decode=GRAPHS,
         page_size=order["page_tokens"],
         mem_fraction_static=0.9,  # of free memory; the number of tokens is the bound
-        max_total_tokens=order["kv_cache"] * order["tp"] // order["token_bytes"],
+        max_total_tokens=order["gpu_tokens"],
         tp_size=order["tp"],
         disable_custom_all_reduce=True,  # with several GPUs SGLang would compile its kernels at each start
-        context_length=order["tokens"] + 64,
-        chunked_prefill_size=order["tokens"] + 64,
-        max_prefill_tokens=order["tokens"] + 64,
+        context_length=order["tokens"] + SPARE,
+        chunked_prefill_size=order["tokens"] + SPARE,
+        max_prefill_tokens=order["tokens"] + SPARE,
         max_running_requests=CLIENTS,
         schedule_policy="lpm",
         log_level="warning",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 FULL, WINDOW, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+MOST_POSITIONS = 131_072  # tokens of a sequence
 STATES = ("qwen3-next", "granite-4-h-micro")  # shapes of models with a state
 _LLAMA_KEYS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -56,7 +57,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 _OF_ALL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": 128, "rms_norm_eps": 1e-05,
     "rope_theta": 500_000.0, "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
-    "hidden_act": "silu", "tie_word_embeddings": False, "max_position_embeddings": 131_072,
+    "hidden_act": "silu", "tie_word_embeddings": False, "max_position_embeddings": MOST_POSITIONS,
 }  # fmt: skip
 
 

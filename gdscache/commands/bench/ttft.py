@@ -10,12 +10,11 @@ import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gdscache.commands.bench import kit, machine
-from gdscache.commands.bench.bare import IO_BYTES, BareLoop
 from gdscache.commands.bench.figures import (
     Bar,
     Ratios,
@@ -23,12 +22,14 @@ from gdscache.commands.bench.figures import (
     Values,
     compared,
     copy_rate,
-    frozen_heap,
     idle,
+    in_turns,
     series,
     target,
 )
+from gdscache.commands.bench.io import IO_BYTES, BareLoop
 from gdscache.commands.bench.kit import cause_of
+from gdscache.commands.bench.shapes import LLAMAS
 from gdscache.commands.bench.ttft_cells import (
     NOWHERE,
     Answer,
@@ -47,11 +48,15 @@ from gdscache.storage.base import Op
 if TYPE_CHECKING:
     from gdscache.commands.bench.ttft_transformers import TransformersClient
 
+Ways = dict[Any, Callable[[], Any]]
+"""Ways that take turns: each measures once."""
+
 RAM_DISK = Path("/dev/shm")
 LONG = 32 << 10  # tokens: from this length on hits are compared with the ideal
 LEAST_CACHED = 50  # percent
 IDEAL_TARGETS = {"cpu": 0.90, "ssd_via_cpu": 0.85}  # max(c, t) / measured
 MISS_TARGET = 0.02  # of the time without a cache
+OTHER_TOKENS = "it gave other tokens than without a cache"
 
 
 def place(directory: Path | None) -> Path:
@@ -71,40 +76,35 @@ def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
     run.plan([cell.label for cell in cells])
     longest = max(cell.prompt_tokens for cell in cells)
     with (
-        frozen_heap(),
         tempfile.TemporaryDirectory(prefix="gdscache-bench-", dir=directory) as made,
         contextlib.closing(TransformersClient(settings, longest, Path(made))) as client,
     ):
-        run.found["model"] = client.describe()
+        run.found["model"] = {"engine": "transformers", "name": settings.preset, **LLAMAS[settings.preset]}
         for length, of_length in itertools.groupby(cells, lambda cell: cell.prompt_tokens):
             some = list(of_length)
-            with run.guarded(*(cell.label for cell in some)):
+            with run.failing(*(cell.label for cell in some)):
                 _length(run, client, length, some)
 
 
 def _length(run: kit.Run, client: TransformersClient, length: int, cells: Sequence[Cell]) -> None:
     run.say(f"{length:,} tokens: the document is computed and stored")
     nbytes = min(client.prime(length), client.settings.ceiling_bytes)
-    with _ceilings(client.device, client.slab, nbytes) as ceilings:
+    with _ceilings(client.device, client.slab, nbytes) as (ceilings, loops):
         if any(cell.gate for cell in cells):
             run.say(f"{length:,} tokens: the gate learns")
             client.learn(length)
         for _, of_group in itertools.groupby(cells, lambda cell: cell.group):
             group = list(of_group)
             with run.guarded(*(cell.label for cell in group)):
-                (_miss if group[0].where == NOWHERE else _hits)(run, client, group, ceilings)
-
-
-class Ceilings(NamedTuple):
-    """Ways that measure a ceiling once, in GB/s, and the names of the bare loops among them."""
-
-    ways: dict[str, Callable[[], float]]
-    loops: dict[str, str]
+                if group[0].where == NOWHERE:
+                    _miss(run, client, *group)
+                else:
+                    _hits(run, client, group, ceilings, loops)
 
 
 @contextlib.contextmanager
-def _ceilings(device: torch.device, slab: Path, nbytes: int) -> Iterator[Ceilings]:
-    """The ceilings of a hit of `nbytes`.
+def _ceilings(device: torch.device, slab: Path, nbytes: int) -> Iterator[tuple[Ways, dict[str, str]]]:
+    """The ceilings of a hit of `nbytes`: ways that measure each once, in GB/s, and the names of bare loops among them.
 
     `copy`: one copy of page-locked host memory to the device; on a CPU-only machine from one part of memory to another.
     `onward`: the best bare loop on the slab's first `nbytes`, which hold pages, that copies its reads on to the device.
@@ -114,33 +114,35 @@ def _ceilings(device: torch.device, slab: Path, nbytes: int) -> Iterator[Ceiling
         source = undo.enter_context(HostBuffer(nbytes, "auto")).tensor[:nbytes]
         source.fill_(1)
         target = torch.ones(nbytes, dtype=torch.uint8, device=device)
-        found = Ceilings({"copy": functools.partial(copy_rate, source, target)}, {})
+        ways: Ways = {"copy": functools.partial(copy_rate, source, target)}
+        loops: dict[str, str] = {}
         if nbytes >= min(IO_BYTES):
             loop = undo.enter_context(contextlib.closing(BareLoop(slab, nbytes, target)))
             best = loop.scout(Op.READ, onward=True)[0]
-            found.loops["onward"] = f"{best.label}, {'O_DIRECT' if loop.direct else 'through the page cache'}"
-            found.ways["onward"] = functools.partial(loop.run, Op.READ, best, onward=True)
+            loops["onward"] = f"{best.label}, {'O_DIRECT' if loop.direct else 'through the page cache'}"
+            ways["onward"] = functools.partial(loop.run, Op.READ, best, onward=True)
         undo.callback(idle, device)
-        yield found
+        yield ways, loops
 
 
 # -- cells -------------------------------------------------------------------------------------------------------------
 
 
-def _miss(run: kit.Run, client: TransformersClient, cells: Sequence[Cell], _: Ceilings) -> None:
+def _rounds(run: kit.Run, ways: Mapping[Any, Callable[[], Any]], repeat: int, text: str) -> dict[Any, list[Any]]:
+    """The answers of ways in turns: of a round that warms up, and of `repeat` more."""
+    return in_turns(ways, repeat + 1, lambda done, *_: run.say(f"{text}: round {min(done, repeat)} of {repeat}"))
+
+
+def _miss(run: kit.Run, client: TransformersClient, cell: Cell) -> None:
     """A request without a hit, with a cache and without, in turns; the time includes the call of `store`.
 
     The difference is about a hundredth of the time, so short prompts have more rounds, with as many tokens in total as
     the middle one.
     """
-    ours: list[Answer] = []
-    plain: list[Answer] = []
-    (cell,), settings = cells, client.settings
+    settings = client.settings
     rounds = settings.repeat * max(1, statistics.median_low(settings.prompts) // cell.prompt_tokens)
-    for number in range(rounds + 1):
-        run.say(f"{cell.label}: round {number} of {rounds}")
-        for cached in (False, True) if number % 2 else (True, False):
-            (ours if cached else plain).append(client.miss(cell, cached=cached))
+    ways = {cached: functools.partial(client.miss, cell, cached=cached) for cached in (True, False)}
+    ours, plain = _rounds(run, ways, rounds, cell.label).values()
     with_, without = (series(a.ttft for a in some[1:]) for some in (ours, plain))
     row = {
         **cell._asdict(),
@@ -151,33 +153,34 @@ def _miss(run: kit.Run, client: TransformersClient, cells: Sequence[Cell], _: Ce
         "added": with_["median"] / without["median"] - 1,
         "tokens": compare(ours, plain, settings.near_tie),
     }
-    run.add(cell.label, {"cells": [judge(row, client.device, ram=client.in_memory)]})
+    wrong = OTHER_TOKENS if row["tokens"] == "other" else ""
+    run.add(cell.label, {"cells": [judge(row, client.device, ram=client.in_memory)]}, wrong=wrong)
 
 
-def _hits(run: kit.Run, client: TransformersClient, cells: Sequence[Cell], ceilings: Ceilings) -> None:
+def _hits(
+    run: kit.Run, client: TransformersClient, cells: Sequence[Cell], ceilings: Ways, loops: Mapping[str, str]
+) -> None:
     """Cells with different place, overlap and gate, in turns with their baselines and ceilings."""
-    first, repeat = cells[0], client.settings.repeat
-    answers: dict[Any, list[Answer]] = {"plain": [], "resident": [], **{cell: [] for cell in cells}}
-    rates: dict[str, list[float]] = {name: [] for name in ceilings.ways}
-    broken: dict[Cell, str] = {}
-    for number in range(repeat + 1):  # the first round warms up
-        run.say(f"{first.prompt_tokens:,} tokens, {first.cached_percent} % cached: round {number} of {repeat}")
-        for name, way in ceilings.ways.items():
-            rates[name].append(way())
-        for key in list(answers) if number % 2 == 0 else reversed(list(answers)):
-            if key in ("plain", "resident"):
-                answers[key].append(client.plain(first) if key == "plain" else client.resident(first))
-            elif key not in broken:
-                try:
-                    answers[key].append(client.hit(key))
-                except kit.ERRORS as error:
-                    broken[key] = cause_of(error)
-    counted = {name: series(values[1:]) for name, values in rates.items()}
+    first, broken = cells[0], dict[Cell, str]()
+
+    def hit(cell: Cell) -> Answer | None:
+        try:
+            return None if cell in broken else client.hit(cell)
+        except kit.ERRORS as error:
+            broken[cell] = cause_of(error)
+            return None
+
+    baselines = {"plain": functools.partial(client.plain, first), "resident": functools.partial(client.resident, first)}
+    ways: Ways = {**ceilings, **baselines}
+    ways |= {cell: functools.partial(hit, cell) for cell in cells}
+    text = f"{first.prompt_tokens:,} tokens, {first.cached_percent} % cached"
+    answers = _rounds(run, ways, client.settings.repeat, text)
+    rates = {name: series(answers[name][1:]) for name in ceilings}
     for cell in cells:
         if cell in broken:
-            run.fail(cell.label, broken[cell])
+            run.note("failed", cell.label, broken[cell])
         else:
-            row = judge(_row(client, cell, answers, counted, ceilings.loops), client.device, ram=client.in_memory)
+            row = judge(_row(client, cell, answers, rates, loops), client.device, ram=client.in_memory)
             run.add(cell.label, {"cells": [row]}, wrong=_wrong(cell, row, answers[cell]))
 
 
@@ -230,7 +233,7 @@ def judge(row: dict[str, Any], device: torch.device, *, ram: bool) -> dict[str, 
 def _wrong(cell: Cell, row: Mapping[str, Any], answers: Sequence[Answer]) -> str:
     """The reason why a cell's figures do not count: other tokens, pages from elsewhere, or bad pages."""
     if row["tokens"] == "other":
-        return "it gave other tokens than without a cache"
+        return OTHER_TOKENS
     if any(answer.recomputed for answer in answers):
         return "pages of a hit were bad, see the log"
     expected = set(row["bytes"]) or {"pool"}

@@ -44,13 +44,16 @@ class Settings(kit.Settings):
     seed: int = 0
 
     @classmethod
-    def defaults(cls, *, quick: bool = False, device: str = "cuda", **options: Any) -> dict[str, Any]:
+    def defaults(
+        cls, *, quick: bool = False, device: str = "cuda", pack: bool | None = None, **options: Any
+    ) -> dict[str, Any]:
         """Without a GPU a tiny model and short prompts."""
         if not quick and device.startswith("cuda"):
             return {}
-        dtype = "bfloat16" if device.startswith("cuda") else "float32"
-        small = {"prompts": (256,), "page_tokens": 16, "repeat": 2, "ceiling_bytes": 8 << 20}
-        return {"preset": "tiny", "dtype": dtype, **(small if quick else {"prompts": (2048, 512, 8192)})}
+        dtype = "bfloat16" if pack or device.startswith("cuda") else "float32"  # no other values are packed
+        small = {"prompts": (256,), "repeat": 2, "ceiling_bytes": 8 << 20}
+        tiny = {"preset": "tiny", "dtype": dtype, "page_tokens": 16}  # with small pages shares are what labels say
+        return tiny | (small if quick else {"prompts": (2048, 512, 8192)})
 
     @property
     def near_tie(self) -> float:

@@ -51,10 +51,7 @@ _CHUNKS = 4  # of a miss: three of them are stored during the next one
 
 
 class TransformersClient:
-    """The model, its planes and a cache, while open.
-
-    Many methods: each kind of measured request is one, and each step of its forward pass.
-    """
+    """The model, its planes and a cache, while open."""
 
     def __init__(self, settings: Settings, longest: int, directory: Path) -> None:
         """`longest`: tokens of the longest prompt; each tier has room for two. Raises as `CacheEngine.from_config`."""
@@ -100,10 +97,6 @@ class TransformersClient:
             },
             source="the configuration made for this run",
         )
-
-    def describe(self) -> dict[str, Any]:
-        """The model, as plain data."""
-        return {"engine": "transformers", "name": self.settings.preset, **LLAMAS[self.settings.preset]}
 
     def close(self) -> None:
         self.cache.close(drain=False)
@@ -226,16 +219,12 @@ class TransformersClient:
             with manager.lock:
                 for name in memories:
                     manager.tiers[name].index.drop_all([page.key for page in some], {some[0].namespace})
-            if not self.direct:
+            if not self.cache.stats()["tiers"]["ssd"]["transport"]["direct"]:
                 machine.drop_cached(self.slab.parent.rglob(self.slab.name))
         found = manager.peek(some)
         if len(found) < len(some) or any((name in memories) != (where == "cpu") for name in found):
             raise IOFailedError(f"pages are not where {where} needs them", "see the log")
         return {name: found.count(name) * self.layout.bytes_in(name) for name in dict.fromkeys(found)}
-
-    @property
-    def direct(self) -> bool:
-        return bool(self.cache.stats()["tiers"]["ssd"]["transport"]["direct"])
 
     @property
     def slab(self) -> Path:
@@ -259,7 +248,13 @@ class TransformersClient:
         load = cache.load(hit, blocks)
         if not overlap:
             load.result(_DEADLINE_S)
-        layers = self._layers(blocks, load.tokens, functools.partial(_waited, load, waits) if overlap else None)
+
+        def wait(layer: int) -> None:
+            start = time.perf_counter()
+            load.wait(layer)
+            waits.append(time.perf_counter() - start)
+
+        layers = self._layers(blocks, load.tokens, wait if overlap else None)
         lead = time.perf_counter() - begun
         answer = self._compute(tokens, layers, begun=begun, ids=ids, load=load, waits=waits)
         report = load.result(_DEADLINE_S)
@@ -328,7 +323,7 @@ class _Layers(DynamicCache):
     def __init__(self, layers: Sequence[_Layer], page_tokens: int) -> None:
         super().__init__()
         self.layer_class_to_replicate = None
-        self.own, self.page_tokens = list(layers), page_tokens
+        self.own, self.page_tokens = layers, page_tokens
         self.layers = list(layers)
 
     @torch.inference_mode()
@@ -378,13 +373,6 @@ def _model(settings: Settings, device: torch.device) -> PreTrainedModel:
         model = LlamaForCausalLM._from_config(config, dtype=getattr(torch, settings.dtype))  # type: ignore[no-untyped-call]
     found: PreTrainedModel = model.eval()
     return found
-
-
-def _waited(load: LayerwiseLoad, waits: list[float], layer: int) -> None:
-    """Wait for a layer, and record the host's seconds."""
-    start = time.perf_counter()
-    load.wait(layer)
-    waits.append(time.perf_counter() - start)
 
 
 def _best(logits: torch.Tensor) -> tuple[int, float]:
