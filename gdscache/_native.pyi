@@ -162,7 +162,8 @@ def take_out(columns: Columns, keys: Sequence[bytes]) -> tuple[list[tuple[bytes,
 class LruShadow:
     """LRU in the shadow of another order: policies/shadow.h. Keys and pages as for `LifetimeOrder`.
 
-    `keys`: pages that the tier has, the least recently used first. `shift`: of which it is shown one of 2 ** shift.
+    `keys`: pages that the tier has, the least recently used first, or `keys[order[0]], ...`. `shift`: it is shown one
+    page of 2 ** shift.
     """
 
     shift: int
@@ -177,7 +178,9 @@ class LruShadow:
     spared: int  # pages of `owed` that LRU gave up before any use
     rows: int  # keys that something is known of
     ready: int  # pages in the heap of those that may go
-    def __init__(self, keys: Sequence[bytes] = (), shift: int = 0) -> None: ...
+    def __init__(
+        self, keys: Sequence[bytes] = (), shift: int = 0, order: Sequence[int] | _Int64 | None = None
+    ) -> None: ...
     def __len__(self) -> int:
         """Pages of LRU's."""
 

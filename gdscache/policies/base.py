@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from array import array
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from gdscache.native import LifetimeOrder
-
-WARMED = 8  # restored keys that enter the order with each page that comes or goes
+from gdscache.native import LifetimeOrder, ReuseSample
 
 
 class EvictionPolicy(Protocol):
@@ -70,80 +66,32 @@ class EvictionPolicy(Protocol):
         ...
 
 
-class LRU(EvictionPolicy):
-    """Least recently used first. Callers touch a prefix tail first, so that heads outlive tails.
-
-    Restored keys enter the order little by little: a million at once take more than a second. Until then they are in
-    `_cold[_cold_from:_cold_to]`, the first to evict first; keys used meanwhile are in `_order` too, removed ones in
-    `_gone`.
-    """
-
-    __slots__ = ("_cold", "_cold_from", "_cold_to", "_gone", "_keys", "_order")
+class LRU(LifetimeOrder):
+    """Least recently used first: the order of lifetimes (`Lifetime`) where all lifetimes are equal, and no page is
+    deferred. Callers touch a prefix tail first, so that heads outlive tails."""
 
     def __init__(self, groups: int = 1) -> None:
         """`groups`: as every order in `POLICIES`. LRU is the same for any number."""
-        self._order: OrderedDict[bytes, None] = OrderedDict()
+        super().__init__()
         self.restore((), ())
 
-    def empty(self) -> LRU:
-        return LRU()
+    def empty(self) -> Self:
+        return type(self)()
 
     def restore(self, keys: Sequence[bytes], order: Sequence[int] | npt.NDArray[np.int64]) -> None:
-        self._order = OrderedDict()
-        self._keys = keys
-        self._cold = array("i", np.asarray(order, np.intc).tobytes())
-        self._cold_from, self._cold_to = 0, len(order)
-        self._gone: set[bytes] = set()
-
-    def insert_all(self, pages: Sequence[tuple[bytes, bytes]]) -> None:
-        self._order.update(dict.fromkeys([key for key, _ in pages]))
-        for _ in pages if self._cold_to else ():
-            self._warm()
-
-    def touch_all(self, keys: Sequence[bytes]) -> None:
-        if self._cold_to:
-            self._order.update(dict.fromkeys(keys))
-        for key in keys:
-            self._order.move_to_end(key)
-
-    def evict_all(self, gone: Sequence[tuple[bytes, bytes | None]]) -> None:
-        if self._cold_to:
-            super().evict_all(gone)
-        else:
-            for key, _ in gone:
-                del self._order[key]
+        groups, sizes, uses, gaps = self.SHAPE
+        unused = ReuseSample(groups * sizes + uses * gaps, 1, 1)
+        unused.last = 1 << 62  # so that no conclusion is ever due
+        self.begin(keys, order, unused, lambda pages, stored: None)
 
     def remove(self, key: bytes) -> None:
-        if not self._cold_to:
-            del self._order[key]
-            return
-        self._order.pop(key, None)
-        self._gone.add(key)
-        self._warm()
+        self.evict_all(((key, None),))
+
+    def defer_all(self, keys: Sequence[bytes]) -> None:
+        return
+
+    def deferring(self) -> Sequence[LifetimeOrder]:
+        return ()
 
     def __iter__(self) -> Iterator[bytes]:
-        if self._cold_from == self._cold_to:
-            return iter(self._order)
-        return itertools.chain(self._still_cold(), self._order)
-
-    def _still_cold(self) -> Iterator[bytes]:
-        order, gone = self._order, self._gone
-        for i in range(self._cold_from, self._cold_to):
-            key = self._keys[self._cold[i]]
-            if key not in order and key not in gone:
-                yield key
-            elif i == self._cold_from:
-                self._cold_from += 1  # skip it next time
-
-    def _warm(self) -> None:
-        order, gone, end = self._order, self._gone, self._cold_to
-        first = max(self._cold_from, end - WARMED)
-        for i in range(end - 1, first - 1, -1):
-            key = self._keys[self._cold[i]]
-            if key not in order and key not in gone:
-                order[key] = None
-                order.move_to_end(key, last=False)
-        self._cold_to = first
-        if first == self._cold_from:
-            self._keys, self._cold, self._cold_from, self._cold_to = (), array("i"), 0, 0
-            self._gone = set()
+        return itertools.chain.from_iterable(iter(self.walk(), []))

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import chain, islice
-from typing import ClassVar, NamedTuple, Self
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -166,7 +166,7 @@ def best_lifetimes(ages: Float64Array, chances: Float64Array, arrived: Float64Ar
     return Lifetimes(same + trust * (ages[less] - same), same + trust * (ages[more] - same), share)
 
 
-class Lifetime(LifetimeOrder):
+class Lifetime(LRU):
     """Earliest deadline first: each use gives a page the lifetime of its class anew.
 
     The class of an unused page depends on the uses of the page that its prefix branched off from (none, or one of 1, 2
@@ -188,25 +188,15 @@ class Lifetime(LifetimeOrder):
     CLASSES = Classes(*LifetimeOrder.SHAPE)
     monitor: ClassVar[type[ReuseMonitor]] = ReuseMonitor
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.restore((), ())
-
-    def empty(self) -> Self:
-        return type(self)()
-
     def restore(self, keys: Sequence[bytes], order: Sequence[int] | npt.NDArray[np.int64]) -> None:
         monitor = self.monitor(self.CLASSES, len(order))
         self.begin(keys, order, monitor.sample, partial(_learn, monitor))
 
-    def remove(self, key: bytes) -> None:
-        self.evict_all(((key, None),))
+    def defer_all(self, keys: Sequence[bytes]) -> None:
+        LifetimeOrder.defer_all(self, keys)
 
     def deferring(self) -> Sequence[LifetimeOrder]:
         return (self,)
-
-    def __iter__(self) -> Iterator[bytes]:
-        return chain.from_iterable(iter(self.walk(), []))
 
 
 def _learn(monitor: ReuseMonitor, pages: int, stored: int) -> tuple[int, list[int], list[int]] | None:
@@ -335,7 +325,7 @@ class Guarded:
         if sampled:
             self._recency = LRU()
             self._recency.restore(keys, order)
-        self._shadow = LruShadow([keys[i] for i in order], _shift(len(order), self.SAMPLE) if sampled else 0)
+        self._shadow = LruShadow(keys, _shift(len(order), self.SAMPLE) if sampled else 0, order)
 
     # -- pages come, are used, and go ---------------------------------------------------------------------------------
 
@@ -473,7 +463,7 @@ class Guarded:
         if self._recency is None:
             keys = self._shadow.recency()
             self._recency = LRU()
-            self._recency.restore(keys, range(len(keys)))
+            self._recency.restore(keys, np.arange(len(keys)))
         self._lags = None
         more = _shift(self._shadow.room, self.SAMPLE)
         self._shadow = self._shadow.thinned(more)

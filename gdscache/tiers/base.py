@@ -208,8 +208,8 @@ class Lease:
         yield from self._held
 
     def add(self, index: PageIndex, entry: Entry) -> None:
+        self.take(index, (entry,))  # first: it may find no memory
         index.lease(entry)
-        self.take(index, (entry,))
 
     def take(self, index: PageIndex, entries: Sequence[Entry]) -> None:
         self._taken.append((index, [*entries]))

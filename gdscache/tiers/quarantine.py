@@ -217,15 +217,17 @@ class Quarantine:
             self._memories[name] = slots, held or (lambda: self._requests[name]), only
 
     def hold(self, submission: Moving, late: Mapping[int, Late]) -> None:
-        """Take over late pages of a move, by their index in it. The lock may be held."""
+        """Take over late pages of a move, by their index in it. The lock may be held, so lines of the log wait."""
         if not late:
             return
-        left = dict(late)
+        left, here = dict(late), True
 
         def ended(index: int) -> None:
             request = left.pop(index, None)
             if request is not None:
                 self._end(request)
+                if not here:  # else the caller may hold the lock
+                    self.log.flush()
 
         with self._lock:
             self._counts["held"] += len(late)
@@ -235,6 +237,7 @@ class Quarantine:
                 if request.op == "read":
                     self._reading[request.tier, request.slot] += 1
             submission.on_end(ended)  # called now for pages that have ended
+            here = False
             full = {only: name for only, name in self._crowded(_OFF_ABOVE).items() if only not in self._off}
             self._off.update(full)
             if full:
@@ -249,7 +252,6 @@ class Quarantine:
                 _named(only),
                 *(self._memories[name][1](), self._memories[name][0], name),
             )
-            self.log.flush()
 
     def stop(self, why: str) -> None:
         """Switch the SSD tier off for good. The lock may be held."""
@@ -342,12 +344,8 @@ class Quarantine:
             self._finishing = self._finishing or finish
             self._ended.notify_all()
         for only in on:
-            self.log.say(
-                *(_log, logging.WARNING, "switched on"),
-                "%s is switched on again: I/O that hung has ended",
-                _named(only),
-            )
-            self.log.flush()
+            text = "%s is switched on again: I/O that hung has ended"
+            self.log.say(_log, logging.WARNING, "switched on", text, _named(only))
         if finish:  # not in this thread: closing a transport waits for it
             threading.Thread(target=self._finish, name="gdscache-late-close", daemon=True).start()
 

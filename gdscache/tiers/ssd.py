@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from gdscache.tiers.ssd_route import RouteChoice
 
 _log = logging.getLogger("gdscache.ssd")
-_TOUCHES_KEPT = 1 << 16
+_TOUCHES_KEPT = 1 << 16  # pages whose last uses wait for a commit
 _NOTED = 1 << 13  # uses that wait; a call brings in at most this many
 _DELETIONS = 1 << 14  # rows that one commit deletes: a store may wait for it
 LOST_HINT = "see who removes or replaces files there (cleaners of temporary folders?), then open the engine again"
@@ -298,24 +298,27 @@ class SsdTier(DurableTier):
         self.commit((), np.zeros((0, self.layout.n_sums), np.uint64))
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Count a use of each present page, tail first, under the manager's lock. The uses kept for the next commit are
-        bounded."""
+        """Count a use of each present page, tail first, under the manager's lock. The last uses are kept for the next
+        commit."""
         self.index.touch(keys)
-        if len(self._touched) + self._noted < _TOUCHES_KEPT:
-            self._touches.append((keys, self._clock))
-            self._noted += len(keys)
-            self._clock += len(keys)
-            if self._noted > _NOTED:
-                self._touched_slots()
+        if not keys:
+            return
+        self._touches.append((keys, self._clock))
+        self._noted += len(keys)
+        self._clock += len(keys)
+        if self._noted > _NOTED:
+            self._touched_slots()
 
     def _touched_slots(self) -> dict[int, int]:
-        """Slot -> last use since the last commit. The lock is held."""
-        if self._touches:
-            touches, self._touches, self._noted = self._touches, [], 0
-            for keys, clock in touches:
-                slots = self.index.slots_of(keys)
-                self._touched.update(zip(slots, itertools.count(clock), strict=False))
-        return self._touched
+        """Slot -> last use since the last commit, the oldest first. The lock is held."""
+        touched, touches, self._touches, self._noted = self._touched, self._touches, [], 0
+        for keys, clock in touches:
+            for slot in (slots := self.index.slots_of(keys)):
+                touched.pop(slot, None)
+            touched.update(zip(slots, itertools.count(clock), strict=False))
+        for slot in [*itertools.islice(touched, max(0, len(touched) - _TOUCHES_KEPT))]:
+            del touched[slot]
+        return touched
 
     def retain(self, key: bytes, retention: Retention) -> None:
         """See `PageIndex.retain`. The next commit writes the retention. Under the manager's lock."""
@@ -366,15 +369,13 @@ class SsdTier(DurableTier):
             known[asked] = True
 
     def _doom(self, slots: Sequence[int]) -> None:
-        touched, retained = self._touched_slots(), self._retained
-        for slot in slots:
-            touched.pop(slot, None)
-            retained.pop(slot, None)
         self._doomed.update(dict.fromkeys(slots))
 
     def _return(self, slots: Sequence[int]) -> None:
-        free = []
+        free, touched, retained = [], self._touched_slots(), self._retained
         for slot in slots:
+            touched.pop(slot, None)
+            retained.pop(slot, None)
             self._known[slot] = 0
             if slot in self._doomed or slot in self._deleting:
                 self._returned.add(slot)

@@ -6,6 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from gdscache.tiers import ssd
 from tests.support.faces import Face
 from tests.support.helpers import MHA, prompt, settle
 
@@ -53,6 +56,27 @@ def test_recency_survives_a_restart(open_face: OpenFace) -> None:
             kept = [i for i in range(4) if all(index.get(p.key) is not None for p in face.engine.pages(prompts[i]))]
         assert sorted(survivors) == kept
         face.engine.close()
+
+
+def test_of_many_uses_without_a_commit_the_last_survive_a_restart(
+    open_face: OpenFace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ssd, "_TOUCHES_KEPT", 4)
+    face = open_face(cpu=None, ssd=8)
+    prompts = [prompt(seed, 2) for seed in range(4)]
+    for tokens in prompts:
+        face.put(tokens)
+    face.engine.close()
+    face = open_face(cpu=None, ssd=8, store={"write_policy": "never"})
+    for i in (3, 2, 3, 2, 1, 0, 1):
+        assert face.found(prompts[i]) == 8
+    for _ in range(100):
+        assert face.found(prompt(9, 2)) == 0
+    assert len(face.engine.manager.ssd._touches) < 100, "lookups that find nothing gather"  # type: ignore[union-attr]
+    face.engine.close()
+    face = open_face(cpu=None, ssd=8)
+    face.put(prompt(101, 4))
+    assert [face.found(tokens) for tokens in prompts] == [8, 8, 0, 0]
 
 
 def test_a_use_before_a_page_came_says_nothing_after_a_restart(open_face: OpenFace) -> None:

@@ -354,6 +354,33 @@ def test_without_a_cpu_tier_hung_writes_switch_off_and_nothing_waits_for_their_s
     assert host.load(stored(host, 2, 6)).tokens == 24
 
 
+def test_no_request_waits_for_a_slow_log_when_a_tier_is_switched_off_and_on(
+    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = open_host(cpu=None, bounce=4, ssd=24, **ENDS_SOON)
+    said: dict[str, bool] = {}
+    lock = host.engine.manager.lock
+
+    def slow(record: logging.LogRecord) -> bool:
+        got: list[bool] = []
+        other = threading.Thread(target=lambda: got.append(lock.acquire(timeout=1.0) and not lock.release()))
+        other.start()
+        other.join()
+        said[record.getMessage().partition(":")[0]] = got == [True]
+        return True
+
+    log = logging.getLogger("gdscache.ssd")
+    monkeypatch.setattr(log, "filters", [slow])
+    with PLAN.rule(Op.WRITE, Fault.HANG):
+        host.store(prompt(2, 6)).result(WAIT)
+        until(lambda: "the SSD tier is switched off" in said, "a line about it")
+    ended(host.engine)
+    host.engine.drain(WAIT)
+    host.store(prompt(3, 1)).result(WAIT)
+    until(lambda: "the SSD tier is switched on again" in said, "a line about that")
+    assert all(said.values()), said
+
+
 class Pending:
     """I/O of pages, which ends when it is told to."""
 

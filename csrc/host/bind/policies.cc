@@ -160,8 +160,9 @@ void bind_policies(nb::module_& module) {
     nb::class_<ShadowKeys>(module, "ShadowKeys").def("__call__", &ShadowKeys::next);
     nb::class_<LruShadow>(module, "LruShadow")
         .def("__init__",
-             [](LruShadow* self, nb::handle keys, int shift) { new (self) LruShadow(keys_of(keys), shift); },
-             "keys"_a = nb::make_tuple(), "shift"_a = 0)
+             [](LruShadow* self, const nb::sequence& keys, int shift, const nb::object& order) {
+        new (self) LruShadow(order.is_none() ? keys_of(keys) : keys_at(keys, order), shift);
+    }, "keys"_a = nb::make_tuple(), "shift"_a = 0, "order"_a = nb::none())
         .def("thinned", [](const LruShadow& self, int more) { return new LruShadow(self, more); }, "more"_a,
              nb::rv_policy::take_ownership)
         .def("insert",

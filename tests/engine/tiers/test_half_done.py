@@ -24,6 +24,7 @@ from gdscache.index.retention import Retention
 from gdscache.native import LruShadow, Victims
 from gdscache.pages.keys import Page
 from gdscache.policies import POLICIES, guarded
+from gdscache.policies.base import LRU
 from gdscache.policies.guarded import Lifetime
 from gdscache.tiers import ssd as ssd_module
 from gdscache.tiers.clear import Clearing
@@ -55,7 +56,8 @@ class Failing:
             self._patch.setattr(
                 module, real.__name__, type("Failing", (real,), {name: self.around(real, name) for name in names})
             )
-        self.patch(Lifetime, *CHANGES)
+        self.patch(LRU, *CHANGES)
+        self.patch(Lifetime, "defer_all")  # its own; the others are of LRU
         self.patch(index_module, "take_out", half=False)
 
     def patch_tier(self) -> None:
