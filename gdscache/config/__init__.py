@@ -331,8 +331,9 @@ class Config(ConfigSection):
             raise explain(error, cls, source, places) from None
 
     def dump(self) -> dict[str, Any]:
-        """Plain data, every key included, that `from_dict` reads back as an equal config."""
-        return self.model_dump(mode="json")
+        """Plain data, every key included, that `from_dict` reads back as an equal config. Options of tiers are as they
+        were given."""
+        return {**self.model_dump(mode="json", exclude={"tiers"}), "tiers": [dict(tier) for tier in self.tiers]}
 
     @field_validator("ssd")
     @classmethod
