@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from gdscache.arrays import address
 from gdscache.commands.bench import machine
 from gdscache.commands.bench.figures import interleave, rate
 from gdscache.commands.console import Progress, silent
@@ -78,7 +77,7 @@ class BareLoop:
         target = self._target.data_ptr() if onward and self._target is not None else 0
         driver = (None, 0) if not target or self._driver is None else (self._driver.library, self._driver.context)
         try:
-            elapsed = bare_loop(*calls, address(self._memory), target, *driver)
+            elapsed = bare_loop(*calls, self._memory.ctypes.data, target, *driver)
         except (NativeCallError, DeviceError) as error:
             few = getattr(error, "errno", None) == errno.ENODATA
             cause = f"a call moved less than {way.io_bytes} bytes" if few else error.message

@@ -256,11 +256,11 @@ Writes				: n={writes} ok={writes} err=0 writeMiB=4 io_state_err=0 pg-cache=0
 @pytest.mark.parametrize(
     ("refusals", "counted", "want"),
     [
-        ({"OFF": ""}, (4, 4), "gds"),
-        ({"OFF": ""}, (0, 0), "compat"),
-        ({"OFF": ""}, (4, 0), "compat"),
-        ({"OFF": "error 5027", "ON": ""}, (4, 4), "compat"),
-        ({"OFF": "no answer", "ON": "no libcuda"}, (0, 0), "posix"),
+        ({"off": ""}, (4, 4), "gds"),
+        ({"off": ""}, (0, 0), "compat"),
+        ({"off": ""}, (4, 0), "compat"),
+        ({"off": "error 5027", "on": ""}, (4, 4), "compat"),
+        ({"off": "no answer", "on": "no libcuda"}, (0, 0), "posix"),
     ],
 )
 def test_only_counted_io_proves_gds(
@@ -276,7 +276,7 @@ def test_only_counted_io_proves_gds(
     def child(code: str, arguments: list[str], deadline_s: float) -> SimpleNamespace:
         assert Path(arguments[0]).parent == folder
         stats.write_text(NVFS.format(reads=10 + counted[0], writes=20 + counted[1]))
-        return SimpleNamespace(cause=refusals[arguments[2]])
+        return SimpleNamespace(cause=refusals[arguments[3]])
 
     monkeypatch.setattr(probe, "NVIDIA_FS_STATS", stats)
     monkeypatch.setattr(calls, "PROC_MODULES", there)
@@ -295,13 +295,13 @@ def test_cufile_is_not_asked_without_proc_modules(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(calls, "PROC_MODULES", tmp_path / "missing")
 
     def child(code: str, arguments: list[str], deadline_s: float) -> SimpleNamespace:
-        asked.append(arguments[2])
+        asked.append(arguments[3])
         return SimpleNamespace(cause="")
 
     monkeypatch.setattr(probe, "run_child", child)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)  # kvikio is installed
     assert probe.probe("kvikio", tmp_path, 0).mode == "compat"
-    assert asked == ["ON"]
+    assert asked == ["on"]
 
 
 def test_probe_without_kvikio_or_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
