@@ -14,8 +14,7 @@ import pytest
 
 from gdscache.errors import IOFailedError, TransportUnavailableError
 from gdscache.storage import Transport, calls, open_transport, probe
-from gdscache.storage.cufile import CufileTransport
-from gdscache.storage.files import DirectFiles, find_mount
+from gdscache.storage.files import DirectFiles, NativeTransport, find_mount
 from tests.support.posix_transport import PosixTransport
 from tests.support.transport_parts import has_libcuda, refuse_ring
 
@@ -26,13 +25,13 @@ def opened(tmp_path: Path, transport: str = "auto", device: str = "cpu", gds: st
     return open_transport(transport, directory=tmp_path, device=device, threads=1, direct_io="auto", gds=gds)
 
 
-def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str, str | None]]:
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str, str]]:
     """What each cuFile transport from now on is made of: threads, direct I/O, and the driver of a GPU."""
-    made: list[tuple[int, str, str | None]] = []
+    made: list[tuple[int, str, str]] = []
 
-    def make(threads: int, direct_io: str, gpu: str | None = None) -> Transport:
+    def make(threads: int, direct_io: str, gpu: str) -> Transport:
         made.append((threads, direct_io, gpu))
-        return CufileTransport(1)
+        return NativeTransport(1, uring=False, name="cufile")
 
     monkeypatch.setattr("gdscache.storage.cufile.CufileTransport", make)
     monkeypatch.setattr("gdscache.cuda.driver.Driver", lambda device: f"driver of {device}")
@@ -153,7 +152,7 @@ def test_cufile_by_name_takes_any_path_that_brings_the_bytes(
     with caplog.at_level(logging.INFO, "gdscache.storage"):
         for device, gds in (("cuda:1", "auto"), ("cuda:1", "off"), ("cpu", "auto"), ("cpu", "off")):
             opened(tmp_path, "cufile", device, gds).close()
-    assert [gpu for _, _, gpu in made] == ["driver of cuda:1", None, None, None]
+    assert [gpu for _, _, gpu in made] == ["driver of cuda:1"]
     causes = ["no GPUDirect Storage: not counted", "gds is off", "the device is cpu", "the device is cpu"]
     assert [cause in record.getMessage() for cause, record in zip(causes, caplog.records, strict=True)] == [True] * 4
 
