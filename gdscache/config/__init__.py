@@ -79,9 +79,9 @@ def _text(pattern: str, allowed: str) -> tuple[AfterValidator, WithJsonSchema]:
 
 def _expand(value: object) -> Path:
     """`~` and `$VARS` expanded, made absolute relative to the current directory."""
-    if not isinstance(value, (str, Path)) or not str(value) or "\0" in str(value):
+    text = _NAMED.sub(_variable, str(value)) if isinstance(value, (str, Path)) else ""
+    if not text or "\0" in text:  # not the current directory, where a variable is empty
         raise ValueError("must be a path")
-    text = _NAMED.sub(_variable, str(value))
     if braces := re.search(r"\{[^}]*\}?", text):
         raise ValueError(f"{braces[0]} is not replaced; $VARS are, such as $RANK")
     try:
@@ -331,8 +331,9 @@ class Config(ConfigSection):
             raise explain(error, cls, source, places) from None
 
     def dump(self) -> dict[str, Any]:
-        """Plain data, every key included, that `from_dict` reads back as an equal config."""
-        return self.model_dump(mode="json")
+        """Plain data, every key included, that `from_dict` reads back as an equal config. Options of tiers are as they
+        were given."""
+        return {**self.model_dump(mode="json", exclude={"tiers"}), "tiers": [dict(tier) for tier in self.tiers]}
 
     @field_validator("ssd")
     @classmethod

@@ -30,14 +30,15 @@ from gdscache.errors import (
 
 MAX_BYTES = 1 << 20  # of a configuration; devices and pipes may be endless
 MAX_KEYS = 10_000  # with keys merged in by `<<`, which may double with each line
-_BOOL = "tag:yaml.org,2002:bool"
+_BOOL, _INT, _TIME = (f"tag:yaml.org,2002:{kind}" for kind in ("bool", "int", "timestamp"))
 
 
 class YamlLoader(yaml.SafeLoader):
-    """PyYAML's safe loader, with repeated keys refused and the booleans of YAML 1.2 (`true` and `false` only)."""
+    """PyYAML's safe loader, with repeated keys refused, and the booleans and integers of YAML 1.2: `on`, `1:30` (90 in
+    YAML 1.1), `010` (8 there) and dates are texts."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012  (PyYAML declares it so)
-        first: [(tag, pattern) for tag, pattern in resolvers if tag != _BOOL]
+        first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_BOOL, _INT, _TIME)]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
@@ -72,6 +73,9 @@ class YamlLoader(yaml.SafeLoader):
 
 
 YamlLoader.add_implicit_resolver(_BOOL, re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
+YamlLoader.add_implicit_resolver(
+    _INT, re.compile(r"^(?:[-+]?(?:0|[1-9][0-9_]*)|0x[0-9a-fA-F]+)$"), list("-+0123456789")
+)
 
 
 def _read(path: Path) -> bytes:

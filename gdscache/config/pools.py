@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gdscache.config import SIZES, Config
+from gdscache.config.file import dotted
 from gdscache.errors import CapacityError, InvalidValueError
 from gdscache.groups.base import Group
 from gdscache.groups.pools import Pool, interval, plane_pages, pools_of, rows_of, shares
@@ -26,8 +27,8 @@ PLAIN_DIRECTORY = "plain"  # below `ssd.path`: of pages that do not fit into pac
 PLAIN_PARTS = 256  # such pages have one part of each size of `_PLAIN`, of small sizes more: see `plain_parts`
 _PLAIN = (("cpu", "capacity"), ("ssd", "capacity"), ("ssd", "endurance"), ("host_buffer",))
 
-# Sizes that pools share, and the number of pages that a pool's share must hold.
-_SHARED = {tuple(map(str, key)): pages for key, (pages, _) in SIZES.items() if key != ("gpu", "capacity")}
+# Sizes that pools share beside those of `tiers`, and the number of pages that a pool's share must hold.
+_SHARED = {key: pages for key, (pages, _) in SIZES.items() if key != ("gpu", "capacity")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,9 +126,9 @@ def plain_parts(config: Config, shards: int = 1, replicas: int = 1) -> tuple[Con
         share = max(size // PLAIN_PARTS, few, least)
         if size - share < least:
             raise CapacityError(
-                f"{'.'.join(path)} is {format_size(size)}, of which {format_size(share)} are for pages that cannot be "
+                f"{dotted(path)} is {format_size(size)}, of which {format_size(share)} are for pages that cannot be "
                 f"packed: {format_size(size - share)} are left, and {format_size(least)} are needed",
-                f"raise {'.'.join(path)}, or set model.pack to off",
+                f"raise {dotted(path)}, or set model.pack to off",
             )
         _set(packed, path, size - share)
         _set(plain, path, share)
@@ -146,10 +147,10 @@ def window_every(config: Config) -> int:
     return interval(groups, pools_of(groups), [layout.extent_bytes for layout in config.model.pool_layouts])
 
 
-def shared_sizes(config: Config) -> Iterator[tuple[tuple[str, ...], int]]:
+def shared_sizes(config: Config) -> Iterator[tuple[tuple[int | str, ...], int]]:
     """The given sizes that several engines share, by their keys."""
     data = config.dump()
-    for path in _SHARED:
+    for path in (*_SHARED, *(("tiers", number, "capacity") for number in range(len(config.tiers)))):
         value: Any = data
         for key in path:
             value = None if value is None else value[key]
@@ -157,7 +158,7 @@ def shared_sizes(config: Config) -> Iterator[tuple[tuple[str, ...], int]]:
             yield path, value
 
 
-def _set(data: dict[str, Any], path: Sequence[str], value: int) -> None:
+def _set(data: Any, path: Sequence[int | str], value: int) -> None:
     for key in path[:-1]:
         data = data[key]
     data[path[-1]] = value
@@ -166,7 +167,7 @@ def _set(data: dict[str, Any], path: Sequence[str], value: int) -> None:
 def _check(config: Config, own: Sequence[Sequence[Group]], each: Sequence[float], extents: Sequence[int]) -> None:
     small, hints = [], []
     for path, size in shared_sizes(config):
-        pages, key = _SHARED[path], ".".join(path)
+        pages, key = _SHARED.get(path, 1), dotted(path)
         least = max(math.ceil(pages * extent / share) for share, extent in zip(each, extents, strict=True))
         short = [
             f"{', '.join(group.name for group in some)} {100 * share:.1f} % "

@@ -228,7 +228,9 @@ class PrefixCache:
 
 
 def _salt_of(facts: Mapping[str, object], salt: str, rope: str) -> str:
-    return json.dumps({**facts, "rope": rope, "salt": salt}, sort_keys=True, separators=(",", ":"))
+    return json.dumps(
+        {**facts, "rope": rope, "salt": arguments.text(salt, "salt")}, sort_keys=True, separators=(",", ":")
+    )
 
 
 class GdsCache(DynamicCache):

@@ -174,8 +174,6 @@ def write(calibration: Calibration) -> None:
         _log.info("the calibration cannot be kept: %s", error)
 
 
-_log = logging.getLogger("gdscache")
-
 PIECES = (8 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10, 512 << 10, 2 << 20)
 ENGINE_PIECES = (128 << 10, 256 << 10, 512 << 10, 2 << 20)
 _ZERO_COPY_PIECE = 8 << 10

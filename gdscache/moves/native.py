@@ -50,22 +50,14 @@ NAMES = {
 }
 
 
-class Blocking:
-    """A wait as a call that returns when the event has happened."""
-
-    __slots__ = ("wait",)
-
-    def __init__(self, wait: Callable[[], object]) -> None:
-        self.wait = wait
-
-
 def drive(steps: Steps[_T]) -> _T:
-    """Run steps to their end in this thread, which waits where they wait. An error of a wait is raised in the steps."""
+    """Run steps to their end in this thread, which waits where they wait: a wait is a call here, which returns when the
+    event has happened. An error of a wait is raised in the steps."""
     with contextlib.closing(steps):
         try:
             wait = next(steps)
             while True:
-                error = failure_of(cast(Blocking, wait).wait)
+                error = failure_of(cast(Callable[[], object], wait))
                 wait = next(steps) if error is None else steps.throw(error)
         except StopIteration as end:
             return cast(_T, end.value)
@@ -119,20 +111,20 @@ class ThreadDriver:
         return drive(steps)
 
     def room(self, pool: SlotShare) -> Wait:
-        return Blocking(functools.partial(pool.wait, _LOOK_S))
+        return functools.partial(pool.wait, _LOOK_S)
 
     def changed(self, condition: threading.Condition, over: Callable[[], bool], seconds: float) -> Wait:
         def wait() -> None:
             with condition:
                 condition.wait_for(over, seconds)
 
-        return Blocking(wait)
+        return wait
 
     def now(self) -> float:
         return time.monotonic()
 
     def happened(self, event: Event) -> Wait:
-        return Blocking(lambda: None if event is None else event.synchronize())
+        return lambda: None if event is None else event.synchronize()
 
     def pause(self, changed: Flag, seconds: float) -> None:
         changed.wait(seconds)
@@ -415,9 +407,6 @@ class NativeExecutor(ThreadDriver):
     # -- for moves
     # ---------------------------------------------------------------------------------------------------------
 
-    def over(self, number: int) -> Wait:
-        return Blocking(functools.partial(self.await_move, number))
-
     def await_move(self, number: int, group: int = -1, seconds: float = math.inf) -> Landed | None:
         """Wait until a move has ended, or copies of a group of its layers are queued; None after `seconds`."""
         point = self.moves.wait(number, seconds, group)
@@ -550,7 +539,7 @@ class NativeMoving:
 
     def end(self) -> Steps[End]:
         if self._end is None:
-            yield self._executor.over(self.number)
+            yield functools.partial(self._executor.await_move, self.number)
             end = self._finish()
             if end.error is not None and self._listener is None:
                 raise end.error

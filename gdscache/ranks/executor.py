@@ -25,7 +25,7 @@ from gdscache.errors import InvalidValueError, RankLostError
 from gdscache.extents import SlotMemory
 from gdscache.load.plan import CODES, STATUSES
 from gdscache.moves import PLANES, End, Listener, Move, Orders, PageStatus, Priority, Spent, Steps, Way
-from gdscache.moves.native import Blocking, ThreadDriver, write_error
+from gdscache.moves.native import ThreadDriver, write_error
 from gdscache.ranks import wire
 from gdscache.ranks.address import StoreMark
 from gdscache.ranks.leader import GRACE_S, Link, RankSet
@@ -96,7 +96,7 @@ class RanksMoving:
 
     def end(self) -> Steps[End]:
         if self._end is None:
-            yield Blocking(self._await)
+            yield self._await
             self._end = self._finish()
             if self._end.error is not None and self.listener is None:
                 raise self._end.error

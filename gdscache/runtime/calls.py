@@ -24,53 +24,38 @@ from gdscache.errors import CallInCallError, EngineClosedError, ForkedProcessErr
 from gdscache.runtime.threads import Bell, Flag, failure_of, log_failure, start
 
 
-class Awaits:
-    """The awaits of one engine's handles, in any loops and threads."""
-
-    def __init__(self) -> None:
-        self.closed = False
-        self._waiters: set[_Waiter] = set()
-
-    async def until(self, flag: Flag, seconds: float | None) -> bool:
-        """Wait until the flag is set; False after `seconds`. Raises `EngineClosedError` after `close` if the flag is
-        not set."""
-        if flag.is_set():
-            return True
-        waiter = _Waiter(self._waiters)
-        self._waiters.add(waiter)
-        try:
-            flag.watch(waiter)
-            if self.closed:  # perhaps set before the waiter existed
-                waiter.event.set()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
-                    await waiter.event.wait()
-        finally:
-            flag.forget(waiter)
-            self._waiters.discard(waiter)
-        if self.closed and not flag.is_set():
-            raise EngineClosedError("the engine was closed meanwhile", "await handles before the engine is closed")
-        return flag.is_set()
-
-    def close(self) -> None:
-        """No handle ends any more: end all awaits."""
-        self.closed = True
-        for waiter in list(self._waiters):
-            waiter.release()
+async def until(flag: Flag, closed: Flag, seconds: float | None) -> bool:
+    """Wait in an event loop until the flag is set; False after `seconds`. Raises `EngineClosedError` if `closed` is set
+    and the flag is not."""
+    if flag.is_set():
+        return True
+    waiter = _Waiter(closed)
+    try:
+        flag.watch(waiter)
+        closed.watch(waiter)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await waiter.event.wait()
+    finally:
+        flag.forget(waiter)
+        closed.forget(waiter)
+    if closed.is_set() and not flag.is_set():
+        raise EngineClosedError("the engine was closed meanwhile", "await handles before the engine is closed")
+    return flag.is_set()
 
 
 class _Waiter:
-    """One await, in place of a lock among a flag's waiters."""
+    """One await, in place of a lock among the waiters of its flags."""
 
-    def __init__(self, others: set[_Waiter]) -> None:
-        self.loop, self.event, self._others = asyncio.get_running_loop(), asyncio.Event(), others
+    def __init__(self, closed: Flag) -> None:
+        self.loop, self.event, self._closed = asyncio.get_running_loop(), asyncio.Event(), closed
 
     def release(self) -> None:
-        """The flag is set. In any thread; repeated calls are fine."""
+        """A flag is set. In any thread; repeated calls are fine."""
         try:
             self.loop.call_soon_threadsafe(self.event.set)
         except RuntimeError:  # the loop was closed during the await, which never continues
-            self._others.discard(self)
+            self._closed.forget(self)
 
 
 _UNDONE_S = 5.0  # seconds that an interrupted open waits until the engine is closed again
@@ -94,8 +79,8 @@ class Caller(contextlib.nullcontext[None]):
         work()
 
     async def until(self, flag: Flag, seconds: float | None) -> bool:
-        """Wait in an event loop until a handle's flag is set: see `Awaits.until`."""
-        return await Awaits().until(flag, seconds)
+        """Wait in an event loop until a handle's flag is set: see `until`."""
+        return await until(flag, Flag(), seconds)
 
 
 class Released:
@@ -129,7 +114,7 @@ class Calls(Caller):
         )
         self._watched: dict[int, weakref.ref[Any]] = {}
         self._numbers = itertools.count()
-        self._awaits = Awaits()
+        self._no_end = Flag()  # set when no handle ends any more
         self.bell = Bell()  # rings when a load, a store or a prefetch has ended
 
     @property
@@ -259,11 +244,11 @@ class Calls(Caller):
 
     async def until(self, flag: Flag, seconds: float | None) -> bool:
         self.check()
-        return await self._awaits.until(flag, seconds)
+        return await until(flag, self._no_end, seconds)
 
     def end_awaits(self) -> None:
         """No work ends any more."""
-        self._awaits.close()
+        self._no_end.set()
 
 
 def _is_above(frame: FrameType | None, below: FrameType | None) -> bool:

@@ -50,10 +50,12 @@ def choose_and_open(
         return _without_gds(directory, threads, direct_io, reason)
     if choice in ("posix", "uring"):
         return NativeTransport(threads, direct_io, uring=choice == "uring"), reason
+    if choice == "cufile" and compat != "off":  # only host memory is moved
+        return NativeTransport(threads, direct_io, uring=False, name=choice), reason
     if choice == "cufile":
         from gdscache.storage.cufile import open_cufile
 
-        return open_cufile(threads, direct_io, device if compat == "off" else ""), reason
+        return open_cufile(threads, direct_io, device), reason
     if choice == "kvikio":
         from gdscache.storage.kvikio import KvikioTransport
 

@@ -197,8 +197,10 @@ def part(memory: Memory, start: int, stop: int) -> Memory:
     return DeviceMemory(memory.address + start, stop - start, memory.device)
 
 
-def address_of(memory: memoryview) -> int:
-    """The address of a contiguous view of bytes."""
+def address_of(memory: Memory) -> int:
+    """The address of memory of a GPU, or of a contiguous view of bytes."""
+    if isinstance(memory, DeviceMemory):
+        return memory.address
     if memory.readonly:
         return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))  # ten times as fast as numpy, for writable memory only

@@ -105,7 +105,7 @@ def carry(
 
 def _by_disk(transport: NativeTransport, op: Op, pieces: Sequence[Piece]) -> None:
     kind: Literal["ring", "threads"] = "ring" if transport.uring else "threads"
-    rows = integers([(file, offset, _address(memory), memory.nbytes) for file, offset, memory in pieces])
+    rows = integers([(file, offset, address_of(memory), memory.nbytes) for file, offset, memory in pieces])
     answers = move_pieces(
         kind,
         transport.threads,
@@ -119,10 +119,6 @@ def _by_disk(transport: NativeTransport, op: Op, pieces: Sequence[Piece]) -> Non
         if code:
             raise failed(op.value, transport.path(file), offset, error_of(code))
         _check(op, piece, moved)
-
-
-def _address(memory: Memory) -> int:
-    return address_of(memory) if isinstance(memory, memoryview) else memory.address
 
 
 def _check(op: Op, piece: Piece, moved: int) -> None:

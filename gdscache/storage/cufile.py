@@ -40,10 +40,10 @@ _T = TypeVar("_T")
 
 
 class CufileTransport(NativeTransport):
-    """Moves host memory, and with `gpu` that of its device, by `threads` threads of the library.
+    """Moves host memory, and that of `gpu`'s device, by `threads` threads of the library.
 
-    GPU memory has to be registered before requests on it. Without `gpu` cuFile is not touched, and the transport equals
-    `posix`. cuFile's driver is the process's: it stays open after the transport's close.
+    GPU memory has to be registered before requests on it. cuFile's driver is the process's: it stays open after the
+    transport's close.
 
     cuFile writes a log into the working directory unless it is configured. Without `CUFILE_LOGFILE_PATH`,
     `CUFILE_ENV_PATH_JSON` and /etc/cufile.json it is sent to the folder for temporary files, by a call and not by the
@@ -53,16 +53,17 @@ class CufileTransport(NativeTransport):
     Raises `DeadlineError`, as `open` and `register` do, if it does not answer within `CALL_S`.
     """
 
-    def __init__(self, threads: int, direct_io: Switch = "auto", *, gpu: Driver | None = None) -> None:
-        self.memory_kinds = frozenset({"host"} if gpu is None else {"host", "cuda"})
+    memory_kinds = frozenset({"host", "cuda"})
+    cufile: CuFiles
+
+    def __init__(self, threads: int, direct_io: Switch = "auto", *, gpu: Driver) -> None:
         self._registered: dict[int, int] = {}  # bytes, by first address
         self._hangs = False  # a call has not answered, and may still use its arguments
-        self.cufile = None if gpu is None else self._opened(gpu)
+        self.cufile = self._opened(gpu)
         try:
             super().__init__(threads, direct_io, uring=False, name="cufile")
         except BaseException:
-            if self.cufile is not None:
-                self.cufile.close()
+            self.cufile.close()
             raise
 
     @property
@@ -92,23 +93,19 @@ class CufileTransport(NativeTransport):
             raise
 
     def _adopt(self, file: int, path: Path) -> None:
-        cufile = self.cufile
-        if cufile is None:
-            return
         try:
-            self._within(f"{path} was not registered", lambda: cufile.add_file(file))
+            self._within(f"{path} was not registered", lambda: self.cufile.add_file(file))
         except NativeCallError as error:
             raise failed("open", str(path), 0, RuntimeError(error.message)) from error
 
     def register(self, memory: memoryview | torch.Tensor) -> None:
         """Register GPU memory with cuFile; nothing for the host. Raises `TransportUnavailableError` if cuFile
         refuses."""
-        cufile = self.cufile
-        if cufile is None or isinstance(memory, memoryview):
+        if isinstance(memory, memoryview):
             return
         address, nbytes = memory.data_ptr(), memory.numel()
         try:
-            self._within(f"{nbytes} bytes were not registered", lambda: cufile.add_memory(address, nbytes))
+            self._within(f"{nbytes} bytes were not registered", lambda: self.cufile.add_memory(address, nbytes))
         except NativeCallError as error:
             raise TransportUnavailableError(
                 f"cuFile cannot register {about(nbytes)} of GPU memory: {error.message}",
@@ -118,13 +115,11 @@ class CufileTransport(NativeTransport):
 
     def deregister(self, memory: memoryview | torch.Tensor) -> None:
         """Nothing after `close`, which has deregistered all memory."""
-        if self.cufile is None or isinstance(memory, memoryview):
-            return
-        if self._registered.pop(memory.data_ptr(), None) is not None:
+        if not isinstance(memory, memoryview) and self._registered.pop(memory.data_ptr(), None) is not None:
             self.cufile.remove_memory(memory.data_ptr())
 
     def _move(self, op: Op, file: int, offset: int, memory: Memory) -> int:
-        if self.cufile is None or isinstance(memory, memoryview):
+        if isinstance(memory, memoryview):
             return super()._move(op, file, offset, memory)
         path = self.path(file)
         moved = self.cufile.move(file, offset, memory.address, memory.nbytes, write=op is Op.WRITE)
@@ -133,24 +128,21 @@ class CufileTransport(NativeTransport):
         return moved
 
     def describe(self) -> dict[str, object]:
-        return {**super().describe(), "gds": self.cufile is not None}
+        return {**super().describe(), "gds": True}
 
     def close(self) -> None:
-        cufile = self.cufile
-        if cufile is not None and not self._hangs and not self._closed:
+        if not self._hangs and not self._closed:
             for address in self._registered:
-                cufile.remove_memory(address)
+                self.cufile.remove_memory(address)
             for file in self._paths:
-                cufile.remove_file(file)
-            cufile.close()
+                self.cufile.remove_file(file)
+            self.cufile.close()
         self._registered.clear()
         super().close()
 
 
 def open_cufile(threads: int, direct_io: Switch, device: str) -> CufileTransport:
-    """`device`: of the memory to move. Empty: only host memory is moved, and cuFile is not touched."""
-    if not device:
-        return CufileTransport(threads, direct_io)
+    """`device`: the GPU whose memory to move, `cuda:N`."""
     import torch
 
     from gdscache.cuda.driver import Driver

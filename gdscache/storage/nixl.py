@@ -158,13 +158,13 @@ class NixlTransport(DirectFiles):
     # --- with the lock
 
     def _handle(self, op: Op, file: int, offset: int, memory: Memory) -> Any:
-        agent, host = self._agent, isinstance(memory, memoryview)
-        place = DeviceMemory(address_of(memory), memory.nbytes, 0) if isinstance(memory, memoryview) else memory
-        if not host and not self._holds(place):
-            raise IOFailedError(f"{place} is not registered", "call register() first", errno.EINVAL)
-        kind, plugin = ("DRAM", "POSIX") if host else ("VRAM", "GDS_MT")
-        there = agent.get_xfer_descs([(place.address, place.nbytes, place.device)], kind)
-        part = agent.get_xfer_descs([(offset, place.nbytes, file)], "FILE")
+        agent, kind, plugin, device = self._agent, "DRAM", "POSIX", 0
+        if isinstance(memory, DeviceMemory):
+            if not self._holds(memory):
+                raise IOFailedError(f"{memory} is not registered", "call register() first", errno.EINVAL)
+            kind, plugin, device = "VRAM", "GDS_MT", memory.device
+        there = agent.get_xfer_descs([(address_of(memory), memory.nbytes, device)], kind)
+        part = agent.get_xfer_descs([(offset, memory.nbytes, file)], "FILE")
         return agent.initialize_xfer(op.name, there, part, agent.name, backends=[plugin])
 
     @staticmethod

@@ -154,46 +154,27 @@ def _compare(where: str, found: bytes, wanted: bytes) -> None:
 
 PROBE_BYTES = 4 << 20
 NVIDIA_FS_STATS = Path("/proc/driver/nvidia-fs/stats")
-_MOVES = {"cufile": "cuFile", "nixl": "GDS_MT of NIXL"}  # the bytes of these transports of ours
+_MOVES = {"cufile": "cuFile", "kvikio": "cuFile", "nixl": "GDS_MT of NIXL"}  # the movers of these transports' bytes
 
-_KVIKIO_CHILD = """
-import os, sys
-import torch, kvikio, kvikio.defaults
-
-path, device, mode, nbytes = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
-torch.cuda.set_device(device)
-kvikio.defaults.set({"compat_mode": getattr(kvikio.CompatMode, mode), "gds_threshold": 0})
-source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device="cuda")
-target = torch.zeros_like(source)
-torch.cuda.synchronize()
-file = kvikio.CuFile(path, "r+")
-written, read = file.pwrite(source).get(), file.pread(target).get()
-if (written, read) != (nbytes, nbytes):
-    sys.exit(f"wrote {written} and read {read} of {nbytes} bytes")
-if not torch.equal(source, target):
-    sys.exit("the bytes read into GPU memory are not those written")
-with open(path, "rb") as plain:
-    if plain.read() != source.cpu().numpy().tobytes():
-        sys.exit("the file does not hold the bytes written")
-file.close()
-"""
-
-_TRANSPORT_CHILD = """
+_CHILD = """
 import sys
 from pathlib import Path
 from gdscache.errors import StorageError
 from gdscache.storage.probe import write_and_read
 
-path, device, name, nbytes, seconds = Path(sys.argv[1]), f"cuda:{sys.argv[2]}", sys.argv[3], *map(float, sys.argv[4:])
+path, device, name, compat, nbytes, seconds = sys.argv[1], f"cuda:{sys.argv[2]}", *sys.argv[3:]
 try:
     if name == "nixl":
         from gdscache.storage.nixl import NixlTransport
         transport = NixlTransport(threads=2, gds=True)
+    elif name == "kvikio":
+        from gdscache.storage.kvikio import KvikioTransport
+        transport = KvikioTransport(threads=2, compat=compat)
     else:
         from gdscache.storage.cufile import open_cufile
         transport = open_cufile(2, "auto", device)
     with transport:
-        write_and_read(transport, path, device, int(nbytes), seconds)
+        write_and_read(transport, Path(path), device, int(nbytes), float(seconds))
 except StorageError as error:
     sys.exit(error.message)
 """
@@ -224,18 +205,15 @@ def probe(transport: str, directory: Path, device_index: int, deadline_s: float 
     if transport == "kvikio" and importlib.util.find_spec("kvikio") is None:
         return ProbeResult(False, "posix", "kvikio is not installed")
     with _file(directory) as name:
-        place = [name, str(device_index)]
-        if transport != "kvikio":
-            what, arguments = _MOVES[transport], [*place, transport, str(PROBE_BYTES), str(deadline_s)]
-            return _counted(what, lambda: run_child(_TRANSPORT_CHILD, arguments, deadline_s).cause)
 
-        def refusal(mode: str) -> str:
-            return run_child(_KVIKIO_CHILD, [*place, mode, str(PROBE_BYTES)], deadline_s).cause
+        def refusal(compat: str) -> str:
+            arguments = [name, str(device_index), transport, compat, str(PROBE_BYTES), str(deadline_s)]
+            return run_child(_CHILD, arguments, deadline_s).cause
 
-        found = _counted("cuFile", lambda: refusal("OFF"))
-        if found.ok:
+        found = _counted(_MOVES[transport], lambda: refusal("off"))
+        if found.ok or transport != "kvikio":
             return found
-        if cause := refusal("ON"):
+        if cause := refusal("on"):
             return ProbeResult(False, "posix", f"{found.reason}; kvikio without cuFile: {cause}")
         return ProbeResult(True, "compat", found.reason)
 

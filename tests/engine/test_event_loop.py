@@ -115,7 +115,7 @@ def test_a_cancelled_await_leaves_its_handle_and_the_other_awaits(late: tuple[Ho
 
 def _waiting(host: Host) -> set[asyncio.AbstractEventLoop]:
     """The loops with awaits of an engine's handles."""
-    return {waiter.loop for waiter in host.engine.calls._awaits._waiters}
+    return {waiter.loop for waiter in host.engine.calls._no_end._waiting}
 
 
 def test_an_await_ends_with_the_patience_that_result_has(open_host: OpenHost, run: Run) -> None:

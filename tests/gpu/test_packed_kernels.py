@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from gdscache.arrays import address
 from gdscache.errors import NativeCallError
 from gdscache.kernels.packed import THREADS, PackedKernels
 from gdscache.moves.native import NativePlanes
 from gdscache.pages.layout import PageLayout, Plane
 from gdscache.pages.planes import PagedPlanes
 from tests.support.hooks import hooks
+from tests.support.native_parts import address
 from tests.support.packed_pages import KINDS, bits, drawn
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

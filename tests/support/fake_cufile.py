@@ -16,6 +16,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from gdscache import storage
 from gdscache.engine import opening as build
 from gdscache.pages.checksum import Checksums, layer_checksums
 from gdscache.pages.layout import PageLayout
@@ -116,6 +117,9 @@ def use(monkeypatch: pytest.MonkeyPatch, *, kernels: bool = True) -> None:
     """Engines that are opened from now on with `transport: cufile`, and planes in host memory, copy as on a GPU, and
     read and write its memory directly."""
     fake_gpu.use(monkeypatch, kernels=kernels)
+    chosen = storage._choose
+    found: Any = lambda name, *rest: (name, "off", "a test") if name == "cufile" else chosen(name, *rest)  # noqa: E731
+    monkeypatch.setattr(storage, "_choose", found)
     monkeypatch.setattr(cufile, "open_cufile", lambda threads, direct_io, device: opened(threads, direct_io))
     monkeypatch.setattr(build, "DeviceExtents", FakeDeviceExtents)
     monkeypatch.setattr(routes, "choose", lambda *_, **__: routes.RouteChoice("direct", "a test"))

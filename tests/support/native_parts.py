@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import os
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from gdscache.arrays import address
 from gdscache.errors import NativeCallError
 from gdscache.native import move_pieces
 
 LATE, HANG = 5, 6  # of csrc/host/tests/faulty_disk.h
+
+
+def address(array: npt.NDArray[Any]) -> int:
+    return int(array.ctypes.data)
 
 
 def has_ring() -> bool:

@@ -21,7 +21,9 @@ void append(Way* way, const Way& more) {
 }  // namespace
 
 Moves::Moves(const Limits& limits, std::vector<Space> spaces, int32_t reserve_space, Reserve reserve)
-    : limits_(limits), spaces_(std::move(spaces)), reserve_space_(reserve_space), reserve_(std::move(reserve)) {}
+    : limits_(limits), spaces_(std::move(spaces)), reserve_space_(reserve_space), reserve_(std::move(reserve)) {
+    several_disks_ = std::ranges::any_of(spaces_, [](const Space& space) { return space.disk != 0; });
+}
 
 Moves::~Moves() = default;
 

@@ -118,6 +118,11 @@ public:
     // Slots of the reserve that late reads hold.
     int64_t held_slots() const { return held_slots_; }
     int64_t free_slots() const { return reserve_.free(); }
+    // Slots that a disk's reads may take, if they are free. Reads that are slow or hang leave other disks a round.
+    int64_t room(int32_t disk) const {
+        const int64_t others = several_disks_ && reserve_.slots() > 1 ? round_slots() : 0;
+        return reserve_.slots() - others - traffic_[disk].slots;
+    }
 
     // --- for threads that move them
 
@@ -154,6 +159,7 @@ private:
         int64_t flying = 0;        // bytes of I/O that is not late
         int64_t writing = 0;       // of these, bytes of writes
         int32_t reads_in_row = 0;  // while writes wait
+        int64_t slots = 0;         // of the reserve, in which its reads lie
     };
 
     using Order = std::map<std::pair<Priority, int64_t>, Move*>;  // by priority, then in the order of `begin`
@@ -168,6 +174,8 @@ private:
     const IoJob* next_read(Move& move, int32_t disk);
     const IoJob* next_write(Move& move, int32_t disk);
     void read_no_further(Move& move, Status status);
+    // Most slots of a read: while a round is copied, the others are read.
+    int64_t round_slots() const { return std::max<int64_t>(1, reserve_.slots() / 4); }
     bool take_slots(Flight& flight, int32_t disk);
     bool others_turn(Move& move, int32_t way, int32_t files, int32_t disk);
     bool crowds(int32_t disk);
@@ -198,6 +206,7 @@ private:
     std::vector<Space> spaces_;
     int32_t reserve_space_;
     Reserve reserve_;
+    bool several_disks_;
     Status refusal_ = Status::kPending;
     int64_t begun_ = 0, next_job_ = 1;
     Traffic traffic_[kMostDisks];

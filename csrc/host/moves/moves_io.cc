@@ -6,7 +6,6 @@ namespace gdscache {
 namespace {
 
 constexpr int32_t kReadsPerWrite = 8;  // reads in a row before a waiting write, while no write is in flight
-constexpr int64_t kRounds = 4;         // shares of the reserve: while one is copied, the others are read
 
 Status verdict_on(int32_t error) {
     switch (error) {
@@ -74,9 +73,11 @@ const IoJob* Moves::next_read(Move& move, int32_t disk) {
         auto flight = std::make_unique<Flight>();
         IoJob& job = flight->job;
         int64_t page = cursor.page;
-        for (; page < way.pages && static_cast<int64_t>(job.pages.size()) < most; ++page) {
+        for (; page < way.pages; ++page) {
             const int32_t row = move.first_row[number] + static_cast<int32_t>(page);
-            if (move.pending(row)) job.pages.push_back({row, way.sources[page], 0});
+            if (!move.pending(row)) continue;  // behind the last read too: what follows may be another disk's turn
+            if (static_cast<int64_t>(job.pages.size()) == most) break;
+            job.pages.push_back({row, way.sources[page], 0});
         }
         flight->way = number;
         flight->group = cursor.group;
@@ -115,9 +116,9 @@ bool Moves::take_slots(Flight& flight, int32_t disk) {
     std::vector<Transfer>& pages = flight.job.pages;
     const int64_t wanted = static_cast<int64_t>(pages.size()) * flight.part;
     const int64_t extents = (wanted + limits_.extent_bytes - 1) / limits_.extent_bytes;
-    const int64_t share = std::max<int64_t>(1, reserve_.slots() / kRounds);
-    flight.slots = reserve_.take(std::min(extents, share), &flight.slot);
+    flight.slots = reserve_.take(std::min({extents, round_slots(), room(disk)}), &flight.slot);
     if (flight.slots == 0) return crowds(disk);
+    traffic_[disk].slots += flight.slots;
     pages.resize(std::min(pages.size(), static_cast<size_t>(flight.slots * limits_.extent_bytes / flight.part)));
     int64_t at = flight.slot * limits_.extent_bytes;
     for (Transfer& page : pages) page.at = std::exchange(at, at + flight.part);
@@ -300,6 +301,7 @@ void Moves::let_go(Flight& flight) {
     if (flight.left != 0 || flight.copies != 0) return;
     if (flight.slots != 0) {
         reserve_.give(flight.slot, flight.slots);
+        traffic_[flight.disk].slots -= flight.slots;
         news_.room = true;
         if (flight.late) held_slots_ -= flight.slots;
     }

@@ -579,7 +579,8 @@ private:
             }
             if (!first) continue;
             const Way& of = way(book, *first);
-            return world.spaces[of.source].disk == disk && fits(bytes, disk) && (!passes(of) || moves.free_slots() > 0);
+            return world.spaces[of.source].disk == disk && fits(bytes, disk) &&
+                   (!passes(of) || (moves.free_slots() > 0 && moves.room(disk) > 0));
         }
         return false;
     }

@@ -22,7 +22,6 @@ import numpy as np
 import torch
 
 from gdscache import CacheEngine
-from gdscache.arrays import address
 from gdscache.commands.bench import kit, machine
 from gdscache.commands.bench.figures import Ratios, Row, compared, copy_rate, idle, in_turns, in_words, rate, series
 from gdscache.commands.bench.shapes import LLAMAS, token_bytes
@@ -148,7 +147,7 @@ class BareLoop:
         target = self._target.data_ptr() if onward and self._target is not None else 0
         driver = (None, 0) if not target or self._driver is None else (self._driver.library, self._driver.context)
         try:
-            elapsed = bare_loop(*calls, address(self._memory), target, *driver)
+            elapsed = bare_loop(*calls, self._memory.ctypes.data, target, *driver)
         except (NativeCallError, DeviceError) as error:
             few = getattr(error, "errno", None) == errno.ENODATA
             cause = f"a call moved less than {way.io_bytes} bytes" if few else error.message

@@ -52,7 +52,7 @@ class RankPlace(NamedTuple):
         data = config.dump()
         for path, size in shared_sizes(config):
             if path[0] != "ssd" or not self.equal:  # equal ranks share the first one's slab as a whole
-                section = data
+                section: Any = data
                 for key in path[:-1]:
                     section = section[key]
                 section[path[-1]] = size // self.ranks

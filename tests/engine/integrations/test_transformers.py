@@ -13,7 +13,14 @@ from transformers import DynamicCache, LlamaConfig, PreTrainedModel
 
 from gdscache import CacheEngine
 from gdscache.config import ModelConfig
-from gdscache.errors import GeometryError, PoolFullError, SequenceStateError, TokensError, UnsupportedRequestError
+from gdscache.errors import (
+    GeometryError,
+    InvalidValueError,
+    PoolFullError,
+    SequenceStateError,
+    TokensError,
+    UnsupportedRequestError,
+)
 from gdscache.integrations.transformers import OLDEST, PrefixCache, model_section
 from gdscache.integrations.transformers_rows import PoolRows
 from tests.support.helpers import flip_file
@@ -265,7 +272,7 @@ def llama(tmp_path: Path) -> Any:
         yield model, engine, PrefixCache(engine, model)
 
 
-def test_padding_and_ragged_rows_are_refused(llama: Any) -> None:
+def test_padding_ragged_rows_and_salts_of_other_types_are_refused(llama: Any) -> None:
     _, engine, prefixes = llama
     mask = torch.ones((1, PROMPT), dtype=torch.long)
     prefixes.open(tokens(), attention_mask=mask).close()
@@ -279,6 +286,9 @@ def test_padding_and_ragged_rows_are_refused(llama: Any) -> None:
     for wrong in (tokens()[None], tokens().float(), [[1, -1]]):
         with pytest.raises(TokensError):
             prefixes.open(wrong)
+    for salt in (b"tenant", 7, None):
+        with pytest.raises(InvalidValueError, match="which is not text"):
+            prefixes.open(tokens(), salt=salt)
     assert engine.stats()["tiers"]["gpu"]["private_slots"] == 0
 
 

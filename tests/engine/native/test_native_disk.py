@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from gdscache.arrays import address, integers
+from gdscache.arrays import integers
 from gdscache.errors import DeviceError, NativeCallError, RefusedDiskError
 from gdscache.native import bare_loop, move_pieces
 from tests.support import fake_gpu
-from tests.support.native_parts import has_ring
+from tests.support.native_parts import address, has_ring
 
 DATA = random.Random(5).randbytes(300_001)
 SECTOR = 4096

@@ -11,7 +11,7 @@ from gdscache.storage.files import NativeTransport
 
 def _move(transport: NativeTransport, op: Op, file: int, offset: int, memory: Memory) -> int:
     transport.path(file)
-    address = address_of(memory) if isinstance(memory, memoryview) else memory.address
+    address = address_of(memory)
     [(error, moved)] = move_pieces(
         "ring" if transport.uring else "threads",
         1,

@@ -14,8 +14,7 @@ import pytest
 
 from gdscache.errors import IOFailedError, TransportUnavailableError
 from gdscache.storage import Transport, calls, open_transport, probe
-from gdscache.storage.cufile import CufileTransport
-from gdscache.storage.files import DirectFiles, find_mount
+from gdscache.storage.files import DirectFiles, NativeTransport, find_mount
 from tests.support.posix_transport import PosixTransport
 from tests.support.transport_parts import has_libcuda, refuse_ring
 
@@ -26,13 +25,13 @@ def opened(tmp_path: Path, transport: str = "auto", device: str = "cpu", gds: st
     return open_transport(transport, directory=tmp_path, device=device, threads=1, direct_io="auto", gds=gds)
 
 
-def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str, str | None]]:
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str, str]]:
     """What each cuFile transport from now on is made of: threads, direct I/O, and the driver of a GPU."""
-    made: list[tuple[int, str, str | None]] = []
+    made: list[tuple[int, str, str]] = []
 
-    def make(threads: int, direct_io: str, gpu: str | None = None) -> Transport:
+    def make(threads: int, direct_io: str, gpu: str) -> Transport:
         made.append((threads, direct_io, gpu))
-        return CufileTransport(1)
+        return NativeTransport(1, uring=False, name="cufile")
 
     monkeypatch.setattr("gdscache.storage.cufile.CufileTransport", make)
     monkeypatch.setattr("gdscache.cuda.driver.Driver", lambda device: f"driver of {device}")
@@ -153,7 +152,7 @@ def test_cufile_by_name_takes_any_path_that_brings_the_bytes(
     with caplog.at_level(logging.INFO, "gdscache.storage"):
         for device, gds in (("cuda:1", "auto"), ("cuda:1", "off"), ("cpu", "auto"), ("cpu", "off")):
             opened(tmp_path, "cufile", device, gds).close()
-    assert [gpu for _, _, gpu in made] == ["driver of cuda:1", None, None, None]
+    assert [gpu for _, _, gpu in made] == ["driver of cuda:1"]
     causes = ["no GPUDirect Storage: not counted", "gds is off", "the device is cpu", "the device is cpu"]
     assert [cause in record.getMessage() for cause, record in zip(causes, caplog.records, strict=True)] == [True] * 4
 
@@ -256,11 +255,11 @@ Writes				: n={writes} ok={writes} err=0 writeMiB=4 io_state_err=0 pg-cache=0
 @pytest.mark.parametrize(
     ("refusals", "counted", "want"),
     [
-        ({"OFF": ""}, (4, 4), "gds"),
-        ({"OFF": ""}, (0, 0), "compat"),
-        ({"OFF": ""}, (4, 0), "compat"),
-        ({"OFF": "error 5027", "ON": ""}, (4, 4), "compat"),
-        ({"OFF": "no answer", "ON": "no libcuda"}, (0, 0), "posix"),
+        ({"off": ""}, (4, 4), "gds"),
+        ({"off": ""}, (0, 0), "compat"),
+        ({"off": ""}, (4, 0), "compat"),
+        ({"off": "error 5027", "on": ""}, (4, 4), "compat"),
+        ({"off": "no answer", "on": "no libcuda"}, (0, 0), "posix"),
     ],
 )
 def test_only_counted_io_proves_gds(
@@ -276,7 +275,7 @@ def test_only_counted_io_proves_gds(
     def child(code: str, arguments: list[str], deadline_s: float) -> SimpleNamespace:
         assert Path(arguments[0]).parent == folder
         stats.write_text(NVFS.format(reads=10 + counted[0], writes=20 + counted[1]))
-        return SimpleNamespace(cause=refusals[arguments[2]])
+        return SimpleNamespace(cause=refusals[arguments[3]])
 
     monkeypatch.setattr(probe, "NVIDIA_FS_STATS", stats)
     monkeypatch.setattr(calls, "PROC_MODULES", there)
@@ -295,13 +294,13 @@ def test_cufile_is_not_asked_without_proc_modules(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(calls, "PROC_MODULES", tmp_path / "missing")
 
     def child(code: str, arguments: list[str], deadline_s: float) -> SimpleNamespace:
-        asked.append(arguments[2])
+        asked.append(arguments[3])
         return SimpleNamespace(cause="")
 
     monkeypatch.setattr(probe, "run_child", child)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)  # kvikio is installed
     assert probe.probe("kvikio", tmp_path, 0).mode == "compat"
-    assert asked == ["ON"]
+    assert asked == ["on"]
 
 
 def test_probe_without_kvikio_or_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

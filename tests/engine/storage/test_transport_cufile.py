@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from gdscache.errors import DeadlineError, EngineClosedError, IOFailedError, TransportUnavailableError
-from gdscache.storage import Transport, calls, cufile
+from gdscache.storage import Transport, calls, cufile, open_transport
 from gdscache.storage.base import DeviceMemory
 from gdscache.storage.cufile import CufileTransport
 from gdscache.testing.transport_suite import FILE_BYTES, SECTOR, Make, Remember, TransportSuite
@@ -99,11 +99,6 @@ class TestHostMemory(TransportSuite):
         return fake_cufile.opened(threads)
 
 
-class TestWithoutGpu(TransportSuite):
-    def make_transport(self, threads: int) -> Transport:
-        return CufileTransport(threads, "auto")
-
-
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     path = tmp_path / "data"
@@ -113,9 +108,10 @@ def path(tmp_path: Path) -> Path:
 
 def test_without_a_gpu_cufile_is_not_touched(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cufile, "find_cufile", lambda: pytest.fail("nobody may look for it"))
-    with CufileTransport(1, "auto") as transport:
-        assert transport.memory_kinds == {"host"}
-        assert transport.describe()["gds"] is False
+    with open_transport(
+        "cufile", directory=path.parent, device="cpu", threads=1, direct_io="auto", gds="auto"
+    ) as transport:
+        assert (transport.name, transport.memory_kinds) == ("cufile", {"host"})
         file = transport.open(path)
         gpu = fake_cufile.allocate(SECTOR)
         with pytest.raises(IOFailedError):

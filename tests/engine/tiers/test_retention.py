@@ -29,7 +29,6 @@ from gdscache.index.retention import DEFAULT, LONGEST_TTL, PRIORITIES, Retention
 from gdscache.index.table import Entry, PageState
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.load.planner import LoadPlanner
-from gdscache.moves.native import Blocking
 from gdscache.pages.keys import Page
 from gdscache.policies import POLICIES, new_policy
 from gdscache.policies.base import EvictionPolicy
@@ -608,8 +607,8 @@ def test_a_store_with_an_end_gives_none_to_pages_that_had_none(open_host: OpenHo
     assert host.engine.check().ok
 
 
-def drive_when(go: threading.Event) -> Iterator[Blocking]:
-    yield Blocking(go.wait)
+def drive_when(go: threading.Event) -> Iterator[Callable[[], object]]:
+    yield go.wait
 
 
 def test_a_page_that_is_about_to_get_a_slot_on_the_ssd_gets_the_longer_life_there_too(open_host: OpenHost) -> None:

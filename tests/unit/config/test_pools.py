@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -133,6 +134,21 @@ def test_parts_have_directories_and_events_of_their_own() -> None:
     assert [str(part.config.ssd.path) for part in (first, second)] == ["/cache/groups-0-2", "/cache/groups-1"]
     assert [str(path) for path in second.config.ssd.stripes] == ["/more/groups-1"]
     assert [str(part.config.status.path) for part in (first, second)] == ["/page/groups-0-2", "/page/groups-1"]
+
+
+def test_further_tiers_are_shared_too_and_keep_their_options() -> None:
+    """Also options that are no plain data: none is changed, or refused."""
+    options = {"limit": math.inf, "salt": b"\xff", "client": object()}
+    tiers = [{"tier": "a.b:C", "capacity": "1GiB", "options": options}]
+    groups = [{"name": "a", "layers": [1]}, {"name": "b", "layers": [0], "window": 64}]
+    parts = parts_of(groups, 2, tiers=tiers)
+    assert all(part.config.tiers[0].options == options for part in parts)
+    assert sum(part.config.tiers[0].capacity for part in parts) <= 1 << 30
+    with pytest.raises(CapacityError, match=r"tiers\[0\]\.capacity is 40KiB, whose shares"):
+        parts_of(groups, 2, tiers=[tiers[0] | {"capacity": "40KiB"}])
+    model = KV | {"layers": 2, "pack": "on"}
+    packed, _ = plain_parts(Config.from_dict({"model": model, "cpu": {}, "tiers": tiers}))
+    assert (packed.tiers[0].options, packed.tiers[0].capacity) == (options, 1 << 30)
 
 
 @given(

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from gdscache.arrays import address, integers
+from gdscache.arrays import integers
 from gdscache.errors import NativeCallError
 from gdscache.moves.native import NativePlanes
 from gdscache.native import layer_sums
 from gdscache.pages.checksum import layer_checksums
 from gdscache.pages.layout import PageLayout, Plane
 from gdscache.pages.planes import PagedPlanes
+from tests.support.native_parts import address
 
 
 def small() -> PagedPlanes:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gdscache.arrays import address, integers
+from gdscache.arrays import integers
 from gdscache.errors import GeometryError, NativeCallError
 from gdscache.moves.native import NativePlanes
 from gdscache.pages.checksum import layer_checksums
@@ -16,6 +16,7 @@ from gdscache.pages.layout import PageLayout, Plane
 from gdscache.pages.planes import PagedPlanes
 from tests.support import packed_pages as oracle
 from tests.support.hooks import hooks
+from tests.support.native_parts import address
 from tests.support.packed_pages import KINDS, bits, drawn
 
 
