@@ -100,6 +100,8 @@ def model_section(
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     except (AttributeError, TypeError, ZeroDivisionError) as error:
         raise GeometryError(f"{config.model_type} says nothing of its attention heads: {error}", KEPT) from None
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+        heads = 1  # of Falcon
     section |= {"kv_heads": getattr(config, "num_key_value_heads", None) or heads, "head_dim": head_dim}
     v_head_dim = getattr(config, "v_head_dim", None) or head_dim
     return section if v_head_dim == head_dim else {**section, "v_head_dim": v_head_dim}

@@ -68,8 +68,14 @@ def parts_of(hf_config: PreTrainedConfig) -> list[LayerPart]:
     `GeometryError` for other kinds of layers."""
     config = text_config(hf_config)
     hint, kind = KEPT, config.model_type
-    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
-        raise GeometryError(f"{kind} has use_bidirectional_attention, so its keys depend on later tokens", hint)
+    if kind in _BY_PADS:
+        raise GeometryError(f"{kind} counts a call's positions from its padding token, or without it", hint)
+    later = [name for name, causal in _CAUSAL.items() if getattr(config, name, None) not in causal]
+    if hasattr(type(config), "is_decoder") and not config.is_decoder and kind not in _DECODERS:
+        later.append("is_decoder")
+    if later:
+        wrong = f"{later[0]}={getattr(config, later[0])!r}"
+        raise GeometryError(f"{kind} has {wrong}, so its keys depend on later tokens", hint)
     try:
         layers = DynamicCache(config=config).layers
     except KeyError as error:
@@ -145,6 +151,11 @@ def state_tensors(layer: LinearAttentionLayer) -> tuple[torch.Tensor | None, tor
 MODEL = "pass model=, which is called for two tokens"
 STATE_PLANES = ("conv", "recurrent")
 KEPT = "models can be cached whose layers keep keys and values of all tokens or of a sliding window, or one state"
+_CAUSAL = {"use_bidirectional_attention": (None, False, "vision"), "is_causal": (None, True)}  # and their values
+_BY_PADS = (
+    "camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
+)  # fmt: skip
+_DECODERS = ("gpt_neox", "gpt_neox_japanese")  # they do not ask is_decoder, as BERT and its like do
 _KEPT: dict[type, tuple[Keeps, ...]] = {
     DynamicLayer: ("all",),
     DynamicSlidingWindowLayer: ("window",),
