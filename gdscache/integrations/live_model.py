@@ -17,7 +17,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from types import MethodType, SimpleNamespace
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 import transformers
@@ -77,23 +77,6 @@ def _facts(facts: dict[str, object], fields: dict[str, Any] | None) -> dict[str,
     return facts if fields is None else facts | table().facts([TextConfig(**fields)])
 
 
-class _Probe(NamedTuple):
-    """A place in a tensor, whose memory it does not hold. A new storage has the address of one that is gone."""
-
-    tensor: weakref.ref[torch.Tensor]
-    storage: StorageWeakRef
-    place: tuple[int, int]
-
-    @classmethod
-    def of(cls, name: str, tensor: torch.Tensor) -> _Probe:
-        storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        return cls(weakref.ref(tensor), storage, _place(name, tensor, PROBE))
-
-    def view(self) -> torch.Tensor | None:
-        tensor, gone = self.tensor(), self.storage.expired()  # type: ignore[no-untyped-call]
-        return None if tensor is None or gone else _elements(tensor, *self.place)
-
-
 class LiveModel:
     """A module whose identity is taken before each request. Thread-safe."""
 
@@ -102,7 +85,8 @@ class LiveModel:
         self._lock = threading.Lock()
         self._settings: _Settings | None = None
         self._stamp: list[object] | None = None
-        self._probes: list[_Probe] = []
+        # Places in tensors, whose memory is not held. A new storage has the address of one that is gone.
+        self._probes: list[tuple[weakref.ref[torch.Tensor], StorageWeakRef, tuple[int, int]]] = []
         self._probed = b""
         self._name: dict[str, object] = {}
         self._adapted: list[torch.nn.Module] = []
@@ -127,8 +111,11 @@ class LiveModel:
             steady = self.rope is None
             stamp, views = _stamp(self._model, steady), self._views()
             if other := stamp != self._stamp or len(views) < len(self._probes):
-                looked = [(name, one) for name, one in _tensors(self._model, steady) if _has_bytes(one)]
-                self._probes = [_Probe.of(name, tensor) for name, tensor in looked]
+                self._probes = [
+                    (weakref.ref(one), StorageWeakRef(one.untyped_storage()), _place(name, one))  # type: ignore[no-untyped-call]
+                    for name, one in _tensors(self._model, steady)
+                    if _has_bytes(one)
+                ]
                 views = self._views()
                 self._look_at_modules()
             probed, drawn = _read(views), self._draws()
@@ -154,8 +141,12 @@ class LiveModel:
         return [one[2] for one in self._stamp or () if isinstance(one, tuple)]
 
     def _views(self) -> list[torch.Tensor]:
-        """What lies at the probes whose tensors are still there."""
-        return [view for probe in self._probes if (view := probe.view()) is not None]
+        """The elements at the probes whose tensors are still there."""
+        return [
+            one.as_strided((count,), (1,), first)
+            for tensor, storage, (first, count) in self._probes
+            if (one := tensor()) is not None and not storage.expired()  # type: ignore[no-untyped-call]
+        ]
 
     def _read_settings(self) -> None:
         if (settings := _settings(self._model)) != self._settings:
@@ -310,19 +301,18 @@ def _has_bytes(tensor: torch.Tensor) -> bool:
     return tensor.device.type != "meta" and not hasattr(tensor, "__tensor_flatten__")
 
 
-def _place(name: str, tensor: torch.Tensor, most: int) -> tuple[int, int]:
-    """A place in a tensor's memory, drawn from its name: the first element, and the number of elements in `most`
+def _place(name: str, tensor: torch.Tensor) -> tuple[int, int]:
+    """A place in a tensor's memory, drawn from its name: the first element, and the number of elements in `PROBE`
     bytes."""
-    size, first = tensor.element_size(), int(tensor.storage_offset())
     there = _there(tensor)
-    count = min(there, max(1, most // size))
-    drawn = int.from_bytes(hashlib.blake2b(f"{most}:{name}".encode(), digest_size=8).digest(), "little")
-    return first + drawn % (there - count + 1), count
+    count = min(there, max(1, PROBE // tensor.element_size()))
+    drawn = int.from_bytes(hashlib.blake2b(f"{PROBE}:{name}".encode(), digest_size=8).digest(), "little")
+    return int(tensor.storage_offset()) + drawn % (there - count + 1), count
 
 
 def _sums(tensor: torch.Tensor) -> torch.Tensor:
     """Sums over all bytes of a tensor, in which each word has a weight by its place; of a small one the bytes."""
-    memory = _elements(tensor, int(tensor.storage_offset()), _there(tensor)).view(torch.uint8)
+    memory = tensor.as_strided((_there(tensor),), (1,)).view(torch.uint8)
     if len(memory) <= SAMPLE:
         return memory
     if memory.storage_offset() % 8:
@@ -337,10 +327,6 @@ def _there(tensor: torch.Tensor) -> int:
     """The elements of memory from a tensor's first one to its last one: fewer than it has, if it is expanded."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return 1 + sum((size - 1) * step for size, step in steps) if tensor.numel() else 0
-
-
-def _elements(tensor: torch.Tensor, first: int, count: int) -> torch.Tensor:
-    return tensor.as_strided((count,), (1,), first)
 
 
 def _read(pieces: list[torch.Tensor]) -> bytes:

@@ -398,7 +398,7 @@ def test_old_weights_are_let_go_and_what_takes_their_place_is_noticed(model: Pre
     assert all(one.expired() for one in old)
     assert live.identity() == before
     name, moved = "model.layers.0.self_attn.k_proj.weight", model.model.layers[0].self_attn.k_proj.weight
-    first, count = live_model._place(name, moved, live_model.PROBE)
+    first, count = live_model._place(name, moved)
     moved.data = moved.data.clone()
     moved.data.view(-1)[(first + count) % moved.numel()] += 1
     live._stamp = live_model._stamp(model)  # as where its address is that of before
