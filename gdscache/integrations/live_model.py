@@ -61,6 +61,7 @@ def facts_of(model: torch.nn.Module) -> dict[str, object]:
 def _settings(model: torch.nn.Module) -> _Settings:
     """What facts are made of, as it is now: facts beside the configuration, and its fields."""
     facts: dict[str, object] = {"class": plain(type(model)), "transformers": transformers.__version__}
+    facts["autocast"] = _autocast()
     if (config := getattr(model, "config", None)) is None:
         return facts, None
     text = config.get_text_config(decoder=True)
@@ -75,6 +76,11 @@ def _settings(model: torch.nn.Module) -> _Settings:
 
 def _facts(facts: dict[str, object], fields: dict[str, Any] | None) -> dict[str, object]:
     return facts if fields is None else facts | table().facts([TextConfig(**fields)])
+
+
+def _autocast() -> list[str]:
+    """The types of autocast in this thread, of each kind of device that has it on."""
+    return [f"{kind}: {torch.get_autocast_dtype(kind)}" for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
 
 
 class LiveModel:
@@ -128,13 +134,13 @@ class LiveModel:
         return self._name
 
     def switches(self) -> tuple[list[object], list[int]]:
-        """How the model is switched now: its adapters, whether it draws at random, its hooks and modules' own forwards.
-        And the number of each adapter's hooks. Of the modules that were there at the last `identity`.
+        """How the model is switched now: its adapters, whether it draws at random, its hooks and modules' own forwards,
+        and autocast. And the number of each adapter's hooks. Of the modules that were there at the last `identity`.
 
         Asks no device. PEFT's hooks tell adapters what one call names: `adapter_names`, where an activated LoRA begins.
         """
         switched = [*map(_switched, self._adapted), self._draws(), _numbers(self._hooks), _forwards(self._modules)]
-        return switched, [len(one._forward_pre_hooks) for one in self._adapted]
+        return [*switched, _autocast()], [len(one._forward_pre_hooks) for one in self._adapted]
 
     def writes(self) -> list[int]:
         """The counts of writes in place of each tensor, at the last `identity`."""

@@ -157,11 +157,11 @@ class PrefixCache:
     def salt(self, salt: str = "", *, rope: str = "") -> str:
         """The salt of this model's present pages, for the engine's `lookup`, `prefetch` and `pin`.
 
-        It names the model in memory: classes and configuration, some bytes of every tensor, the active adapters, the
-        attention's implementation, hooks, transformers' version. So a trained, merged or exchanged model finds no
-        earlier pages, and the same model finds its pages after a restart. With dropout, in training, each salt is new.
-        `salt`: the request's own. `rope`: `short` or `long`, for a rope that changes with the length. Waits for the
-        model's device.
+        It names the model in memory: classes and configuration, sums over every tensor, the active adapters, the
+        attention's implementation, hooks, autocast, transformers' version. So a trained, merged or exchanged model
+        finds no earlier pages, and the same model finds its pages after a restart. With dropout, in training, each salt
+        is new. `salt`: the request's own. `rope`: `short` or `long`, for a rope that changes with the length. Waits for
+        the model's device.
         """
         return _salt_of(self._live.identity(), salt, rope)
 
@@ -340,8 +340,8 @@ class GdsCache(DynamicCache):
             raise SequenceStateError("the layers hold unequal numbers of tokens", "reset the cache, and compute again")
         if self._forwards.switched or not self._unchanged():
             raise SequenceStateError(
-                "the model has other weights or adapters, another configuration or mode, or other hooks than when the "
-                "cache was opened",
+                "the model has other weights or adapters, another configuration or mode, or other hooks or autocast "
+                "than when the cache was opened",
                 "open a cache behind each change; what this one has computed cannot be stored",
             )
         for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):

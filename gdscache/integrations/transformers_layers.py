@@ -12,7 +12,7 @@ replaces it. So it exists only where a call ends: states at which a later reques
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, cast
 
 import torch
@@ -129,12 +129,11 @@ def groups_of(parts: Sequence[LayerPart]) -> list[dict[str, Any]]:
     kinds: dict[tuple[Keeps, int], list[int]] = {}
     for number, part in enumerate(parts):
         kinds.setdefault((part.keeps, part.span), []).append(number)
-    made: Mapping[Keeps, Any] = {
-        "all": lambda span: {"name": "full"},
-        "window": lambda span: {"name": f"window-{span}", "window": span},
-        "state": lambda span: {"name": "state", "state": True},
-    }
-    return [{**made[keeps](span), "layers": layers} for (keeps, span), layers in sorted(kinds.items())]
+    made: dict[Keeps, dict[str, Any]] = {"all": {"name": "full"}, "state": {"name": "state", "state": True}}
+    return [
+        {**made.get(keeps, {"name": f"window-{span}", "window": span}), "layers": layers}
+        for (keeps, span), layers in sorted(kinds.items())
+    ]
 
 
 def _tensors(layer: Any, part: LayerPart) -> dict[str, torch.Tensor]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -234,6 +236,22 @@ def test_hooks_that_were_there_for_one_call_are_noticed(model: PreTrainedModel, 
         with pytest.raises(SequenceStateError, match="or other hooks"):
             cache.commit(other)
     assert cached(engine, model, other[0]) == 0
+
+
+@pytest.mark.parametrize("within", ["open", "the call"])
+def test_pages_of_autocast_are_others(tmp_path: Path, device: str, within: str) -> None:
+    """An MLA model's latent is of the weights' type behind its norm, also where its products are of another."""
+    model, ids = build("deepseek", device), tokens().to(device)
+    autocast = functools.partial(torch.autocast, device, dtype=torch.bfloat16)
+    with CacheEngine.from_config(options(model, tmp_path)) as engine, torch.no_grad():
+        with autocast() if within == "open" else nullcontext(), PrefixCache(engine, model).open(ids) as cache:
+            with autocast():
+                model(ids, past_key_values=cache)
+            with nullcontext() if within == "open" else pytest.raises(SequenceStateError, match="or autocast"):
+                cache.commit(ids)
+        assert cached(engine, model, ids[0]) == 0
+        with autocast():
+            assert cached(engine, model, ids[0]) == (40 if within == "open" else 0)
 
 
 @pytest.mark.parametrize("other", [3.0, 2.0])
