@@ -224,8 +224,12 @@ class Forwards:
             )
         for name, value in given.items():
             if name not in _HARMLESS | _CHECKED:
-                kind = type(value).__name__
-                raise _refused(f"the model is called with {name} of type {kind}, which page names do not hold")
+                what = (
+                    ", as with images or audio"
+                    if isinstance(value, torch.Tensor)
+                    else f" of type {type(value).__name__}"
+                )
+                raise _refused(f"the model is called with {name}{what}, which page names do not hold")
         end = past + ids.shape[1]
         if not self._least <= end <= self._most:
             raise UnsupportedRequestError(
@@ -325,6 +329,14 @@ def _is_nothing(value: Any) -> bool:
     if isinstance(value, Mapping):
         return all(map(_is_nothing, value.values()))
     return value is None or (isinstance(value, (list, tuple)) and all(map(_is_nothing, value)))
+
+
+def _has_tensor(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_has_tensor, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(_has_tensor, value))
+    return isinstance(value, torch.Tensor)
 
 
 def _refused(message: str) -> UnsupportedRequestError:
