@@ -224,11 +224,7 @@ class Forwards:
             )
         for name, value in given.items():
             if name not in _HARMLESS | _CHECKED:
-                what = (
-                    ", as with images or audio"
-                    if isinstance(value, torch.Tensor)
-                    else f" of type {type(value).__name__}"
-                )
+                what = ", as with images or audio" if _has_tensor(value) else f" of type {type(value).__name__}"
                 raise _refused(f"the model is called with {name}{what}, which page names do not hold")
         end = past + ids.shape[1]
         if not self._least <= end <= self._most:
