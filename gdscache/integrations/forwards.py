@@ -92,6 +92,12 @@ class Forwards:
                 if past and not self._calls and let_go(given.get("input_ids"), past, _begins_anew(given)):
                     past = 0
                     self._look_at_adapters()  # the reset has forgotten how they were
+                if past and given.get("use_cache") is False and _begins_anew(given) is None:
+                    raise UnsupportedRequestError(
+                        "the model is called with use_cache=False and without positions: `generate` gives it all "
+                        "tokens again then, which the cache has",
+                        "pass use_cache=True, also to generate(), where the model's config has it off",
+                    )
                 told = {n: v for n, v in given.items() if n in _CHECKED or not _is_default(signature, n, v)}
                 self._called(told, past)
                 if placed:

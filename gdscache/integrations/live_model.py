@@ -1,8 +1,8 @@
 """The identity of a module in memory: what decides keys and values of its configuration, tensors, adapters and hooks.
 
-Weights are merged, trained, quantised and exchanged in place, without a file. So some bytes of every parameter and
-every buffer are read. Buffers that are not saved change with the requests where a rope depends on the length: of those
-the types alone count.
+Weights are merged, trained, quantised and exchanged in place, without a file. So every parameter and every buffer is
+read after each change. Buffers that are not saved change with the requests where a rope depends on the length: of those
+the types alone count. Code and numbers are exchanged too: a module's forward, its scale, its number of experts.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import secrets
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from types import MethodType, SimpleNamespace
+from typing import Any, TypeGuard
 
 import torch
 import transformers
@@ -29,7 +29,8 @@ from gdscache.integrations.ropes import rope_limit
 from gdscache.integrations.settings import digest_of
 from gdscache.integrations.weights import FRESH, fresh_salt
 
-SAMPLE, PROBE = 4096, 256  # bytes of a tensor that name it, and that are read for each request
+SAMPLE, PROBE = 4096, 256  # bytes: tensors up to the first size are read whole; the second is read for each request
+COLUMNS = 4096  # words of 8 bytes
 _PROCESS = secrets.token_hex(16)  # hooks have no names, but numbers in their process
 # Hooks that leave keys and values alone, or are looked at elsewhere (`LiveModel.switches`), by their modules' names.
 _KNOWN = (
@@ -38,6 +39,8 @@ _KNOWN = (
 )
 _EVERY = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)  # of all modules
 _RANDOM = re.compile("drop|jitter|noise|^p$")  # a module's numbers by which it draws at random while it is trained
+_VALUES = {bool, int, float, str}  # the types of a module's attributes that name it, but for:
+_IDLE = {"training", "gradient_checkpointing", "name_or_path", "max_seq_len_cached"}
 _ROUNDING = ("eager", "grouped_mm", "batched_mm")  # of experts: `generate` exchanges them for a while
 _log = logging.getLogger("gdscache")
 _Settings = tuple[dict[str, object], dict[str, Any] | None]
@@ -58,6 +61,7 @@ def facts_of(model: torch.nn.Module) -> dict[str, object]:
 def _settings(model: torch.nn.Module) -> _Settings:
     """What facts are made of, as it is now: facts beside the configuration, and its fields."""
     facts: dict[str, object] = {"class": plain(type(model)), "transformers": transformers.__version__}
+    facts["autocast"] = _autocast()
     if (config := getattr(model, "config", None)) is None:
         return facts, None
     text = config.get_text_config(decoder=True)
@@ -74,21 +78,9 @@ def _facts(facts: dict[str, object], fields: dict[str, Any] | None) -> dict[str,
     return facts if fields is None else facts | table().facts([TextConfig(**fields)])
 
 
-class _Probe(NamedTuple):
-    """A place in a tensor, whose memory it does not hold. A new storage has the address of one that is gone."""
-
-    tensor: weakref.ref[torch.Tensor]
-    storage: StorageWeakRef
-    place: tuple[int, int]
-
-    @classmethod
-    def of(cls, name: str, tensor: torch.Tensor) -> _Probe:
-        storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        return cls(weakref.ref(tensor), storage, _place(name, tensor, PROBE))
-
-    def view(self) -> torch.Tensor | None:
-        tensor, gone = self.tensor(), self.storage.expired()  # type: ignore[no-untyped-call]
-        return None if tensor is None or gone else _elements(tensor, *self.place)
+def _autocast() -> list[str]:
+    """The types of autocast in this thread, of each kind of device that has it on."""
+    return [f"{kind}: {torch.get_autocast_dtype(kind)}" for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
 
 
 class LiveModel:
@@ -99,30 +91,37 @@ class LiveModel:
         self._lock = threading.Lock()
         self._settings: _Settings | None = None
         self._stamp: list[object] | None = None
-        self._probes: list[_Probe] = []
+        # Places in tensors, whose memory is not held. A new storage has the address of one that is gone.
+        self._probes: list[tuple[weakref.ref[torch.Tensor], StorageWeakRef, tuple[int, int]]] = []
         self._probed = b""
         self._name: dict[str, object] = {}
         self._adapted: list[torch.nn.Module] = []
         self._random: list[tuple[torch.nn.Module, torch.nn.Module, str]] = []
         self._drawn = False
         self._hooks: list[Mapping[int, object]] = []
+        self._modules: list[torch.nn.Module] = []
+        self._forwards: list[object] = []
+        self._forwards_name = ""
         self._read_settings()
 
     def identity(self) -> dict[str, object]:
         """The model's facts by name, with a digest of its tensors, as plain data.
 
-        Compares the configuration, the tensors, their counts of writes in place, the active adapters, hooks, and
-        `PROBE` bytes of each tensor, since writes through `.data` are not counted. After a difference `SAMPLE` bytes of
-        each tensor name the weights. A model that draws at random, in training, has another name each time. Waits for
-        the device.
+        Compares the configuration, the tensors, their counts of writes in place, the active adapters, hooks, the
+        modules' attributes, and `PROBE` bytes of each tensor, since writes through `.data` are not counted. After a
+        difference sums over each tensor name the weights. A model that draws at random, in training, has another name
+        each time. Waits for the device.
         """
         with self._lock, torch.inference_mode(mode=False), torch.no_grad():
             self._read_settings()
             steady = self.rope is None
             stamp, views = _stamp(self._model, steady), self._views()
             if other := stamp != self._stamp or len(views) < len(self._probes):
-                looked = [(name, one) for name, one in _tensors(self._model, steady) if _has_bytes(one)]
-                self._probes = [_Probe.of(name, tensor) for name, tensor in looked]
+                self._probes = [
+                    (weakref.ref(one), StorageWeakRef(one.untyped_storage()), _place(name, one))  # type: ignore[no-untyped-call]
+                    for name, one in _tensors(self._model, steady)
+                    if _has_bytes(one)
+                ]
                 views = self._views()
                 self._look_at_modules()
             probed, drawn = _read(views), self._draws()
@@ -135,21 +134,25 @@ class LiveModel:
         return self._name
 
     def switches(self) -> tuple[list[object], list[int]]:
-        """How the model is switched now: its adapters, whether it draws at random, its hooks. And the number of each
-        adapter's hooks. Of the modules that were there at the last `identity`.
+        """How the model is switched now: its adapters, whether it draws at random, its hooks and modules' own forwards,
+        and autocast. And the number of each adapter's hooks. Of the modules that were there at the last `identity`.
 
         Asks no device. PEFT's hooks tell adapters what one call names: `adapter_names`, where an activated LoRA begins.
         """
-        switched = [*map(_switched, self._adapted), self._draws(), _numbers(self._hooks)]
-        return switched, [len(one._forward_pre_hooks) for one in self._adapted]
+        switched = [*map(_switched, self._adapted), self._draws(), _numbers(self._hooks), _forwards(self._modules)]
+        return [*switched, _autocast()], [len(one._forward_pre_hooks) for one in self._adapted]
 
     def writes(self) -> list[int]:
         """The counts of writes in place of each tensor, at the last `identity`."""
         return [one[2] for one in self._stamp or () if isinstance(one, tuple)]
 
     def _views(self) -> list[torch.Tensor]:
-        """What lies at the probes whose tensors are still there."""
-        return [view for probe in self._probes if (view := probe.view()) is not None]
+        """The elements at the probes whose tensors are still there."""
+        return [
+            one.as_strided((count,), (1,), first)
+            for tensor, storage, (first, count) in self._probes
+            if (one := tensor()) is not None and not storage.expired()  # type: ignore[no-untyped-call]
+        ]
 
     def _read_settings(self) -> None:
         if (settings := _settings(self._model)) != self._settings:
@@ -159,8 +162,11 @@ class LiveModel:
             self._settings = settings
 
     def _look_at_modules(self) -> None:
-        self._hooks = [*_EVERY, *(table for one in self._model.modules() for table in _hooks(one))]
-        self._random = [(one, *number) for one in self._model.modules() for number in _random(one)]
+        self._modules = list(self._model.modules())
+        self._hooks = [*_EVERY, *(table for one in self._modules for table in _hooks(one))]
+        self._random = [(one, *number) for one in self._modules for number in _random(one)]
+        if (forwards := _forwards(self._modules)) != self._forwards:
+            self._forwards, self._forwards_name = forwards, fresh_salt() if forwards else ""
 
     def _draws(self) -> bool:
         """Whether the model draws at random now."""
@@ -181,15 +187,18 @@ class LiveModel:
             )
         if drawn and not self._drawn:
             _log.warning("the model is in training and draws at random (dropout): none of its pages is found again")
-        pieces = [_elements(tensor, *_place(name, tensor, SAMPLE)) for name, tensor in tensors if _has_bytes(tensor)]
-        samples = hashlib.blake2b(_read([piece.view(torch.uint8) for piece in pieces]), digest_size=32)
+        pieces = [_sums(tensor).view(torch.uint8) for _, tensor in tensors if _has_bytes(tensor)]
+        sums = hashlib.blake2b(_read(pieces), digest_size=32)
         return {
             **self._facts,
-            "modules": digest_of([[name, plain(type(module))] for name, module in self._model.named_modules()]),
+            "modules": digest_of(
+                [[name, *map(plain, _code(one)), dict(_values(one))] for name, one in self._model.named_modules()]
+            ),
             "tensors": digest_of(shapes),
-            "weights": fresh_salt() if hidden or drawn else samples.hexdigest(),
+            "weights": fresh_salt() if hidden or drawn else sums.hexdigest(),
             "adapters": plain([[name, *_switched(module)] for name, module in _adapted(self._model)]),
             "hooks": f"{_PROCESS}:{os.getpid()}:{numbers}" if numbers else "",
+            "forwards": self._forwards_name,
         }
 
 
@@ -201,9 +210,9 @@ def nameless(facts: Mapping[str, object]) -> bool:
 def _stamp(model: torch.nn.Module, steady: bool = True) -> list[object]:
     """A cheap value that stays equal while no module and no tensor is exchanged or written in place, and no adapter or
     hook switched. `steady`: calls leave the buffers that are not saved alone."""
-    found: list[object] = [*_numbers(_EVERY)]
+    found: list[object] = [*_numbers(_EVERY), *_forwards(model.modules())]
     for module in model.modules():
-        found.append(weakref.ref(module))
+        found += (weakref.ref(module), *_code(module), _values(module))
         tensors: list[torch.Tensor | None] = list(module._parameters.values())
         if module._buffers:
             volatile = module._non_persistent_buffers_set
@@ -242,6 +251,32 @@ def _numbers(tables: Iterable[Mapping[int, object]]) -> list[int]:
     return [n for hooks in tables if hooks for n, hook in list(hooks.items()) if not _module(hook).startswith(_KNOWN)]
 
 
+def _code(module: torch.nn.Module) -> tuple[object, ...]:
+    """A module's class, the class's forward, which libraries exchange, and the method that libraries put before it."""
+    own = vars(module).get("forward")
+    return type(module), type(module).forward, *([own.__func__] if _is_method(own) else [])
+
+
+def _is_method(forward: object) -> TypeGuard[MethodType]:
+    """Whether a module's own forward is a library's method, which its name tells."""
+    return isinstance(forward, MethodType) and "<" not in plain(forward) and forward.__module__ != "__main__"
+
+
+def _values(module: torch.nn.Module) -> list[tuple[str, object]]:
+    """A module's numbers and texts that may change its results."""
+    return [
+        (name, value)
+        for name, value in list(vars(module).items())  # other threads set some meanwhile
+        if type(value) in _VALUES and name not in _IDLE and name[:1] != "_"
+    ]
+
+
+def _forwards(modules: Iterable[torch.nn.Module]) -> list[object]:
+    """The forwards of single modules, put in place of their classes', whose code no name tells."""
+    own = [one for module in modules if (one := vars(module).get("forward")) is not None]
+    return [one for one in own if not _is_method(one) and not _module(one).startswith(_KNOWN)]
+
+
 def _module(hook: object) -> str:
     """The name of the module that a hook's code is from."""
     while isinstance(hook, functools.partial):
@@ -272,19 +307,32 @@ def _has_bytes(tensor: torch.Tensor) -> bool:
     return tensor.device.type != "meta" and not hasattr(tensor, "__tensor_flatten__")
 
 
-def _place(name: str, tensor: torch.Tensor, most: int) -> tuple[int, int]:
-    """A place in a tensor's memory, drawn from its name: the first element, and the number of elements in `most`
+def _place(name: str, tensor: torch.Tensor) -> tuple[int, int]:
+    """A place in a tensor's memory, drawn from its name: the first element, and the number of elements in `PROBE`
     bytes."""
-    size, first = tensor.element_size(), int(tensor.storage_offset())
-    # of an expanded tensor fewer elements are there than it has
-    there = min(tensor.numel(), tensor.untyped_storage().nbytes() // size - first)
-    count = min(there, max(1, most // size))
-    drawn = int.from_bytes(hashlib.blake2b(f"{most}:{name}".encode(), digest_size=8).digest(), "little")
-    return first + drawn % (there - count + 1), count
+    there = _there(tensor)
+    count = min(there, max(1, PROBE // tensor.element_size()))
+    drawn = int.from_bytes(hashlib.blake2b(f"{PROBE}:{name}".encode(), digest_size=8).digest(), "little")
+    return int(tensor.storage_offset()) + drawn % (there - count + 1), count
 
 
-def _elements(tensor: torch.Tensor, first: int, count: int) -> torch.Tensor:
-    return tensor.as_strided((count,), (1,), first)
+def _sums(tensor: torch.Tensor) -> torch.Tensor:
+    """Sums over all bytes of a tensor, in which each word has a weight by its place; of a small one the bytes."""
+    memory = tensor.as_strided((_there(tensor),), (1,)).view(torch.uint8)
+    if len(memory) <= SAMPLE:
+        return memory
+    if memory.storage_offset() % 8:
+        memory = memory.clone()
+    words = memory[: len(memory) // 8 * 8].view(torch.int64)
+    table = words[: len(words) // COLUMNS * COLUMNS].view(-1, COLUMNS)
+    parts = table.sum(0), table.sum(1), words[table.numel() :], memory[len(words) * 8 :]
+    return torch.stack([(one * (2 * torch.arange(len(one), device=one.device) + 1)).sum() for one in parts])
+
+
+def _there(tensor: torch.Tensor) -> int:
+    """The elements of memory from a tensor's first one to its last one: fewer than it has, if it is expanded."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((size - 1) * step for size, step in steps) if tensor.numel() else 0
 
 
 def _read(pieces: list[torch.Tensor]) -> bytes:

@@ -100,6 +100,8 @@ def model_section(
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     except (AttributeError, TypeError, ZeroDivisionError) as error:
         raise GeometryError(f"{config.model_type} says nothing of its attention heads: {error}", KEPT) from None
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+        heads = 1  # of Falcon
     section |= {"kv_heads": getattr(config, "num_key_value_heads", None) or heads, "head_dim": head_dim}
     v_head_dim = getattr(config, "v_head_dim", None) or head_dim
     return section if v_head_dim == head_dim else {**section, "v_head_dim": v_head_dim}
@@ -155,11 +157,11 @@ class PrefixCache:
     def salt(self, salt: str = "", *, rope: str = "") -> str:
         """The salt of this model's present pages, for the engine's `lookup`, `prefetch` and `pin`.
 
-        It names the model in memory: classes and configuration, some bytes of every tensor, the active adapters, the
-        attention's implementation, hooks, transformers' version. So a trained, merged or exchanged model finds no
-        earlier pages, and the same model finds its pages after a restart. With dropout, in training, each salt is new.
-        `salt`: the request's own. `rope`: `short` or `long`, for a rope that changes with the length. Waits for the
-        model's device.
+        It names the model in memory: classes and configuration, sums over every tensor, the active adapters, the
+        attention's implementation, hooks, autocast, transformers' version. So a trained, merged or exchanged model
+        finds no earlier pages, and the same model finds its pages after a restart. With dropout, in training, each salt
+        is new. `salt`: the request's own. `rope`: `short` or `long`, for a rope that changes with the length. Waits for
+        the model's device.
         """
         return _salt_of(self._live.identity(), salt, rope)
 
@@ -340,8 +342,8 @@ class GdsCache(DynamicCache):
             raise SequenceStateError("the layers hold unequal numbers of tokens", "reset the cache, and compute again")
         if self._forwards.switched or not self._unchanged():
             raise SequenceStateError(
-                "the model has other weights or adapters, another configuration or mode, or other hooks than when the "
-                "cache was opened",
+                "the model has other weights or adapters, another configuration or mode, or other hooks or autocast "
+                "than when the cache was opened",
                 "open a cache behind each change; what this one has computed cannot be stored",
             )
         for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):

@@ -12,7 +12,7 @@ replaces it. So it exists only where a call ends: states at which a later reques
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, cast
 
 import torch
@@ -68,8 +68,14 @@ def parts_of(hf_config: PreTrainedConfig) -> list[LayerPart]:
     `GeometryError` for other kinds of layers."""
     config = text_config(hf_config)
     hint, kind = KEPT, config.model_type
-    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
-        raise GeometryError(f"{kind} has use_bidirectional_attention, so its keys depend on later tokens", hint)
+    if kind in _BY_PADS:
+        raise GeometryError(f"{kind} counts a call's positions from its padding token, or without it", hint)
+    later = [name for name, causal in _CAUSAL.items() if getattr(config, name, None) not in causal]
+    if hasattr(type(config), "is_decoder") and not config.is_decoder and kind not in _DECODERS:
+        later.append("is_decoder")
+    if later:
+        wrong = f"{later[0]}={getattr(config, later[0])!r}"
+        raise GeometryError(f"{kind} has {wrong}, so its keys depend on later tokens", hint)
     try:
         layers = DynamicCache(config=config).layers
     except KeyError as error:
@@ -123,12 +129,11 @@ def groups_of(parts: Sequence[LayerPart]) -> list[dict[str, Any]]:
     kinds: dict[tuple[Keeps, int], list[int]] = {}
     for number, part in enumerate(parts):
         kinds.setdefault((part.keeps, part.span), []).append(number)
-    made: Mapping[Keeps, Any] = {
-        "all": lambda span: {"name": "full"},
-        "window": lambda span: {"name": f"window-{span}", "window": span},
-        "state": lambda span: {"name": "state", "state": True},
-    }
-    return [{**made[keeps](span), "layers": layers} for (keeps, span), layers in sorted(kinds.items())]
+    made: dict[Keeps, dict[str, Any]] = {"all": {"name": "full"}, "state": {"name": "state", "state": True}}
+    return [
+        {**made.get(keeps, {"name": f"window-{span}", "window": span}), "layers": layers}
+        for (keeps, span), layers in sorted(kinds.items())
+    ]
 
 
 def _tensors(layer: Any, part: LayerPart) -> dict[str, torch.Tensor]:
@@ -145,6 +150,11 @@ def state_tensors(layer: LinearAttentionLayer) -> tuple[torch.Tensor | None, tor
 MODEL = "pass model=, which is called for two tokens"
 STATE_PLANES = ("conv", "recurrent")
 KEPT = "models can be cached whose layers keep keys and values of all tokens or of a sliding window, or one state"
+_CAUSAL = {"use_bidirectional_attention": (None, False, "vision"), "is_causal": (None, True)}  # and their values
+_BY_PADS = (
+    "camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
+)  # fmt: skip
+_DECODERS = ("gpt_neox", "gpt_neox_japanese")  # they do not ask is_decoder, as BERT and its like do
 _KEPT: dict[type, tuple[Keeps, ...]] = {
     DynamicLayer: ("all",),
     DynamicSlidingWindowLayer: ("window",),

@@ -78,9 +78,9 @@ class PoolRows:
         sequence.append(row[len(sequence) :])
         slots = sequence.slots[first:last].to(self._engine.gpu.planes(0)[0].device)
         for index, layer in enumerate(self.layers if last > first else ()):
-            for plane, states in zip(self._engine.gpu.planes(index), (layer.keys, layer.values), strict=True):
-                states = states[number, :, first * page_tokens : last * page_tokens].transpose(0, 1)
-                plane[slots] = states.reshape(last - first, page_tokens, *plane.shape[2:]).to(plane.device)
+            pages = layer.pages(number, range(first, last), page_tokens)
+            for plane, states in zip(self._engine.gpu.planes(index), pages, strict=True):
+                plane[slots] = states.reshape(last - first, *plane.shape[1:]).to(plane.device)
         handle = sequence.commit()
         self._done[number] = last
         return handle

@@ -18,7 +18,6 @@ is recorded, which cannot contain such copies.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -76,42 +75,14 @@ def transfer_kv_all_layer_direct_lf_pf(
     _copy([_layer(t) for t in src_ptrs], dst, src_indices, dst_indices, page_size)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Rows:
-    """Token `t` of one layer is `view[t // page, t % page]`, of shape (pages, page, values of a row)."""
-
-    view: torch.Tensor
-    paged: bool  # else all tokens are one page
-
-    @property
-    def page(self) -> int:
-        return self.view.shape[1]
-
-    @property
-    def tokens(self) -> int:
-        return self.view.shape[0] * self.view.shape[1]
-
-    @property
-    def row_bytes(self) -> int:
-        return self.view.shape[2] * self.view.itemsize
-
-    @property
-    def dense(self) -> bool:
-        """Whether the tokens of a page are adjacent."""
-        return self.view.stride(1) == self.view.shape[2]
-
-    def run(self, token: int, count: int) -> torch.Tensor:
-        page, inside = divmod(token, self.page)
-        return self.view[page, inside : inside + count]
-
-
-def _layer(tensor: torch.Tensor) -> _Rows:
+def _layer(tensor: torch.Tensor) -> torch.Tensor:
+    """The rows of a layer, all tokens in one page."""
     if tensor.dim() < 1:
         raise TransferArgumentError("a layer is a scalar", "its first dimension is tokens")
-    return _Rows(_with_rows(tensor.unsqueeze(0)), paged=False)
+    return _with_rows(tensor.unsqueeze(0))
 
 
-def _paged(buffers: Sequence[torch.Tensor], tensors: int, first: int, page_size: int) -> list[_Rows]:
+def _paged(buffers: Sequence[torch.Tensor], tensors: int, first: int, page_size: int) -> list[torch.Tensor]:
     """The layers of page-first buffers for `tensors` tensors: of the first buffer, then of the second."""
     if len(buffers) not in (1, 2) or tensors % len(buffers):
         raise TransferArgumentError(
@@ -128,74 +99,82 @@ def _paged(buffers: Sequence[torch.Tensor], tensors: int, first: int, page_size:
             raise TransferArgumentError(
                 f"layers {first} ... {first + layers - 1} are not in a page-first buffer of {buffer.shape[1]} layers"
             )
-    return [_Rows(_with_rows(b[:, first + j]), paged=True) for b in buffers for j in range(layers)]
+    return [_with_rows(b[:, first + j]) for b in buffers for j in range(layers)]
 
 
 def _with_rows(view: torch.Tensor) -> torch.Tensor:
+    """One layer's rows: of shape (pages, page, values of a row), where token `t` is `[t // page, t % page]`."""
     if not view[:1, :1].is_contiguous():
         raise TransferArgumentError(f"a token's row of shape {tuple(view.shape[2:])} is not contiguous")
     return view.view(*view.shape[:2], math.prod(view.shape[2:]))
 
 
 def _copy(
-    src: Sequence[_Rows], dst: Sequence[_Rows], src_indices: torch.Tensor, dst_indices: torch.Tensor, page_size: int
+    src: Sequence[torch.Tensor],
+    dst: Sequence[torch.Tensor],
+    src_indices: torch.Tensor,
+    dst_indices: torch.Tensor,
+    page_size: int,
 ) -> None:
-    sources, targets = _indices("source", src_indices), _indices("destination", dst_indices)
+    sources, targets = _indices("source", src_indices, src), _indices("destination", dst_indices, dst)
     if len(sources) != len(targets) or len(sources) % whole("page_size", page_size):
         raise TransferArgumentError(
             f"there are {len(sources)} source and {len(targets)} destination indices, in pages of {page_size}",
             "give equal numbers of both, in whole pages",
         )
-    _check_range("source", sources, src)
-    _check_range("destination", targets, dst)
     if len(np.unique(targets)) != len(targets):
         raise TransferArgumentError("a destination index is named twice")
     for a, b in zip(src, dst, strict=True):
-        if a.view.dtype is not b.view.dtype or a.row_bytes != b.row_bytes:
+        if a.dtype is not b.dtype or a.shape[2] != b.shape[2]:
             raise TransferArgumentError(
-                f"rows of {a.row_bytes} bytes ({a.view.dtype}) do not go to {b.row_bytes} bytes ({b.view.dtype})"
+                f"rows of {_row_bytes(a)} bytes ({a.dtype}) do not go to {_row_bytes(b)} bytes ({b.dtype})"
             )
     device = _device([*src, *dst])
-    pairs = [(a, b) for a, b in zip(src, dst, strict=True) if a.row_bytes]
+    pairs = [(a, b) for a, b in zip(src, dst, strict=True) if a.shape[2]]
     if not pairs or not len(sources):
         return
     to, of, counts = _runs(src, dst, sources, targets)
     if device is None:
         for a, b in pairs:
             for token, other, count in zip(of.tolist(), to.tolist(), counts.tolist(), strict=True):
-                b.run(other, count).copy_(a.run(token, count))
+                _run(b, other, count).copy_(_run(a, token, count))
         return
-    nbytes = np.concatenate([counts * a.row_bytes for a, _ in pairs]).astype(np.uint64)
+    nbytes = np.concatenate([counts * _row_bytes(a) for a, _ in pairs]).astype(np.uint64)
     starts, ends = _addresses([a for a, _ in pairs], of), _addresses([b for _, b in pairs], to)
     _engine(device).copy(ends, starts, nbytes, torch.cuda.current_stream(device))
 
 
+def _row_bytes(rows: torch.Tensor) -> int:
+    return rows.shape[2] * rows.itemsize
+
+
+def _run(rows: torch.Tensor, token: int, count: int) -> torch.Tensor:
+    page, inside = divmod(token, rows.shape[1])
+    return rows[page, inside : inside + count]
+
+
 def _runs(
-    src: Sequence[_Rows], dst: Sequence[_Rows], sources: Int64Array, targets: Int64Array
+    src: Sequence[torch.Tensor], dst: Sequence[torch.Tensor], sources: Int64Array, targets: Int64Array
 ) -> tuple[Int64Array, Int64Array, Int64Array]:
     """First destination, first source and number of tokens of every run; no run crosses the end of a page."""
-    fences = np.zeros(len(sources), dtype=np.bool_)
-    for rows, tokens in ((src[0], sources), (dst[0], targets)):
-        if rows.paged:
-            fences |= tokens % rows.page == 0
-    if not all(rows.dense for rows in (*src, *dst)):
+    fences = (sources % src[0].shape[1] == 0) | (targets % dst[0].shape[1] == 0)
+    if any(rows.stride(1) != rows.shape[2] for rows in (*src, *dst)):  # tokens that are not adjacent
         fences[:] = True
     ones = np.ones(len(sources), dtype=np.uint64)
     to, of, counts = merge(targets.astype(np.uint64), sources.astype(np.uint64), ones, fences)
     return to.astype(np.int64), of.astype(np.int64), counts.astype(np.int64)
 
 
-def _addresses(rows: Sequence[_Rows], tokens: Int64Array) -> UInt64Array:
+def _addresses(rows: Sequence[torch.Tensor], tokens: Int64Array) -> UInt64Array:
     """The addresses of tokens: all of `rows[0]`, then all of `rows[1]`, and so on."""
-    page, inside = np.divmod(tokens, max(r.page for r in rows))  # not paged: page 0, and `inside` is the token
-    columns = [(r.view.data_ptr(), *(step * r.view.itemsize for step in r.view.stride()[:2])) for r in rows]
+    page, inside = np.divmod(tokens, max(r.shape[1] for r in rows))  # layers may have unequal numbers of tokens
+    columns = [(r.data_ptr(), *(step * r.itemsize for step in r.stride()[:2])) for r in rows]
     base, page_stride, token_stride = np.array(columns, dtype=np.int64).T[:, :, None]
     return np.asarray(base + page * page_stride + inside * token_stride).astype(np.uint64).ravel()
 
 
-def _device(rows: Sequence[_Rows]) -> torch.device | None:
+def _device(tensors: Sequence[torch.Tensor]) -> torch.device | None:
     """The GPU in the copy, or None if all is in CPU memory."""
-    tensors = [r.view for r in rows]
     gpus = {t.device for t in tensors if t.device.type == "cuda"}
     others = {str(t.device) for t in tensors if t.device.type not in ("cuda", "cpu")}
     if len(gpus) > 1 or others:
@@ -213,20 +192,16 @@ def _engine(device: torch.device) -> CopyEngine:
     return CopyEngine(Driver(device))
 
 
-def _indices(name: str, indices: torch.Tensor) -> Int64Array:
+def _indices(name: str, indices: torch.Tensor, layers: Sequence[torch.Tensor]) -> Int64Array:
     if indices.device.type != "cpu":
         raise TransferArgumentError(
             f"{name} indices are on {indices.device}", "take them to the host, indices.cpu(), where a wait does no harm"
         )
     if indices.dtype not in _INTEGERS:
         raise TransferArgumentError(f"{name} indices are {indices.dtype}, not integers")
-    return indices.detach().reshape(-1).numpy().astype(np.int64)
-
-
-def _check_range(name: str, tokens: Int64Array, rows: Sequence[_Rows]) -> None:
-    if len(tokens) and rows:
-        known, low, high = min(r.tokens for r in rows), int(tokens.min()), int(tokens.max())
-        if low < 0 or high >= known:
-            raise TransferArgumentError(
-                f"{name} index {low if low < 0 else high} is out of range", f"there are {known} tokens"
-            )
+    tokens = indices.detach().reshape(-1).numpy().astype(np.int64)
+    known = min((rows.shape[0] * rows.shape[1] for rows in layers), default=0)
+    if len(tokens) and layers and not 0 <= tokens.min() <= tokens.max() < known:
+        wrong = tokens.min() if tokens.min() < 0 else tokens.max()
+        raise TransferArgumentError(f"{name} index {wrong} is out of range", f"there are {known} tokens")
+    return tokens

@@ -79,8 +79,14 @@ def tensor_side(
     With heads and pages it is page-head, with neither page-first; without a `layout_dim` it is one layer of a
     layer-first pool. Raises `TransferArgumentError`.
     """
-    item_size, head_num = _check_item(item_size, head_num)
+    item_size, head_num = whole("item_size", item_size), whole("head_num", head_num)
     page_size = whole("page_size", page_size)
+    if item_size % 8 or item_size >= _LIMIT:
+        raise TransferArgumentError(
+            f"item_size is {item_size} bytes", f"give a multiple of 8 below {_LIMIT}: one token's row of one layer"
+        )
+    if item_size % head_num:
+        raise TransferArgumentError(f"an item of {item_size} bytes has no {head_num} equal heads")
     dim = item_size if layout_dim is None else whole("layout_dim", layout_dim)
     if dim % head_num:
         raise TransferArgumentError(f"a layout_dim of {dim} bytes has no {head_num} equal heads")
@@ -103,7 +109,7 @@ def tensor_side(
         layer_step=item_size // head_num if len(layers) > 1 else 0,
         head_step=page_bytes // head_num if head_num > 1 else 0,
         page_size=page_size,
-        tokens=min(_MOST_TOKENS, *(t.nbytes // page_bytes * page_size for t in tensors)),
+        tokens=min([_MOST_TOKENS, *(t.nbytes // page_bytes * page_size for t in tensors)]),
         item_size=item_size,
         layers=len(layers),
         heads=head_num,
@@ -115,8 +121,7 @@ def table_side(tables: Sequence[torch.Tensor], item_size: int, num_layers: int, 
 
     A table does not tell its layers' tokens. Raises `TransferArgumentError`.
     """
-    item_size, head_num = _check_item(item_size, head_num)
-    num_layers = whole("num_layers", num_layers)
+    layer, num_layers = tensor_side((), item_size, head_num=head_num), whole("num_layers", num_layers)
     for table in tables:
         if table.dtype is not torch.uint64 or not table.is_contiguous():
             raise TransferArgumentError(
@@ -125,16 +130,7 @@ def table_side(tables: Sequence[torch.Tensor], item_size: int, num_layers: int, 
             )
         if table.numel() < num_layers:
             raise TransferArgumentError(f"a table of {table.numel()} layers is too short for {num_layers}")
-    return Side(
-        tensors=tuple(tables),
-        token_stride=item_size,
-        head_step=item_size // head_num if head_num > 1 else 0,
-        tokens=_MOST_TOKENS,
-        table=True,
-        item_size=item_size,
-        layers=num_layers,
-        heads=head_num,
-    )
+    return dataclasses.replace(layer, tensors=tuple(tables), layers=num_layers, table=True)
 
 
 def transfer(
@@ -257,14 +253,3 @@ def whole(name: str, value: int, least: int = 1) -> int:
     if number < least:
         raise TransferArgumentError(f"{name} is {number}", f"give at least {least}")
     return number
-
-
-def _check_item(item_size: int, head_num: int) -> tuple[int, int]:
-    item_size, head_num = whole("item_size", item_size), whole("head_num", head_num)
-    if item_size % 8 or item_size >= _LIMIT:
-        raise TransferArgumentError(
-            f"item_size is {item_size} bytes", f"give a multiple of 8 below {_LIMIT}: one token's row of one layer"
-        )
-    if item_size % head_num:
-        raise TransferArgumentError(f"an item of {item_size} bytes has no {head_num} equal heads")
-    return item_size, head_num

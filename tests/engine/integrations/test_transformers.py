@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, FalconConfig, LlamaConfig, PreTrainedModel
 
 from gdscache import CacheEngine
 from gdscache.config import ModelConfig
@@ -95,6 +95,18 @@ def test_a_head_of_v_may_have_a_width_of_its_own() -> None:
     config = LlamaConfig(**SMALL, num_key_value_heads=2, head_dim=16, v_head_dim=4)
     section = model_section(config, dtype="bfloat16", name="m")
     assert (section["head_dim"], section["v_head_dim"], section["dtype"]) == (16, 4, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"alibi": False}, {"multi_query": False, "alibi": True}, {"new_decoder_architecture": True, "num_kv_heads": 2}],
+)
+def test_each_kind_of_falcon_is_served(more: dict[str, Any], tmp_path: Path) -> None:
+    torch.manual_seed(7)
+    config = FalconConfig(**{**SMALL, "intermediate_size": None}, **more)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with CacheEngine.from_config(options(model, tmp_path)) as engine:
+        assert [serve(engine, model, tokens())["found"] for _ in range(2)] == [0, 40]
 
 
 def test_an_unknown_element_type_is_refused_by_name() -> None:

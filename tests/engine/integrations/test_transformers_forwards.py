@@ -13,11 +13,13 @@ import pytest
 import torch
 from transformers import (
     CONFIG_MAPPING,
+    AutoModelForCausalLM,
     BatchEncoding,
     DynamicCache,
     Gemma3nTextConfig,
     LlamaConfig,
     LlavaConfig,
+    MptConfig,
     PreTrainedConfig,
     PreTrainedModel,
     SiglipVisionConfig,
@@ -82,8 +84,9 @@ def test_a_cache_is_watched_by_its_name_before_transformers_5_24_and_since(
     assert planes_of(model, parts_of(model.config))
     mask = torch.ones_like(ids)
     mask[0, 3] = 0
+    prefixes = PrefixCache(engine, model)
     for expected in (0, PROMPT // PAGE * PAGE):
-        with PrefixCache(engine, model).open(ids) as cache:
+        with prefixes.open(ids) as cache:
             assert cache.cached_tokens == expected
             with pytest.raises(UnsupportedRequestError, match="hides tokens"):
                 model(input_ids=ids[:, expected:], attention_mask=mask, **{name: cache})
@@ -125,6 +128,22 @@ def test_a_mask_in_a_later_call_is_refused_and_what_came_before_is_kept(
         cache.commit(ids[:, :first])
     engine.drain(20)
     assert cached(engine, model, ids[0]) == first // PAGE * PAGE
+
+
+def test_generate_without_a_cache_of_its_own_is_refused_where_no_positions_tell_it(tmp_path: Path) -> None:
+    """Each call has all tokens again. MPT's own configuration says so."""
+    torch.manual_seed(7)
+    config = MptConfig(d_model=32, n_heads=4, n_layers=2, vocab_size=61, max_seq_len=512)
+    model, ids = AutoModelForCausalLM.from_config(config).eval(), tokens().clamp(min=2)
+    with CacheEngine.from_config(options(model, tmp_path)) as engine:
+        for found in (0, 40):
+            with PrefixCache(engine, model).open(ids) as cache:
+                assert cache.cached_tokens == found
+                with pytest.raises(UnsupportedRequestError, match="use_cache=False"):
+                    generate(model, ids, cache)
+            with PrefixCache(engine, model).open(ids) as cache:
+                cache.commit(model.generate(ids, past_key_values=cache, max_new_tokens=3, use_cache=True))
+            engine.drain(20)
 
 
 def test_a_mask_of_ones_is_taken(model: PreTrainedModel, engine: CacheEngine) -> None:

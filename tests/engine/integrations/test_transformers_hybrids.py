@@ -14,9 +14,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import (
+    BertConfig,
     DynamicCache,
     FalconMambaConfig,
     Gemma3TextConfig,
+    GPTNeoXConfig,
     InklingTextConfig,
     JambaConfig,
     LlamaConfig,
@@ -25,6 +27,7 @@ from transformers import (
     MistralConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    RobertaConfig,
     T5GemmaConfig,
     ZambaConfig,
 )
@@ -209,9 +212,13 @@ def test_a_layer_that_attends_and_keeps_a_state_is_two(models: Callable[[str], P
         assert {group["name"]: group["layers"] for group in section["groups"]} == {"full": full, "state": state}
 
 
+ENCODER = {**SMALL, "num_hidden_layers": 2}
 REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
     "no window at all": (lambda: MistralConfig(**{**SLIDING, "sliding_window": 1}), "a window of 1"),
     "later tokens": (lambda: Gemma3TextConfig(**SLIDING, use_bidirectional_attention=True), "depend on later tokens"),
+    "not causal": (lambda: MistralConfig(**SMALL, is_causal=False), "mistral has is_causal=False"),
+    "an encoder that could be a decoder": (lambda: BertConfig(**ENCODER), "bert has is_decoder=False"),
+    "positions by pads": (lambda: RobertaConfig(**ENCODER, is_decoder=True), "roberta counts a call's positions"),
     "an encoder": (T5GemmaConfig, "encoder-decoder"),
     "jamba": (lambda: JambaConfig(**SMALL, attn_layer_period=2, attn_layer_offset=1), "begins from an empty state"),
     "zamba": (lambda: ZambaConfig(**SMALL, attn_layer_period=2), "begins from an empty state"),
@@ -220,6 +227,15 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
     "falcon_mamba": (lambda: FalconMambaConfig(num_hidden_layers=2), "does not know its length"),
     "inkling_text": (lambda: InklingTextConfig(num_hidden_layers=2), "keeps its cache in a Linear"),
 }
+
+
+def test_decoders_that_could_be_encoders_are_kept() -> None:
+    for config in (
+        BertConfig(**ENCODER, is_decoder=True),
+        GPTNeoXConfig(**ENCODER),
+        MistralConfig(**SMALL, is_causal=True),
+    ):
+        assert model_section(config, dtype="float32", name="m")["kv_heads"] > 0
 
 
 @pytest.mark.parametrize("what", REFUSED)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
+import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ import transformers
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from gdscache import CacheEngine, HybridEngine
 from gdscache.errors import GeometryError, SequenceStateError, UnsupportedRequestError
@@ -96,6 +100,26 @@ def _steer(model: PreTrainedModel) -> torch.utils.hooks.RemovableHandle:
     return handle
 
 
+def _forward(model: PreTrainedModel, times: float = 2.0) -> None:
+    """As libraries put another forward into one module."""
+    module = model.model.layers[0].mlp
+    inner = type(module).forward
+    module.forward = MethodType(lambda self, states: times * inner(self, states), module)
+
+
+class Quick(LlamaMLP):  # type: ignore[misc]
+    """A library's module, whose forward is put into others."""
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return states
+
+
+@torch.no_grad()
+def _one_row(model: PreTrainedModel) -> None:
+    """As one token's embedding is trained."""
+    model.model.embed_tokens.weight[17] *= 2
+
+
 def _rope(model: PreTrainedModel) -> torch.Tensor:
     found: torch.Tensor = model.model.rotary_emb.inv_freq
     return found
@@ -103,6 +127,7 @@ def _rope(model: PreTrainedModel) -> torch.Tensor:
 
 CHANGES: dict[str, Change] = {
     "in place": _in_place,
+    "one row of the embeddings": _one_row,
     "through .data": _by_data,
     "by another library": _by_another,
     "replaced": _replaced,
@@ -120,6 +145,11 @@ CHANGES: dict[str, Change] = {
     "the configuration": lambda model: setattr(model.config, "rms_norm_eps", 0.5),
     "a field of the configuration that nobody knows": lambda model: setattr(model.config, "sliding_window", 16),
     "a module without tensors": lambda model: setattr(model.model.layers[0].mlp, "act_fn", torch.nn.ReLU()),
+    "a forward": _forward,
+    "a library's forward": lambda model: setattr(
+        (module := model.model.layers[0].mlp), "forward", MethodType(Quick.forward, module)
+    ),
+    "a scale": lambda model: setattr(model.model.layers[0].self_attn, "scaling", 0.5),
     "a hook": _steer,
     "a hook before a module": lambda model: model.model.layers[0].mlp.register_forward_pre_hook(lambda *call: None),
 }
@@ -206,6 +236,68 @@ def test_hooks_that_were_there_for_one_call_are_noticed(model: PreTrainedModel, 
         with pytest.raises(SequenceStateError, match="or other hooks"):
             cache.commit(other)
     assert cached(engine, model, other[0]) == 0
+
+
+@pytest.mark.parametrize("within", ["open", "the call"])
+def test_pages_of_autocast_are_others(tmp_path: Path, device: str, within: str) -> None:
+    """An MLA model's latent is of the weights' type behind its norm, also where its products are of another."""
+    model, ids = build("deepseek", device), tokens().to(device)
+    autocast = functools.partial(torch.autocast, device, dtype=torch.bfloat16)
+    with CacheEngine.from_config(options(model, tmp_path)) as engine, torch.no_grad():
+        with autocast() if within == "open" else nullcontext(), PrefixCache(engine, model).open(ids) as cache:
+            with autocast():
+                model(ids, past_key_values=cache)
+            with nullcontext() if within == "open" else pytest.raises(SequenceStateError, match="or autocast"):
+                cache.commit(ids)
+        assert cached(engine, model, ids[0]) == 0
+        with autocast():
+            assert cached(engine, model, ids[0]) == (40 if within == "open" else 0)
+
+
+@pytest.mark.parametrize("other", [3.0, 2.0])
+def test_forwards_of_equal_names_are_other_models(model: PreTrainedModel, engine: CacheEngine, other: float) -> None:
+    _forward(model)
+    prefixes = PrefixCache(engine, model)
+    first, again = prefixes.salt(), prefixes.salt()
+    _forward(model, other)
+    assert first == again != prefixes.salt() != PrefixCache(engine, model).salt()
+
+
+def test_a_librarys_forward_is_found_after_a_restart() -> None:
+    def name() -> dict[str, object]:
+        model = build("llama")
+        CHANGES["a library's forward"](model)
+        return LiveModel(model).identity()
+
+    assert name() == name()
+
+
+def test_a_forward_that_was_there_for_one_call_is_noticed(model: PreTrainedModel, engine: CacheEngine) -> None:
+    other = tokens().flip(1).to(model.device)
+    with PrefixCache(engine, model).open(other) as cache, torch.no_grad():
+        _forward(model)
+        model(other, past_key_values=cache)
+        del model.model.layers[0].mlp.forward
+        with pytest.raises(SequenceStateError, match="or other hooks"):
+            cache.commit(other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float64])
+@pytest.mark.parametrize("shape", [(61, 1030), (1, 5000), (3, 4096 * 8), (2000, 3)])
+def test_one_element_anywhere_is_another_model(shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+    bare, rng = torch.nn.Module(), random.Random(3)
+    # behind three elements: words of 8 bytes begin elsewhere
+    memory = torch.randint(1, 50, (3 + shape[0] * shape[1],), device=device).to(dtype)
+    bare.register_buffer("weight", memory[3:].view(shape))
+    known = LiveModel(bare)
+    names = {str(known.identity())}
+    for _ in range(20):
+        place = rng.randrange(shape[0]), rng.randrange(shape[1])
+        bare.weight[place] += 1
+        names.add(str(known.identity()))
+    bare.weight.copy_(bare.weight.flip(0).clone())
+    names.add(str(known.identity()))
+    assert len(names) == (22 if shape[0] > 1 else 21)
 
 
 def test_a_hook_is_of_this_process_alone(
@@ -324,7 +416,7 @@ def test_old_weights_are_let_go_and_what_takes_their_place_is_noticed(model: Pre
     assert all(one.expired() for one in old)
     assert live.identity() == before
     name, moved = "model.layers.0.self_attn.k_proj.weight", model.model.layers[0].self_attn.k_proj.weight
-    first, count = live_model._place(name, moved, live_model.PROBE)
+    first, count = live_model._place(name, moved)
     moved.data = moved.data.clone()
     moved.data.view(-1)[(first + count) % moved.numel()] += 1
     live._stamp = live_model._stamp(model)  # as where its address is that of before

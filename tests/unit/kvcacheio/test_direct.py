@@ -240,7 +240,7 @@ def test_several_layers_of_a_buffer_at_once(device: str) -> None:
 def test_neighbours_are_one_copy() -> None:
     """Runs of tokens, cut where a page of a page-first buffer ends, or where rows have room between them."""
     lf, wide = direct._layer(torch.zeros(64, 8)), direct._layer(torch.zeros(64, 16)[:, :8])
-    pf = direct._Rows(torch.zeros(8, 8, 8), paged=True)
+    pf = torch.zeros(8, 8, 8)
     every, half = np.arange(64), np.concatenate([np.arange(8, 24), np.arange(40, 56)])
     for src, dst, sources, targets, counts in (
         (lf, lf, every, every, [64]),
