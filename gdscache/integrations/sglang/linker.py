@@ -43,7 +43,7 @@ from gdscache.integrations.sglang.moves import LayerLoads, Offloads
 from gdscache.integrations.sglang.pages import PageLinks, digest
 from gdscache.integrations.sglang.planes import GROUPS, KV, device_planes, grouped_planes
 from gdscache.integrations.sglang.ranks import place_in, together
-from gdscache.integrations.sglang.served import LinkedFetch, PoolLoads, PoolReaders, SeveralPools, SinglePool
+from gdscache.integrations.sglang.served import BlockReader, LinkedFetch, PoolLoads, SeveralPools, SinglePool
 from gdscache.integrations.watching import CallWatch
 from gdscache.ranks.agreement import Agreement
 from gdscache.ranks.rank import Rank
@@ -105,7 +105,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         else:
             states = params.req_to_token_pool if "MAMBA" in names else None
             planes = grouped_planes(pool, states, params.swa_retain_window, size, untried=options.untried)
-        self._planes, self._readers = planes, PoolReaders(planes)
+        self._planes, self._reader = planes, BlockReader(planes)
         self.pools = {PoolName(GROUPS[name]): pool for name in names}
         self._device = planes.tensors[0][0].device
         self._rank: LinkerRanks | None = None
@@ -144,7 +144,8 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         undo.callback(offloads.close)
         if planes.groups:
             agreed = self._agreement.of
-            self._junctions = Junctions(self, params.page_size, params.swa_retain_window, self._has, agreed)
+            about = params.page_size, params.swa_retain_window
+            self._junctions = Junctions(self, *about, self._has, offloads.reads, agreed)
         self._trees = CallWatch(UnifiedRadixCache, ["init_cache_linker"], after=self._linked)
         undo.callback(self._trees.close)
         if PoolName.MAMBA in self.pools:  # SGLang registers it only with pools of tokens
@@ -211,7 +212,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         return [pages] if pages else []
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
-        return self._table.load(rid, _of_kv(transfers).keys or [], lambda: self._readers.begin(transfers))
+        return self._table.load(rid, _of_kv(transfers).keys or [], lambda: self._reader.begin(transfers))
 
     def start_layer_wise_loading(self) -> int:
         self._used = True
@@ -234,14 +235,13 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if self._outdated or not keys:
             return False
         ready = self.record_offload_ready() if self._device.type == "cuda" else [None]
-        if self._junctions is not None:
-            self._junctions.offered(transfers)
-        blocks = self._readers.begin(transfers)
+        ends = frozenset() if self._junctions is None else self._junctions.ends(transfers)
+        blocks = self._reader.begin(transfers)
         self._name(keys)
         if self._lead is None:
-            self._offloads.start(keys, blocks, "", ready[-1])
+            self._offloads.start(keys, blocks, "", ready[-1], ends)
         else:
-            self._offloads.start(self._links.named(keys), blocks, self._lead.pools.salt, ready[-1])
+            self._offloads.start(self._links.named(keys), blocks, self._lead.pools.salt, ready[-1], ends)
         return True
 
     def num_completed_offloads(self) -> int:
@@ -280,7 +280,6 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             if self._lead.events is not None:
                 self._lead.events.forget_all()
         self._table.reset()
-        self._forget()
         self._outdated = self._outdated or self._used
 
     def _linked(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -295,11 +294,6 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._table.reset()
         self.layer_done_counter.reset()
         self._offloads.reset()
-        self._forget()
-
-    def _forget(self) -> None:
-        if self._junctions is not None:
-            self._junctions.forget()
 
     def _begin_loads(self, number: int, queued: Sequence[QueuedLoad]) -> PoolLoads:
         """For a single rank: behind all launched work that may write to the loads' slots."""

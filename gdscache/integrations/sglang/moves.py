@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from gdscache.cuda.streams import Event
@@ -143,7 +143,7 @@ class Offloads:
         """`leading`: the engine of all pools, None on a rank that does not lead. `ranks`: of this process, if there are
         several."""
         self._leading, self._ranks, self._counts = leading, ranks, counts
-        self._offloads: deque[HandedStore] = deque()
+        self._offloads: deque[tuple[HandedStore, Collection[tuple[str, str]]]] = deque()
         self._numbers = itertools.count(1)  # equal on all ranks
         self._places: deque[int] = deque()  # of offloads that are not forgotten
         self._thread = Workers(1, "gdscache-offloads")
@@ -151,9 +151,16 @@ class Offloads:
     def __len__(self) -> int:
         return len(self._offloads)
 
-    def start(self, hashes: PageHashes | Sequence[str], blocks: Callable[[], Any], salt: str, after: Event) -> None:
+    def start(
+        self,
+        hashes: PageHashes | Sequence[str],
+        blocks: Callable[[], Any],
+        salt: str,
+        after: Event,
+        ends: Collection[tuple[str, str]] = (),
+    ) -> None:
         """Begin to store pages. `blocks()` waits for their blocks, which are read after `after`. Pages already stored
-        are not read again. Ranks that do not lead ignore the names of the pages."""
+        are not read again. Ranks that do not lead ignore the names of the pages. `ends`: see `Junctions.ends`."""
         ranks, leading = self._ranks, self._leading
         if ranks is not None:
             number = -next(self._numbers)
@@ -164,18 +171,22 @@ class Offloads:
             handed = HandedStore(None, list)
         else:
             handed = HandedStore(self._thread, lambda: leading.store(hashes, blocks(), salt=salt, after=after))
-        self._offloads.append(handed)
+        self._offloads.append((handed, ends))
         self._counts.update(offloads=1, offloaded_pages=len(hashes))
 
     def completed(self) -> int:
         """The number of the oldest offloads that have read their pages, or were not taken."""
-        return sum(1 for _ in itertools.takewhile(HandedStore.done, self._offloads))
+        return sum(1 for _ in itertools.takewhile(lambda one: one[0].done(), self._offloads))
+
+    def reads(self, end: tuple[str, str]) -> bool:
+        """Whether an offload that is not popped was begun with this one of its `ends`."""
+        return any(end in ends for _, ends in self._offloads)
 
     def pop(self) -> bool:
         """Forget the oldest offload, which is completed. Returns whether it was taken: its pages are stored, or will
         be, as far as they found room."""
         self._forget_place()
-        return self._offloads.popleft().taken
+        return self._offloads.popleft()[0].taken
 
     def forget(self) -> None:
         """Forget all places: behind `LinkerRanks.reset`, no rank reads a page for them."""
@@ -185,7 +196,7 @@ class Offloads:
     def reset(self) -> None:
         """Wait until no page is read any more, and forget all offloads, but not their places."""
         while self._offloads:
-            self._offloads.popleft().wait()
+            self._offloads.popleft()[0].wait()
 
     def close(self) -> None:
         """`reset`, and end the thread. Repeated calls are fine."""
