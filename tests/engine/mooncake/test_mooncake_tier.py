@@ -38,7 +38,7 @@ _ports = itertools.count(1)
 def master(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     name = f"fake:{next(_ports)}"
     POOLS[name] = FakePool()
-    monkeypatch.setattr(pool_link.MooncakeLink, "reachable", lambda link: not POOLS[link.master].dead)
+    monkeypatch.setattr(pool_link.Lines, "_reachable", lambda lines: not POOLS[lines.address.master].dead)
     monkeypatch.setattr(pool_link, "PROBE_S", 0.005)
     monkeypatch.setattr(pool_link, "PROBES_S", 0.05)
     yield name
@@ -662,7 +662,7 @@ def test_a_removal_that_did_not_begin_or_broke_off_is_tried_again(
         monkeypatch.setattr(FakeClient, "remove_matching", whole)
         raise RuntimeError("the library's own error")
 
-    def back(client: Any, whole: Any = tier._link.come_back) -> Any:
+    def back(client: Any, whole: Any = tier._lines.come_back) -> Any:
         found = whole(client)
         if not answered:
             answered.append(host.engine.clear())
@@ -672,7 +672,7 @@ def test_a_removal_that_did_not_begin_or_broke_off_is_tried_again(
         monkeypatch.setattr(FakeClient, "remove_matching", removed)
         host.engine.clear()
     else:
-        monkeypatch.setattr(tier._link, "come_back", back)
+        monkeypatch.setattr(tier._lines, "come_back", back)
         tier._lines.open("a test")
         until(lambda: bool(answered), "the clear has come")
     until(lambda: not pool.objects, "they go")
