@@ -433,14 +433,15 @@ class Lines:
         try:
             if not self._reachable():
                 return
-            if self._clients is None:
-                self._join()
+            clients = self._clients
+            if clients is None:
+                clients = self._join()
                 if self.state == "ended":
                     self._leave()
                     return
-            elif any(one.exist([self._name])[0] < 0 for one in self._clients for _ in range(_ANSWERS)):
+            elif any(one.exist([self._name])[0] < 0 for one in clients for _ in range(_ANSWERS)):
                 return
-            self.come_back(self._clients[0])
+            self.come_back(clients[0])
         except GdsCacheError as error:
             self._said.say(
                 _log,
@@ -468,7 +469,7 @@ class Lines:
             return False
         return True
 
-    def _join(self) -> None:
+    def _join(self) -> tuple[MooncakeClient, MooncakeClient]:
         """Connect, which may take minutes. Raises `GdsCacheError`, also if this was closed meanwhile."""
         client, queries = self._connect(self.address, lambda: self.state != "ended")
         with self._registering, contextlib.ExitStack() as undo:
@@ -478,6 +479,7 @@ class Lines:
                 _announce(client, place, nbytes)
             self._clients = client, queries
             undo.pop_all()
+        return client, queries
 
     def _leave(self) -> None:
         with self._registering:

@@ -18,6 +18,7 @@ from gdscache.errors import EngineClosedError, InvalidValueError, TierUnavailabl
 from gdscache.integrations.fetching import PinningCache
 from gdscache.integrations.sglang.loads import LoadTable
 from gdscache.integrations.sglang.pages import PageLinks
+from gdscache.integrations.sglang.served import SinglePool
 from gdscache.integrations.vllm.requests import RequestTable
 from gdscache.metrics.table import FAMILIES
 from gdscache.mooncake import client as pool_link
@@ -810,14 +811,14 @@ def test_sglangs_lookup_waits_for_the_answer_while_nothing_else_runs(
     pair: tuple[Host, list[bytes]], pool: FakePool, found: bool
 ) -> None:
     other, hashes = pair
-    cache, links = PinningCache(other.engine, 60.0), PageLinks()
+    cache, links = SinglePool(other.engine, 60.0), PageLinks()
     hashes = hashes if found else hashes_of(2, PAGES)
-    busy = LoadTable(cache, links, wait=WAIT, alone=lambda: False, rest=cache.rest)
+    busy = LoadTable(cache, links, wait=WAIT, alone=lambda: False)
     pool.answers.clear()
     assert busy.lookup("busy", [some.hex() for some in hashes]) == 0
     pool.answers.set()
     busy.reset()
-    table = LoadTable(cache, links, wait=WAIT, alone=lambda: True, rest=cache.rest)
+    table = LoadTable(cache, links, wait=WAIT, alone=lambda: True)
     keys = [some.hex() for some in hashes]
     assert table.lookup("r", keys) == (PAGES if found else 0)
     blocks = other.take(PAGES)
