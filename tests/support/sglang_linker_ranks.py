@@ -161,7 +161,7 @@ class Ranks:
         for one in self.of:  # the leader first: in processes of their own they wait for it
             one.table.reset()
             one.layers.reset()
-            one.offloads.reset()
+            one.offloads.wait()
             one.loads.reset(one.layers.take_number())
             one.offloads.forget()
         for blocks in self.reading:

@@ -244,7 +244,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._end_transfers()
         if self._rank is not None:
             self._rank.reset(self.layer_done_counter.take_number())
-            self._offloads.forget()
+        self._offloads.forget()
         self._used = self._outdated = False
 
     def close(self) -> None:
@@ -274,7 +274,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def _end_transfers(self) -> None:
         self._table.reset()
         self.layer_done_counter.reset()
-        self._offloads.reset()
+        self._offloads.wait()
 
     def _begin_loads(self, number: int, queued: Sequence[QueuedLoad]) -> PoolLoads:
         """For a single rank: behind all launched work that may write to the loads' slots."""

@@ -474,7 +474,7 @@ def test_offloads_are_over_in_their_order() -> None:
     assert offloads.pop()
     assert offloads.pop()
     assert offloads.completed() == 0
-    reading = threading.Thread(target=offloads.reset)
+    reading = threading.Thread(target=offloads.wait)
     reading.start()
     reading.join(0.2)
     assert reading.is_alive(), "somebody may write to the page before it was read"
