@@ -442,7 +442,7 @@ class Lines:
             elif any(one.exist([self._name])[0] < 0 for one in clients for _ in range(_ANSWERS)):
                 return
             self.come_back(clients[0])
-        except GdsCacheError as error:
+        except (GdsCacheError, RuntimeError) as error:  # also the library's
             self._said.say(
                 _log,
                 logging.ERROR,

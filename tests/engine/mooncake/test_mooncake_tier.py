@@ -886,19 +886,24 @@ def test_what_is_no_pool_is_refused(tmp_path: Any, master: str, options: dict[st
         CacheEngine.from_config(Config.from_dict(config))
 
 
+@pytest.mark.parametrize(
+    "error", [TierUnavailableError("no such device", "see the test"), RuntimeError("no such device")]
+)
 def test_what_cannot_be_used_is_said_once_a_minute(
-    opens: OpenHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    opens: OpenHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
+    """Also an error of the client's library, as one line."""
     tries = itertools.count()
 
     def refuses(*_: Any) -> Any:
         next(tries)
-        raise TierUnavailableError("no such device", "see the test")
+        raise error
 
     monkeypatch.setattr(FakeMooncakeTier, "connection", lambda _: refuses)
     opens()
     until(lambda: next(tries) > 10, "it is tried again and again")
     assert sum("no such device" in line for line in caplog.messages) == 1
+    assert not any(record.exc_info for record in caplog.records)
 
 
 def test_a_refused_tier_leaves_no_thread_and_no_client(
