@@ -230,80 +230,6 @@ def mooncake(address: MooncakeAddress, wanted: Callable[[], bool]) -> tuple[Moon
     return MooncakeClient(address), MooncakeClient(asks)
 
 
-class MooncakeLink:
-    """The connection to the pool: one client that moves bytes, with the memory registered with it, and one that asks.
-
-    `probe`: a name to ask for, to see whether the pool answers. `come_back(client)` is called when it answers
-    (again), before calls begin. `paid()`: whether they may begin then. Threads of `Lines` call these, one at a time.
-
-    Memory is registered once: when it is announced, or when the connection is made.
-    """
-
-    def __init__(
-        self,
-        address: MooncakeAddress,
-        connect: Connect,
-        probe: str,
-        come_back: Callable[[MooncakeClient], object],
-        paid: Callable[[], bool],
-    ) -> None:
-        self.address = address
-        self.master = address.master
-        self._connect = connect
-        self._probe = probe
-        self.come_back = come_back
-        self.paid = paid
-        self._memory: dict[int, int] = {}  # address -> bytes
-        self._registering = threading.Lock()
-        self._client: MooncakeClient | None = None
-        self._queries: MooncakeClient | None = None
-
-    def reachable(self) -> bool:
-        """Whether a process listens there: the store's own client would try for a minute and a half."""
-        host, _, port = self.master.rpartition(":")
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
-        except OSError:
-            return False
-        return True
-
-    def connect(self, wanted: Callable[[], bool]) -> MooncakeClient:
-        """The client of all calls. It may take minutes. Raises `GdsCacheError`, also if it is not `wanted()` then."""
-        client, queries = self._connect(self.address, wanted)
-        with self._registering, contextlib.ExitStack() as undo:
-            undo.callback(queries.close)
-            undo.callback(client.close)
-            for place, nbytes in self._memory.items():
-                _announce(client, place, nbytes)
-            self._client, self._queries = client, queries
-            undo.pop_all()
-        return client
-
-    def register(self, place: int, nbytes: int) -> None:
-        with self._registering:
-            if place not in self._memory:
-                if self._client is not None:
-                    _announce(self._client, place, nbytes)
-                self._memory[place] = nbytes
-
-    def alive(self) -> bool:
-        clients = [client for client in (self._client, self._queries) if client is not None]
-        return all(client.exist([self._probe])[0] >= 0 for client in clients for _ in range(_ANSWERS))
-
-    def exist(self, names: Sequence[str]) -> list[int]:
-        assert self._queries is not None, "not connected"
-        return self._queries.exist(names)
-
-    def leave(self, client: MooncakeClient) -> None:
-        with self._registering:
-            for place in self._memory:
-                client.unregister(place)
-            client.close()
-            if self._queries is not None:
-                self._queries.close()
-            self._client = self._queries = None
-
-
 def _announce(client: MooncakeClient, place: int, nbytes: int) -> None:
     code = client.register(place, nbytes)
     if code != DONE:
@@ -320,26 +246,45 @@ _log = logging.getLogger("gdscache.mooncake")
 
 
 class Lines:
-    """Calls of several kinds, `most` of each at a time, in the callers' threads or in one for background calls. They
+    """The connection to the pool: one client that moves bytes, with the memory registered with it, and one that asks;
+    and calls of several kinds, `most` of each at a time, in the callers' threads or in one for background calls. They
     may begin while the breaker is closed (`ready`). A watching thread connects, and opens and closes it.
 
     A call cannot be interrupted, so its memory is kept until it returns. But if one does not return within its
     deadline, or reports that the master does not answer, the breaker opens: waiting calls are refused at once, and no
     new call begins. A thread probes the pool; when it answers, the breaker closes.
 
-    `deadline`: seconds of a call. `opened`: how often the breaker opened.
+    `probe`: a name to ask for, to see whether the pool answers. `come_back(client)` is called when it answers (again),
+    before calls begin. `paid()`: whether they may begin then. `deadline`: seconds of a call. `opened`: how often the
+    breaker opened.
     """
 
-    def __init__(self, pool: MooncakeLink, *, deadline: float, most: int) -> None:
+    def __init__(
+        self,
+        address: MooncakeAddress,
+        connect: Connect,
+        probe: str,
+        come_back: Callable[[MooncakeClient], object],
+        paid: Callable[[], bool],
+        *,
+        deadline: float,
+        most: int,
+    ) -> None:
+        self.address = address
         self.changed = threading.Condition()
         self.state: State = "connecting"
         self.opened = 0
-        self.client: MooncakeClient | None = None
         self.counts: Counter[str] = Counter()
         self.longest = 0.0  # seconds of the longest call
-        self._pool = pool
+        self.come_back = come_back
+        self._connect = connect
+        self._name = probe
+        self._paid = paid
         self._deadline = deadline
         self._most = most
+        self._clients: tuple[MooncakeClient, MooncakeClient] | None = None  # that moves bytes, and that asks
+        self._memory: dict[int, int] = {}  # address -> bytes
+        self._registering = threading.Lock()
         self._waiting: deque[Callable[[], object]] = deque()
         self._running: list[tuple[str, float]] = []  # kind and begin of each call
         self._probing: threading.Thread | None = None
@@ -362,27 +307,40 @@ class Lines:
             self.state = "open"
             self.opened += 1
             self.changed.notify_all()
-        _log.warning("the shared pool %s is left alone until it answers again: %s", self._pool.master, why)
+        _log.warning("the shared pool %s is left alone until it answers again: %s", self.address.master, why)
 
     def _end(self) -> None:
         with self.changed:
             self.state = "ended"
             self.changed.notify_all()
 
+    def register(self, place: int, nbytes: int) -> None:
+        """Register memory once: now, and when the connection is made. Raises `TierUnavailableError`."""
+        with self._registering:
+            if place not in self._memory:
+                if self._clients is not None:
+                    _announce(self._clients[0], place, nbytes)
+                self._memory[place] = nbytes
+
+    def exist(self, names: Sequence[str]) -> list[int]:
+        """See `MooncakeClient.exist`. Called within a call."""
+        assert self._clients is not None, "not connected"
+        return self._clients[1].exist(names)
+
     def call(self, kind: str, work: Callable[[MooncakeClient], _T]) -> _T:
         """`work(client)` in this thread, after others of the kind. Raises `IOFailedError` while the breaker is open."""
         changed = self.changed
         with changed:
             changed.wait_for(lambda: not self.ready or sum(kind == it for it, _ in self._running) < self._most)
-            client = self.client if self.ready else None
-            if client is None:
+            clients = self._clients if self.ready else None
+            if clients is None:
                 self.counts["refused"] += 1
                 raise IOFailedError(f"the shared pool: {CODES[NO_MASTER]}", "see the master's log", errno.EHOSTUNREACH)
             running = kind, time.monotonic()
             self._running.append(running)
             changed.notify_all()  # the watching thread has a new deadline to wait for
         try:
-            return work(client)
+            return work(clients[0])
         finally:
             with changed:
                 self._running.remove(running)
@@ -473,33 +431,68 @@ class Lines:
     def _probe(self) -> None:
         """Connect, or find out whether the pool answers again. Calls may begin then, unless one still hangs."""
         try:
-            if not self._pool.reachable():
+            if not self._reachable():
                 return
-            if self.client is None:
-                client = self._pool.connect(lambda: self.state != "ended")
-                with self.changed:
-                    ended, self.client = self.state == "ended", client
-                if ended:
-                    self._pool.leave(client)
+            clients = self._clients
+            if clients is None:
+                clients = self._join()
+                if self.state == "ended":
+                    self._leave()
                     return
-            elif not self._pool.alive():
+            elif any(one.exist([self._name])[0] < 0 for one in clients for _ in range(_ANSWERS)):
                 return
-            self._pool.come_back(self.client)
-        except GdsCacheError as error:
+            self.come_back(clients[0])
+        except (GdsCacheError, RuntimeError) as error:  # also the library's
             self._said.say(
-                _log, logging.ERROR, "cannot be used", "the shared pool %s cannot be used: %s", self._pool.master, error
+                _log,
+                logging.ERROR,
+                "cannot be used",
+                "the shared pool %s cannot be used: %s",
+                self.address.master,
+                error,
             )
             self._said.flush()
             return
         with self.changed:
-            if self.state != "ended" and ((left := self._left()) is None or left > 0) and self._pool.paid():
+            if self.state != "ended" and ((left := self._left()) is None or left > 0) and self._paid():
                 words = "is connected" if self.state == "connecting" else "answers again"
-                _log.info("the shared pool %s %s", self._pool.master, words)
+                _log.info("the shared pool %s %s", self.address.master, words)
                 self.state = "ready"
                 self.changed.notify_all()
 
+    def _reachable(self) -> bool:
+        """Whether a process listens there: the store's own client would try for a minute and a half."""
+        host, _, port = self.address.master.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+        except OSError:
+            return False
+        return True
+
+    def _join(self) -> tuple[MooncakeClient, MooncakeClient]:
+        """Connect, which may take minutes. Raises `GdsCacheError`, also if this was closed meanwhile."""
+        client, queries = self._connect(self.address, lambda: self.state != "ended")
+        with self._registering, contextlib.ExitStack() as undo:
+            undo.callback(queries.close)
+            undo.callback(client.close)
+            for place, nbytes in self._memory.items():
+                _announce(client, place, nbytes)
+            self._clients = client, queries
+            undo.pop_all()
+        return client, queries
+
+    def _leave(self) -> None:
+        with self._registering:
+            clients, self._clients = self._clients, None
+            if clients is not None:
+                for place in self._memory:
+                    clients[0].unregister(place)
+                for client in clients:
+                    client.close()
+
     def close(self) -> bool:
-        """Refuse queued calls, and end the threads; False if a call does not return. May be called again."""
+        """Refuse queued calls, end the threads, and leave the pool with our segment; False if a call does not return:
+        it may touch the memory. May be called again."""
         self._end()
         until = time.monotonic() + self._deadline
         for thread in self._threads:  # the watching one may begin a probe
@@ -509,11 +502,16 @@ class Lines:
             probing.join(max(0.0, until - time.monotonic()))
             ended = ended and not probing.is_alive()
         with self.changed:
-            return self.changed.wait_for(lambda: not self._running, max(0.0, until - time.monotonic())) and ended
+            ended &= self.changed.wait_for(lambda: not self._running, max(0.0, until - time.monotonic()))
+        if ended:
+            self._leave()
+        else:
+            _log.error("closed while a call to the shared pool %s hangs: its memory is kept", self.address.master)
+        return ended
 
     def describe(self) -> dict[str, Any]:
         return {
-            "master": self._pool.master,
+            "master": self.address.master,
             "state": self.state,
             "opened": self.opened,
             "calls": dict(self.counts),

@@ -42,7 +42,6 @@ from gdscache.mooncake.client import (
     Lines,
     MooncakeAddress,
     MooncakeClient,
-    MooncakeLink,
     load_package,
     mooncake,
     size_of,
@@ -336,15 +335,13 @@ class MooncakeTier(DurableTier):
         self._taken = [0] * self.index.slots  # clears up to when the slot was taken
         self._asked = self._found = 0
         address = MooncakeAddress(master, protocol, devices, metadata, hostname, size_of(segment), replicas, tenant)
-        self._link = MooncakeLink(
-            address.checked(), self.connection(), f"{PREFIX}/probe", self._come_back, lambda: not self._owed
-        )
-        self._lines = Lines(self._link, deadline=deadline, most=SIDE_BY_SIDE)
+        about = address.checked(), self.connection(), f"{PREFIX}/probe", self._come_back, lambda: not self._owed
+        self._lines = Lines(*about, deadline=deadline, most=SIDE_BY_SIDE)
         with contextlib.ExitStack() as undo:
-            undo.callback(self._leave)
+            undo.callback(self._lines.close)
             self.io = MooncakeFiles(layout, self.index.slots, self._lines, self._name_of, self._written)
             undo.callback(self.close)
-            self._link.register(*self.io.buffer)
+            self._lines.register(*self.io.buffer)
             undo.pop_all()
         changed = self._lines.changed
         with changed:
@@ -362,7 +359,7 @@ class MooncakeTier(DurableTier):
 
     def register(self, memory: memoryview | torch.Tensor) -> None:
         if isinstance(memory, memoryview):
-            self._link.register(address_of(memory), memory.nbytes)
+            self._lines.register(address_of(memory), memory.nbytes)
 
     def _come_back(self, client: MooncakeClient) -> None:
         """The pool answers (again), and may have lost everything: forget its pages, and do the removals that are still
@@ -394,7 +391,7 @@ class MooncakeTier(DurableTier):
                 return
 
     def _exist(self, pages: Sequence[Page]) -> list[int]:
-        codes = self._link.exist([self._name_of(page) for page in pages])
+        codes = self._lines.exist([self._name_of(page) for page in pages])
         self._lines.answered(codes)
         return codes
 
@@ -510,23 +507,14 @@ class MooncakeTier(DurableTier):
             **self._lines.describe(),
             **asked,
             "moved": dict(self.io.counts),
-            "segment_bytes": self._link.address.segment,
+            "segment_bytes": self._lines.address.segment,
         }
 
     def close(self) -> None:
         """Drop queued calls, and leave the pool with our segment. A call that hangs keeps the memory that it may
         touch."""
-        if self._leave():
+        if self._lines.close():
             self.io.close()
-
-    def _leave(self) -> bool:
-        if not self._lines.close():
-            _log.error("closed while a call to the shared pool %s hangs: its memory is kept", self._link.master)
-            return False
-        client, self._lines.client = self._lines.client, None
-        if client is not None:
-            self._link.leave(client)
-        return True
 
 
 def _directory(namespace: bytes) -> str:

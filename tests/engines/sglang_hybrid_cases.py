@@ -10,6 +10,7 @@ import socket
 from typing import Any
 
 import torch
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from gdscache.storage.base import Op
 from tests.engines import sglang_hybrid_rig as rig
@@ -86,6 +87,23 @@ def where_prompts_part(ranks: Ranks) -> None:
                 "SGLang keeps a page more than a window"
             )
             assert found.serve_and_flush(rig.prompt(4, 90, head)) == (0, 56), (kind, flushed)
+        found.close()
+
+
+@case
+def where_prompts_part_and_the_tiers_have_lost_that(ranks: Ranks) -> None:
+    """A window or state that was offered where prompts part, and that device and tiers have let go since: the next
+    prompt that parts there keeps it, and offers it again."""
+    for kind in KINDS:
+        found, head = ranks.hybrid(kind), rig.prompt(1, 57)
+        for number in (2, 3):
+            found.serve(rig.prompt(number, 90, head))
+            found.settle()
+        for engine in found.linker.engine.engines[1:] if ranks.leads else ():
+            engine.clear()
+        found.tree.evict(EvictParams(num_tokens=0, swa_num_tokens=rig.TOKENS, mamba_num=rig.STATES))
+        assert found.serve_and_flush(rig.prompt(4, 90, head)) == (0, 0), kind
+        assert found.serve(rig.prompt(5, 90, head)) == (0, 56), kind
         found.close()
 
 

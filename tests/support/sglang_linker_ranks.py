@@ -15,10 +15,9 @@ import torch
 
 from gdscache import CacheEngine, Rank
 from gdscache.config import Config
-from gdscache.integrations.fetching import PinningCache
 from gdscache.integrations.settings import Rows, planes_section
 from gdscache.integrations.sglang.linker_ranks import LinkerRanks
-from gdscache.integrations.sglang.loads import STOPPED_S, LeadTable, RankTable
+from gdscache.integrations.sglang.loads import STOPPED_S, LoadTable, RankTable
 from gdscache.integrations.sglang.moves import LayerLoads, Offloads
 from gdscache.integrations.sglang.pages import PageLinks
 from gdscache.integrations.sglang.planes import PoolPlanes
@@ -85,11 +84,13 @@ class Ranks:
             **config,
         }
         self.engine = CacheEngine(Config.from_dict(sections), ranks=[one.rank.address for one in self.of])
-        self.cache, self.links, self.counts = PinningCache(self.engine, 60 + STOPPED_S), PageLinks(), Counter[str]()
-        self.alone = True
-        table = LeadTable(
-            self.cache, self.links, wait=5.0, alone=lambda: self.alone, rest=self.cache.rest, counts=self.counts
+        self.cache, self.links, self.counts = (
+            SinglePool(self.engine, 60 + STOPPED_S, ranked=True),
+            PageLinks(),
+            Counter[str](),
         )
+        self.alone = True
+        table = LoadTable(self.cache, self.links, wait=5.0, alone=lambda: self.alone, ranked=True, counts=self.counts)
         for number, one in enumerate(self.of):
             one.open(None if number else self.engine, RankTable(one.counts) if number else table)
         self.table = table
@@ -160,7 +161,7 @@ class Ranks:
         for one in self.of:  # the leader first: in processes of their own they wait for it
             one.table.reset()
             one.layers.reset()
-            one.offloads.reset()
+            one.offloads.wait()
             one.loads.reset(one.layers.take_number())
             one.offloads.forget()
         for blocks in self.reading:

@@ -139,10 +139,10 @@ class HostPages:
     def _pages(self, keys: Sequence[str], before: Sequence[str], salt: str) -> list[Page]:
         """The names of pages. Windows and states have no parent: each is wanted by itself."""
         (namespace,) = self.engine.namespaces(salt)
-        pages = self._links.named(keys, before).pages(namespace)
         if any(group.keeps != "all" for group in self.engine.groups):
+            pages = PageHashes([digest(key) for key in keys]).pages(namespace)
             return [Page(page.key, namespace, namespace) for page in pages]
-        return pages
+        return self._links.named(keys, before).pages(namespace)
 
     def _set(self, keys: Sequence[str], slots: Sequence[int], before: Sequence[str], salt: str) -> list[bool]:
         kept = [False] * len(keys)

@@ -10,15 +10,12 @@ one at that token, as for such pages in its own tree.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import _PendingOffload
-
-UNDER_WAY = 4096  # the latest offered pages and states: some are not stored yet
 
 
 class Junctions:
@@ -30,29 +27,24 @@ class Junctions:
         page_tokens: int,
         window: int | None,
         have: Callable[[str, Sequence[str]], bool],
+        under_way: Callable[[tuple[str, str]], bool],
         agreed: Callable[[Callable[[], int]], int],
     ) -> None:
         """`linker`: the tree's. `window`: tokens before a token that it attends to. `have(name, keys)`: whether our
-        tiers have these pages of a pool. `agreed(find)`: see `Agreement.of`.
+        tiers have these pages of a pool. `under_way(end)`: whether an offload reads one of `ends`, on all ranks alike.
+        `agreed(find)`: see `Agreement.of`.
 
         `whole`: pages of the last lookup before which our tiers have all pages of full attention; None: it was taken.
         The leading rank's counts."""
-        self._linker, self._size, self._have, self._agreed = linker, page_tokens, have, agreed
+        self._linker, self._size = linker, page_tokens
+        self._have, self._under_way, self._agreed = have, under_way, agreed
         self._pages = max(1, -(-(window or 0) // page_tokens))  # of a window
         self.whole: int | None = None
-        self._last: OrderedDict[tuple[str, str], None] = OrderedDict()
 
-    def offered(self, transfers: Sequence[PoolTransfer]) -> None:
-        """Note the pages at a node's end that are on their way to our tiers."""
-        for one in transfers:
-            if one.name != PoolName.KV:
-                self._last.update(dict.fromkeys((one.name.value, key) for key in (one.keys or [])[-self._pages :]))
-        while len(self._last) > UNDER_WAY:
-            self._last.popitem(last=False)
-
-    def forget(self) -> None:
-        """Forget the offers: they cannot be found any more, or SGLang's tree is empty."""
-        self._last.clear()
+    def ends(self, transfers: Sequence[PoolTransfer]) -> set[tuple[str, str]]:
+        """The pages at a node's end that a hit behind it needs: names of pools, and keys."""
+        others = (one for one in transfers if one.name != PoolName.KV)
+        return {(one.name.value, key) for one in others for key in (one.keys or [])[-self._pages :]}
 
     def follow(self, tree: Any) -> None:
         """The tree has this linker."""
@@ -118,7 +110,7 @@ class Junctions:
 
     def _lack(self, name: PoolName, keys: Sequence[str]) -> bool:
         """Whether our tiers lack one of these keys, and it is not on its way."""
-        asked = [key for key in keys if (name.value, key) not in self._last]
+        asked = [key for key in keys if not self._under_way((name.value, key))]
         return bool(asked) and bool(self._agreed(lambda: int(not self._have(name.value, asked))))
 
 

@@ -12,10 +12,9 @@ to `moves.py`.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import sglang
 import torch
@@ -37,29 +36,25 @@ from gdscache.integrations.sglang import setup
 from gdscache.integrations.sglang.events import SglangEvents
 from gdscache.integrations.sglang.junctions import Junctions
 from gdscache.integrations.sglang.linker_ranks import LEFT_S, LinkerRanks, RankFacts, shard_of
-from gdscache.integrations.sglang.loads import STOPPED_S, LeadTable, LoadTable, QueuedLoad, RankTable
+from gdscache.integrations.sglang.loads import STOPPED_S, LoadTable, QueuedLoad, RankTable
 from gdscache.integrations.sglang.metrics import ToldMetrics
 from gdscache.integrations.sglang.moves import LayerLoads, Offloads
 from gdscache.integrations.sglang.pages import PageLinks, digest
 from gdscache.integrations.sglang.planes import GROUPS, KV, device_planes, grouped_planes
 from gdscache.integrations.sglang.ranks import place_in, together
-from gdscache.integrations.sglang.served import LinkedFetch, PoolLoads, PoolReaders, SeveralPools, SinglePool
+from gdscache.integrations.sglang.served import BlockReader, LinkedFetch, PoolLoads, SeveralPools, SinglePool
 from gdscache.integrations.watching import CallWatch
 from gdscache.ranks.agreement import Agreement
 from gdscache.ranks.rank import Rank
-from gdscache.runtime.threads import in_turn, log_failure
+from gdscache.runtime.threads import log_failure
 
 
-@dataclasses.dataclass(frozen=True)
-class _Lead:
-    """The leader's side: the engine, the state of requests, and the listeners. With several ranks, only the first one
-    has it."""
+class _Lead(NamedTuple):
+    """The leader's side: the engine, and the state of requests. With several ranks, only the first one has it."""
 
     pools: SinglePool | SeveralPools
     table: LoadTable
     events: SglangEvents | None
-    told: ToldMetrics
-    times: CallWatch
 
 
 class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
@@ -86,7 +81,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         with contextlib.ExitStack() as undo:
             facts = together(params.tp_cache_group, lambda: self._prepare(undo, server_args, components, extra_config))
             together(params.tp_cache_group, lambda: self._open(undo, facts))
-            undo.pop_all()
+            self._ends = undo.pop_all()
 
     def _prepare(
         self, undo: contextlib.ExitStack, server_args: Any, components: Collection[Any], extra: Mapping[str, Any]
@@ -105,7 +100,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         else:
             states = params.req_to_token_pool if "MAMBA" in names else None
             planes = grouped_planes(pool, states, params.swa_retain_window, size, untried=options.untried)
-        self._planes, self._readers = planes, PoolReaders(planes)
+        self._planes, self._reader = planes, BlockReader(planes)
         self.pools = {PoolName(GROUPS[name]): pool for name in names}
         self._device = planes.tensors[0][0].device
         self._rank: LinkerRanks | None = None
@@ -127,6 +122,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 made.append(Rank(own, self._number, shard=shared if name == KV else self._number))
                 undo.callback(made[-1].close)
             self._rank = LinkerRanks(planes, made)
+            undo.callback(self._rank.left, LEFT_S)  # the leader stores the accepted pages
         addresses = [] if self._rank is None else [rank.address for rank in self._rank.ranks]
         return RankFacts(addresses, self._agreement.address, setup.model_of(server, model, planes, sglang.__version__))
 
@@ -141,18 +137,20 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if rank is not None:
             rank.leading = leading
         self.layer_done_counter = LayerLoads(self._begin_loads if rank is None else rank.begin, layers, self.counts)
+        self._table = RankTable(self.counts) if self._lead is None else self._lead.table
         undo.callback(offloads.close)
+        undo.callback(self._end_transfers)
         if planes.groups:
             agreed = self._agreement.of
-            self._junctions = Junctions(self, params.page_size, params.swa_retain_window, self._has, agreed)
-        self._trees = CallWatch(UnifiedRadixCache, ["init_cache_linker"], after=self._linked)
-        undo.callback(self._trees.close)
+            about = params.page_size, params.swa_retain_window
+            self._junctions = Junctions(self, *about, self._has, offloads.reads, agreed)
+        undo.callback(CallWatch(UnifiedRadixCache, ["init_cache_linker"], after=self._linked).close)
         if PoolName.MAMBA in self.pools:  # SGLang registers it only with pools of tokens
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
-        self._table = RankTable(self.counts) if self._lead is None else self._lead.table
         changed, also = self._weights_changed, {WeightChecker: [setup.RESETS_WEIGHTS]}
-        self._watch = CallWatch(WeightUpdater, setup.WEIGHT_METHODS, changed, changed, also=also)
-        if self._lead is not None and self._watch.last():  # written in another linker's time, in this process
+        updates = CallWatch(WeightUpdater, setup.WEIGHT_METHODS, changed, changed, also=also)
+        undo.callback(updates.close)
+        if self._lead is not None and updates.last():  # written in another linker's time, in this process
             self._lead.pools.renew_salt()
 
     def _leading(self, undo: contextlib.ExitStack, facts: Sequence[RankFacts]) -> _Lead:
@@ -170,24 +168,16 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             pools = SeveralPools(HybridEngine(config, own, ranks=of_pools or None), pins, planes, ranked=ranked)
         else:
             pools = SinglePool(CacheEngine(config, own, ranks=of_pools[0] if ranked else None), pins, ranked=ranked)
-        undo.callback(pools.whole.close, drain=False)
+        undo.callback(pools.whole.close)
         events = SglangEvents(pools.engine, params.page_size) if tells else None
         if events is not None:
             undo.callback(events.close)
-        table = (LeadTable if ranked else LoadTable)(
-            pools,
-            self._links,
-            wait=options.ssd_wait if config.ssd is not None else 0.0,
-            alone=self._alone,
-            rest=pools.rest,
-            seconds=pools.seconds,
-            counts=self.counts,
-        )
-        told = ToldMetrics(pools.whole, server)
-        undo.callback(told.close)
-        times = _pass_times(Prefills(pools.whole.observe_prefill, self._device))
-        undo.callback(times.close)
-        return _Lead(pools, table, events, told, times)
+        wait = options.ssd_wait if config.ssd is not None else 0.0
+        table = LoadTable(pools, self._links, wait=wait, alone=self._alone, ranked=ranked, counts=self.counts)
+        if server.enable_metrics:
+            undo.callback(ToldMetrics(pools.whole, server).close)
+        undo.callback(_pass_times(Prefills(pools.whole.observe_prefill, self._device)).close)
+        return _Lead(pools, table, events)
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         """The longest prefix that may be loaded, in pages, from the leading rank. SGLang intersects the ranks' answers,
@@ -211,7 +201,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         return [pages] if pages else []
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
-        return self._table.load(rid, _of_kv(transfers).keys or [], lambda: self._readers.begin(transfers))
+        return self._table.load(rid, _of_kv(transfers).keys or [], lambda: self._reader.begin(transfers))
 
     def start_layer_wise_loading(self) -> int:
         self._used = True
@@ -234,14 +224,13 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if self._outdated or not keys:
             return False
         ready = self.record_offload_ready() if self._device.type == "cuda" else [None]
-        if self._junctions is not None:
-            self._junctions.offered(transfers)
-        blocks = self._readers.begin(transfers)
+        ends = frozenset() if self._junctions is None else self._junctions.ends(transfers)
+        blocks = self._reader.begin(transfers)
         self._name(keys)
         if self._lead is None:
-            self._offloads.start(keys, blocks, "", ready[-1])
+            self._offloads.start(keys, blocks, "", ready[-1], ends)
         else:
-            self._offloads.start(self._links.named(keys), blocks, self._lead.pools.salt, ready[-1])
+            self._offloads.start(self._links.named(keys), blocks, self._lead.pools.salt, ready[-1], ends)
         return True
 
     def num_completed_offloads(self) -> int:
@@ -255,20 +244,12 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._end_transfers()
         if self._rank is not None:
             self._rank.reset(self.layer_done_counter.take_number())
-            self._offloads.forget()
+        self._offloads.forget()
         self._used = self._outdated = False
 
     def close(self) -> None:
         """Finish accepted stores, and release everything. Repeated calls are fine."""
-        lead, rank = self._lead, self._rank
-        parts = [self._watch, *(() if lead is None else (lead.times, lead.events)), self._trees, self._agreement]
-        in_turn(
-            *(part.close for part in parts if part is not None),
-            self._end_transfers,
-            self._offloads.close,
-            *(() if lead is None else (lead.told.close, lead.pools.whole.close)),
-            *(() if rank is None else (lambda: rank.left(LEFT_S), rank.close)),  # the leader stores the accepted pages
-        )
+        self._ends.close()
 
     def _weights_changed(self, *call: Any) -> None:
         """Find no page of the old weights, and store none that SGLang still has: it flushes first.
@@ -280,7 +261,6 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             if self._lead.events is not None:
                 self._lead.events.forget_all()
         self._table.reset()
-        self._forget()
         self._outdated = self._outdated or self._used
 
     def _linked(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -294,12 +274,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def _end_transfers(self) -> None:
         self._table.reset()
         self.layer_done_counter.reset()
-        self._offloads.reset()
-        self._forget()
-
-    def _forget(self) -> None:
-        if self._junctions is not None:
-            self._junctions.forget()
+        self._offloads.wait()
 
     def _begin_loads(self, number: int, queued: Sequence[QueuedLoad]) -> PoolLoads:
         """For a single rank: behind all launched work that may write to the loads' slots."""

@@ -32,7 +32,7 @@ from gdscache.load.handle import LayerwiseLoad
 from gdscache.ranks.address import RankAddress
 from gdscache.ranks.executor import UNORDERED_S
 from gdscache.ranks.rank import Rank
-from gdscache.runtime.threads import in_turn, log_failure
+from gdscache.runtime.threads import log_failure
 
 ORDER_S = UNORDERED_S  # a rank's wait for the leader's orders: its own pass waits for the leader's too
 LEFT_S = 60.0  # the other ranks' stay at the end, while the leader stores its accepted pages
@@ -88,9 +88,6 @@ class LinkerRanks:
         until = time.monotonic() + seconds
         for rank in self.ranks:
             rank.left(max(0.0, until - time.monotonic()))
-
-    def close(self) -> None:
-        in_turn(*(rank.close for rank in self.ranks))
 
     def order(self, number: int, queued: Sequence[QueuedLoad]) -> None:
         """On the leader: plan the loads of batch `number`, lease their pages, and send the order to all ranks."""

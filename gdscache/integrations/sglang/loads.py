@@ -127,21 +127,19 @@ class LoadTable(RankTable):
         *,
         wait: float,
         alone: Callable[[], bool],
-        rest: Callable[[float], object],
-        seconds: Callable[[int], float | None] = lambda pages: None,
+        ranked: bool = False,
         counts: Counter[str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`cache`: a `SinglePool` or `SeveralPools`. `wait`: seconds, for all lookups of a batch together. `alone()`:
-        whether no other request runs. `rest(s)`: wait for news, up to `s` seconds. `seconds(n)`: the expected time to
-        bring `n` pages; None before it was measured."""
+        whether no other request runs. `ranked`: other ranks load promised pages too. So a load whose pages have gone is
+        queued, and fails, because the others begin it."""
         super().__init__(Counter() if counts is None else counts)
         self._cache = cache
         self._links = links
         self._wait = wait
         self._alone = alone
-        self._rest = rest
-        self._seconds = seconds
+        self._ranked = ranked
         self._clock = clock
         self._sought: OrderedDict[str, _Sought] = OrderedDict()
         self._batch = 0  # batches begun so far
@@ -179,7 +177,7 @@ class LoadTable(RankTable):
                 undo.callback(sought.fetch.release)
             if found is None or not found[0].loadable(found[1] + len(keys)):
                 self.counts["refused"] += 1
-                return False
+                return self._ranked and super().load(rid, keys, blocks)
             self._queued[rid] = QueuedLoad(rid, *found, len(keys), blocks())
             undo.pop_all()
         return True
@@ -209,7 +207,7 @@ class LoadTable(RankTable):
         return self._until - now
 
     def _soon(self, pages: int) -> bool:
-        expected, left = self._seconds(pages), self._left()
+        expected, left = self._cache.seconds(pages), self._left()
         return left > 0 and self._alone() and (expected is None or expected <= left)
 
     def _wait_while(self, on_their_way: Callable[[], bool]) -> None:
@@ -218,7 +216,7 @@ class LoadTable(RankTable):
             left = self._left()
             if left <= 0:
                 return
-            self._rest(min(left, LOOK_S))
+            self._cache.rest(min(left, LOOK_S))
 
     def _seek(self, rid: str, keys: Sequence[str]) -> tuple[_Sought, int] | None:
         """The request, and the place of these keys among its pages. None if too many requests wait."""
@@ -265,13 +263,3 @@ class LoadTable(RankTable):
                 return
             del self._sought[rid]
             oldest.fetch.release()
-
-
-class LeadTable(LoadTable):
-    """The leading rank's requests. Promised pages are loaded on every rank: a load whose pages have gone is queued too,
-    and fails, because the other ranks begin it."""
-
-    def load(self, rid: str, keys: Sequence[str], blocks: Callable[[], Callable[[], Any]]) -> bool:
-        if not super().load(rid, keys, blocks):
-            RankTable.load(self, rid, keys, blocks)
-        return True

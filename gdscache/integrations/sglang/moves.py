@@ -12,8 +12,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
 from gdscache.cuda.streams import Event
 from gdscache.errors import GdsCacheError
@@ -131,6 +131,14 @@ class LayerLoads:
             batch.release()
 
 
+class _Offload(NamedTuple):
+    """`number`: of its place on the ranks. `ends`: see `Junctions.ends`."""
+
+    number: int
+    store: HandedStore
+    ends: Collection[tuple[str, str]]
+
+
 class Offloads:
     """Stores that still read the pools' pages, the oldest first. A thread passes them on, in order.
 
@@ -143,55 +151,61 @@ class Offloads:
         """`leading`: the engine of all pools, None on a rank that does not lead. `ranks`: of this process, if there are
         several."""
         self._leading, self._ranks, self._counts = leading, ranks, counts
-        self._offloads: deque[HandedStore] = deque()
-        self._numbers = itertools.count(1)  # equal on all ranks
-        self._places: deque[int] = deque()  # of offloads that are not forgotten
+        self._offloads: deque[_Offload] = deque()
+        self._numbers = itertools.count(-1, -1)  # equal on all ranks
         self._thread = Workers(1, "gdscache-offloads")
 
     def __len__(self) -> int:
         return len(self._offloads)
 
-    def start(self, hashes: PageHashes | Sequence[str], blocks: Callable[[], Any], salt: str, after: Event) -> None:
+    def start(
+        self,
+        hashes: PageHashes | Sequence[str],
+        blocks: Callable[[], Any],
+        salt: str,
+        after: Event,
+        ends: Collection[tuple[str, str]] = (),
+    ) -> None:
         """Begin to store pages. `blocks()` waits for their blocks, which are read after `after`. Pages already stored
-        are not read again. Ranks that do not lead ignore the names of the pages."""
-        ranks, leading = self._ranks, self._leading
-        if ranks is not None:
-            number = -next(self._numbers)
-            ranks.place(number, blocks, after)
-            self._places.append(number)
+        are not read again. Ranks that do not lead ignore the names of the pages. `ends`: see `Junctions.ends`."""
+        leading, number = self._leading, next(self._numbers)
+        if self._ranks is not None:
+            self._ranks.place(number, blocks, after)
             after = StoreMark(number, b"")
         if leading is None:  # the leader begins and ends it
             handed = HandedStore(None, list)
         else:
             handed = HandedStore(self._thread, lambda: leading.store(hashes, blocks(), salt=salt, after=after))
-        self._offloads.append(handed)
+        self._offloads.append(_Offload(number, handed, ends))
         self._counts.update(offloads=1, offloaded_pages=len(hashes))
 
     def completed(self) -> int:
         """The number of the oldest offloads that have read their pages, or were not taken."""
-        return sum(1 for _ in itertools.takewhile(HandedStore.done, self._offloads))
+        return sum(1 for _ in itertools.takewhile(lambda one: one.store.done(), self._offloads))
+
+    def reads(self, end: tuple[str, str]) -> bool:
+        """Whether an offload that is not popped was begun with this one of its `ends`."""
+        return any(end in one.ends for one in self._offloads)
 
     def pop(self) -> bool:
         """Forget the oldest offload, which is completed. Returns whether it was taken: its pages are stored, or will
         be, as far as they found room."""
-        self._forget_place()
-        return self._offloads.popleft().taken
+        oldest = self._offloads.popleft()
+        if self._ranks is not None:
+            self._ranks.passed(oldest.number)
+        return oldest.store.taken
+
+    def wait(self) -> None:
+        """Wait until the leader's engine reads no page any more; other ranks': see `LinkerRanks.reset`."""
+        for one in self._offloads:
+            one.store.wait()
 
     def forget(self) -> None:
-        """Forget all places: behind `LinkerRanks.reset`, no rank reads a page for them."""
-        while self._places:
-            self._forget_place()
-
-    def reset(self) -> None:
-        """Wait until no page is read any more, and forget all offloads, but not their places."""
+        """Forget all offloads. No rank may read a page for them."""
         while self._offloads:
-            self._offloads.popleft().wait()
+            self.pop()
 
     def close(self) -> None:
-        """`reset`, and end the thread. Repeated calls are fine."""
-        self.reset()
+        """`wait`, and end the thread. Repeated calls are fine."""
+        self.wait()
         self._thread.shutdown()
-
-    def _forget_place(self) -> None:
-        if self._ranks is not None:
-            self._ranks.passed(self._places.popleft())

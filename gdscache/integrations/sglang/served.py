@@ -35,51 +35,44 @@ NONE = 0  # SGLang's block that is never a page
 
 
 class BlockReader:
-    """Copies block numbers from SGLang's stream to the host, on a stream of its own."""
+    """Copies the block numbers of all pools of this rank from SGLang's stream to the host, on a stream of its own."""
 
-    def __init__(self, device: torch.device, page_tokens: int) -> None:
-        self._device = device
-        self._page_tokens = page_tokens
+    def __init__(self, planes: PoolPlanes) -> None:
+        first = {name: planes.tensors[places[0]][0] for name, places in planes.pools().items()}
+        self._page_tokens = {name: int(plane.shape[1]) for name, plane in first.items()}
+        self._device = planes.tensors[0][0].device
         self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
-    def begin(self, slots: torch.Tensor) -> Callable[[], list[int]]:
-        """Begin to read the blocks of whole pages of slots, behind the current stream. Returns a function that waits
-        for them.
+    def begin(self, transfers: Sequence[Any]) -> Callable[[], Blocks]:
+        """Begin to read the blocks of whole pages, behind the current stream. Returns a function that waits for them.
 
-        `slots`: int64, (tokens,), of the pool.
+        `transfers`: SGLang's, with `device_indices`: slots of the pool, int64, (tokens,).
         """
-        firsts = slots[:: self._page_tokens]
+        firsts = {one.name.value: one.device_indices[:: self._page_tokens[one.name.value]] for one in transfers}
         if self._stream is None:
             there = self._blocks(firsts)
             return lambda: there
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            host = torch.empty(firsts.shape, dtype=firsts.dtype, device="cpu", pin_memory=True)
-            host.copy_(firsts, non_blocking=True)
+            host = {
+                name: torch.empty(some.shape, dtype=some.dtype, device="cpu", pin_memory=True)
+                for name, some in firsts.items()
+            }
+            for name, some in firsts.items():
+                host[name].copy_(some, non_blocking=True)
             landed = record_on(self._stream, sleep=True)
 
-        def wait(_read: torch.Tensor = firsts) -> list[int]:  # the default keeps the tensor's memory until it was read
+        def wait(_read: Mapping[str, torch.Tensor] = firsts) -> Blocks:  # the default keeps memory until it was read
             landed.synchronize()
             return self._blocks(host)
 
         return wait
 
-    def _blocks(self, firsts: torch.Tensor) -> list[int]:
-        return [slot // self._page_tokens for slot in firsts.tolist()]
-
-
-class PoolReaders:
-    """Reads the block numbers of all pools of this rank, by the pools' names."""
-
-    def __init__(self, planes: PoolPlanes) -> None:
-        first = {name: planes.tensors[places[0]][0] for name, places in planes.pools().items()}
-        self._readers = {name: BlockReader(plane.device, int(plane.shape[1])) for name, plane in first.items()}
-
-    def begin(self, transfers: Sequence[Any]) -> Callable[[], Blocks]:
-        begun = {one.name.value: self._readers[one.name.value].begin(one.device_indices) for one in transfers}
-        return lambda: {name: wait() for name, wait in begun.items()}
+    def _blocks(self, firsts: Mapping[str, torch.Tensor]) -> Blocks:
+        sizes = self._page_tokens
+        return {name: [slot // sizes[name] for slot in some.tolist()] for name, some in firsts.items()}
 
 
 class SinglePool(PinningCache):

@@ -43,7 +43,6 @@ from gdscache.integrations.sglang.ranks import RankPlace, storage_group, togethe
 from gdscache.integrations.watching import CallWatch
 from gdscache.pages.keys import namespace_digest
 from gdscache.ranks.borrower import Borrower
-from gdscache.runtime.threads import in_turn
 
 _FLUSH = "clear"  # the host pool's method that ends a flush, and begins a new pool
 _log = logging.getLogger("gdscache")
@@ -69,7 +68,7 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
         self._config = setup.storage_config_of(storage_config.extra_config or {})
         self._place = RankPlace(storage_config.tp_rank, ranks, equal=ranks > 1 and storage_config.is_mla_model)
         self._pages: PoolPages | None = None
-        self._parts: list[Any] = []  # to be closed, the last one first
+        self._ends = contextlib.ExitStack()
 
     def on_host_pools_registered(self) -> None:
         """Open the SSD tier over the pool's memory, on all ranks or on none."""
@@ -90,11 +89,11 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
         config = self._configuration(planes)
         engine = (HybridEngine if planes.groups else CacheEngine)(config, planes.tensors)
         self._pages = pages = PoolPages.over(engine)
-        self._parts.append(pages)
+        self._ends.callback(pages.close)
         assert config.ssd is not None, "the SSD tier"
         self._place.claim(config.ssd.path)
-        if self._place.rank == 0:  # its figures are those of all ranks
-            self._parts.append(ToldMetrics(engine, self._server))
+        if self._place.rank == 0 and self._server.enable_metrics:  # its figures are those of all ranks
+            self._ends.callback(ToldMetrics(engine, self._server).close)
         self._watch(pages, type(self.mem_pool_host))
         kept = pages.pools[KV]
         return kept.lend() if isinstance(kept, HostPages) and self._place.equal else ""
@@ -117,7 +116,7 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
             namespace = namespace_digest(config.model.namespace_fields())
             borrower = Borrower(planes.tensors, config, namespace, address, self._place.rank)
             self._pages = PoolPages({KV: BorrowedPages(borrower, config.model.page_tokens)})
-            self._parts.append(self._pages)
+            self._ends.callback(self._pages.close)
             self._watch(self._pages, type(self.mem_pool_host))
 
     def _configuration(self, planes: PoolPlanes) -> Config:
@@ -138,7 +137,8 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
         also = {WeightChecker: [setup.RESETS_WEIGHTS]}
         updates = CallWatch(WeightUpdater, setup.WEIGHT_METHODS, changed, changed, also=also, from_start=from_start)
         flushes = CallWatch(pool, [_FLUSH], flushed, flushed, from_start=from_start)
-        self._parts += [updates, flushes]
+        self._ends.callback(updates.close)
+        self._ends.callback(flushes.close)
         if updates.complete and not updates.last():
             return
         pages.weights_changed()
@@ -228,8 +228,8 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
 
     def close(self) -> None:
         """Finish accepted stores, and release everything. Repeated calls are fine."""
-        parts, self._parts, self._pages = self._parts, [], None
-        in_turn(*(part.close for part in reversed(parts)))
+        self._pages = None
+        self._ends.close()
 
     @property
     def engine(self) -> CacheEngine | HybridEngine:

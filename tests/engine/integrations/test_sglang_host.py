@@ -21,7 +21,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from gdscache import CacheEngine, PageStatus
 from gdscache.config import Config
 from gdscache.errors import GdsCacheError, IOFailedError
-from gdscache.integrations.fetching import PinningCache
 from gdscache.integrations.settings import Rows, planes_section
 from gdscache.integrations.sglang.host import HostPages
 from gdscache.integrations.sglang.loads import LoadTable, QueuedLoad
@@ -280,11 +279,10 @@ class Linked:
         self.tensors = [tuple(torch.zeros((PAGES, PAGE, WIDTH), dtype=torch.uint8) for _ in "kv") for _ in range(3)]
         self.engine = engine_over(path, self.tensors, 16, **more)
         self.counts: Counter[str] = Counter()
-        self.cache, self.links = PinningCache(self.engine, 60.0), PageLinks()
-        self.table = LoadTable(self.cache, self.links, wait=WAIT, alone=lambda: True, rest=self.cache.rest)
+        self.cache, self.links = SinglePool(self.engine, 60.0), PageLinks()
+        self.table = LoadTable(self.cache, self.links, wait=WAIT, alone=lambda: True)
         self.loads = LayerLoads(self.begin_loads, 3, self.counts)
-        self.pool = SinglePool(self.engine, 60.0)
-        self.offloads = Offloads(self.pool, self.counts)
+        self.offloads = Offloads(self.cache, self.counts)
 
     def offload(self, keys: list[str], blocks: list[int], mark: int) -> None:
         for number, block in enumerate(blocks):
@@ -292,7 +290,7 @@ class Linked:
         self.offloads.start(self.links.named(keys), lambda: {"kv": blocks}, self.cache.salt, None)
 
     def begin_loads(self, number: int, queued: Sequence[QueuedLoad]) -> PoolLoads:
-        return self.pool.load_many([(one.hit(), one.blocks()) for one in queued])
+        return self.cache.load_many([(one.hit(), one.blocks()) for one in queued])
 
     def drain(self) -> None:
         """What was offloaded is stored."""
@@ -476,7 +474,7 @@ def test_offloads_are_over_in_their_order() -> None:
     assert offloads.pop()
     assert offloads.pop()
     assert offloads.completed() == 0
-    reading = threading.Thread(target=offloads.reset)
+    reading = threading.Thread(target=offloads.wait)
     reading.start()
     reading.join(0.2)
     assert reading.is_alive(), "somebody may write to the page before it was read"

@@ -382,19 +382,3 @@ def test_who_is_alone_enters_no_collective() -> None:
     assert together(None, lambda: 3) == [3]
     with pytest.raises(RankError, match="mine"):
         together(None, lambda: (_ for _ in ()).throw(RankError("mine")))
-
-
-def test_all_ranks_are_closed_and_the_first_error_is_raised() -> None:
-    closed = list[int]()
-
-    def rank(number: int) -> SimpleNamespace:
-        def close() -> None:
-            closed.append(number)
-            raise RankError(f"rank {number} has a disk that fails", "")
-
-        return SimpleNamespace(close=close)
-
-    ranks = LinkerRanks(PoolPlanes([], {}, []), [rank(number) for number in range(3)])  # type: ignore[misc]
-    with pytest.raises(RankError, match="rank 0"):
-        ranks.close()
-    assert closed == [0, 1, 2]

@@ -231,7 +231,7 @@ def test_a_configuration_is_a_file_or_its_sections(tmp_path: Path) -> None:
 
 def test_a_shared_pool_needs_the_configuration_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(POOLS, "127.0.0.1:1", FakePool())
-    monkeypatch.setattr("gdscache.mooncake.client.MooncakeLink.reachable", lambda link: True)
+    monkeypatch.setattr("gdscache.mooncake.client.Lines._reachable", lambda lines: True)
     found = planes()
     sections = {**SECTIONS, "ssd": None, "tiers": [pool_entry("127.0.0.1:1")]}
     config = engine_configuration(sections, model_of(*setup(), found, "0.32.0", {}), lambda: "w", "it")

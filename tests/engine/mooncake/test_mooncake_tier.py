@@ -18,6 +18,7 @@ from gdscache.errors import EngineClosedError, InvalidValueError, TierUnavailabl
 from gdscache.integrations.fetching import PinningCache
 from gdscache.integrations.sglang.loads import LoadTable
 from gdscache.integrations.sglang.pages import PageLinks
+from gdscache.integrations.sglang.served import SinglePool
 from gdscache.integrations.vllm.requests import RequestTable
 from gdscache.metrics.table import FAMILIES
 from gdscache.mooncake import client as pool_link
@@ -38,7 +39,7 @@ _ports = itertools.count(1)
 def master(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     name = f"fake:{next(_ports)}"
     POOLS[name] = FakePool()
-    monkeypatch.setattr(pool_link.MooncakeLink, "reachable", lambda link: not POOLS[link.master].dead)
+    monkeypatch.setattr(pool_link.Lines, "_reachable", lambda lines: not POOLS[lines.address.master].dead)
     monkeypatch.setattr(pool_link, "PROBE_S", 0.005)
     monkeypatch.setattr(pool_link, "PROBES_S", 0.05)
     yield name
@@ -662,7 +663,7 @@ def test_a_removal_that_did_not_begin_or_broke_off_is_tried_again(
         monkeypatch.setattr(FakeClient, "remove_matching", whole)
         raise RuntimeError("the library's own error")
 
-    def back(client: Any, whole: Any = tier._link.come_back) -> Any:
+    def back(client: Any, whole: Any = tier._lines.come_back) -> Any:
         found = whole(client)
         if not answered:
             answered.append(host.engine.clear())
@@ -672,7 +673,7 @@ def test_a_removal_that_did_not_begin_or_broke_off_is_tried_again(
         monkeypatch.setattr(FakeClient, "remove_matching", removed)
         host.engine.clear()
     else:
-        monkeypatch.setattr(tier._link, "come_back", back)
+        monkeypatch.setattr(tier._lines, "come_back", back)
         tier._lines.open("a test")
         until(lambda: bool(answered), "the clear has come")
     until(lambda: not pool.objects, "they go")
@@ -810,14 +811,14 @@ def test_sglangs_lookup_waits_for_the_answer_while_nothing_else_runs(
     pair: tuple[Host, list[bytes]], pool: FakePool, found: bool
 ) -> None:
     other, hashes = pair
-    cache, links = PinningCache(other.engine, 60.0), PageLinks()
+    cache, links = SinglePool(other.engine, 60.0), PageLinks()
     hashes = hashes if found else hashes_of(2, PAGES)
-    busy = LoadTable(cache, links, wait=WAIT, alone=lambda: False, rest=cache.rest)
+    busy = LoadTable(cache, links, wait=WAIT, alone=lambda: False)
     pool.answers.clear()
     assert busy.lookup("busy", [some.hex() for some in hashes]) == 0
     pool.answers.set()
     busy.reset()
-    table = LoadTable(cache, links, wait=WAIT, alone=lambda: True, rest=cache.rest)
+    table = LoadTable(cache, links, wait=WAIT, alone=lambda: True)
     keys = [some.hex() for some in hashes]
     assert table.lookup("r", keys) == (PAGES if found else 0)
     blocks = other.take(PAGES)
@@ -885,19 +886,24 @@ def test_what_is_no_pool_is_refused(tmp_path: Any, master: str, options: dict[st
         CacheEngine.from_config(Config.from_dict(config))
 
 
+@pytest.mark.parametrize(
+    "error", [TierUnavailableError("no such device", "see the test"), RuntimeError("no such device")]
+)
 def test_what_cannot_be_used_is_said_once_a_minute(
-    opens: OpenHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    opens: OpenHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
+    """Also an error of the client's library, as one line."""
     tries = itertools.count()
 
     def refuses(*_: Any) -> Any:
         next(tries)
-        raise TierUnavailableError("no such device", "see the test")
+        raise error
 
     monkeypatch.setattr(FakeMooncakeTier, "connection", lambda _: refuses)
     opens()
     until(lambda: next(tries) > 10, "it is tried again and again")
     assert sum("no such device" in line for line in caplog.messages) == 1
+    assert not any(record.exc_info for record in caplog.records)
 
 
 def test_a_refused_tier_leaves_no_thread_and_no_client(

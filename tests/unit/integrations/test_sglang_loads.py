@@ -31,30 +31,33 @@ def store(cache: FakeCache, keys: list[str]) -> None:
     cache.stored |= set(named(keys))
 
 
+class Cache(FakeCache):
+    """`coming`: pages of the last fetch that come as time passes. `speed`: seconds a page, as it was measured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.coming = 0
+        self.speed: float | None = None
+
+    def rest(self, seconds: float) -> None:
+        assert seconds > 0
+        self.now += seconds
+        if self.coming and self.fetches:
+            self.fetches[-1].there += 1
+            self.coming -= 1
+
+    def seconds(self, pages: int) -> float | None:
+        return None if self.speed is None else pages * self.speed
+
+
 class Table:
     """A table, and what of the world around it a test sets."""
 
     def __init__(self, stored: Sequence[str] = (), wait: float = WAIT) -> None:
-        self.cache = FakeCache()
+        self.cache = Cache()
         store(self.cache, [*stored])
-        self.alone, self.coming = True, 0
-        self.speed: float | None = None
-        self.table = LoadTable(
-            self.cache,
-            PageLinks(),
-            wait=wait,
-            alone=lambda: self.alone,
-            rest=self.rest,
-            seconds=lambda pages: None if self.speed is None else pages * self.speed,
-            clock=self.cache.clock,
-        )
-
-    def rest(self, seconds: float) -> None:
-        assert seconds > 0
-        self.cache.now += seconds
-        if self.coming and self.cache.fetches:
-            self.cache.fetches[-1].there += 1
-            self.coming -= 1
+        self.alone = True
+        self.table = LoadTable(self.cache, PageLinks(), wait=wait, alone=lambda: self.alone, clock=self.cache.clock)
 
 
 KEYS = keys_of(PROMPTS[0])
@@ -76,7 +79,7 @@ def test_what_is_there_is_promised_and_loaded() -> None:
 
 def test_a_lookup_waits_for_pages_on_their_way() -> None:
     world = Table(KEYS)
-    world.coming = 6
+    world.cache.coming = 6
     assert world.table.lookup("a", KEYS) == 6
     waited = world.cache.now
     assert 0 < waited < WAIT
@@ -86,7 +89,7 @@ def test_a_lookup_waits_for_pages_on_their_way() -> None:
 
 def test_a_lookup_waits_no_longer_than_that_and_promises_what_has_come() -> None:
     world = Table(KEYS)
-    world.coming = 2
+    world.cache.coming = 2
     assert world.table.lookup("a", KEYS) == 2
     assert world.cache.now == pytest.approx(WAIT, abs=0.01)
     assert world.table.counts["late"] == 1
@@ -121,14 +124,14 @@ def test_nobody_waits_while_others_run() -> None:
 @pytest.mark.parametrize(("speed", "waited"), [(WAIT / 6, WAIT), (WAIT / 5.9, 0.0)])
 def test_what_would_come_too_late_is_not_waited_for(speed: float, waited: float) -> None:
     world = Table(KEYS)
-    world.speed = speed
+    world.cache.speed = speed
     assert world.table.lookup("a", KEYS) == 0
     assert world.cache.now == pytest.approx(waited, abs=0.01)
 
 
 def test_what_the_time_that_is_left_does_not_bring_is_not_waited_for() -> None:
     world = Table(KEYS)
-    world.speed, world.coming = WAIT / 10, 6
+    world.cache.speed, world.cache.coming = WAIT / 10, 6
     assert world.table.lookup("a", KEYS) == 6
     world.cache.now += 0.6 * WAIT
     before = world.cache.now
@@ -181,7 +184,7 @@ def test_more_that_others_have_stored_is_found() -> None:
 
 def test_pins_outlast_promises_by_the_longest_stop_of_a_process() -> None:
     world, promise = Table(KEYS), STOPPED_S + LOOKED_S + WAIT
-    world.coming = 6
+    world.cache.coming = 6
     world.table.lookup("a", KEYS)
     world.cache.now = PIN - promise - 0.1
     assert world.table.lookup("a", KEYS) == 6
@@ -189,18 +192,18 @@ def test_pins_outlast_promises_by_the_longest_stop_of_a_process() -> None:
     world.cache.now += promise  # in one pass of SGLang's
     assert world.table.load("a", KEYS, lambda: lambda: [])
     world.table.take()
-    world.coming = 6
+    world.cache.coming = 6
     world.table.lookup("b", KEYS)
     world.table.take()
     world.cache.now += PIN - promise
-    world.coming = 6
+    world.cache.coming = 6
     assert world.table.lookup("b", KEYS) == 6
     assert len(world.cache.fetches) == 3, "these pins end too soon"
 
 
 def test_pages_whose_pins_have_ended_are_not_loaded() -> None:
     world = Table(KEYS)
-    world.coming = 6
+    world.cache.coming = 6
     world.table.lookup("a", KEYS)
     world.cache.now += PIN
     assert not world.table.load("a", KEYS, lambda: lambda: [])
@@ -224,7 +227,7 @@ def test_who_is_not_looked_up_any_more_is_let_go() -> None:
 def test_nobody_is_let_go_who_may_be_in_the_next_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loads, "SOUGHT_KEPT", 3)
     world = Table(KEYS)
-    world.coming = 6
+    world.cache.coming = 6
     assert world.table.lookup("first", KEYS) == 6
     world.cache.now += GONE_S + 1
     for rid in ("second", "third", "fourth"):
