@@ -8,7 +8,6 @@ import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +27,7 @@ from gdscache.ranks import wire
 from gdscache.ranks.channel import Channel, connected
 from gdscache.ranks.loads import Verdicts
 from gdscache.ranks.place import open_host_transport
-from gdscache.ranks.wire import Message
+from gdscache.ranks.wire import Fields
 from gdscache.runtime.threads import log_failure
 
 CLOSE_S = 5.0  # seconds that `close` waits for late reads
@@ -79,9 +78,9 @@ class Borrower:
             self._executor = NativeExecutor(Machine(self._copies, memories, own, {"ssd": slots}, reserve))
             undo.pop_all()
 
-    def _greet(self, namespace: bytes) -> dict[str, Any]:
+    def _greet(self, namespace: bytes) -> Fields:
         said = {"version": gdscache.__version__, "protocol": wire.PROTOCOL, "namespace": namespace.hex()}
-        about = self._ask("hello", said | {"rank": self.rank}, (), 30.0).fields
+        about = self._ask("hello", said | {"rank": self.rank}, 30.0)
         if about["wrong"]:
             raise RankMismatchError(
                 f"rank {self.rank} has {about['wrong']}", "start all ranks with the same files, settings and versions"
@@ -95,7 +94,7 @@ class Borrower:
         if not hashes:
             return 0
         try:
-            return int(self._ask("find", *_named(hashes, parent, epoch), self._deadline).fields["found"])
+            return int(self._ask("find", _named(hashes, parent, epoch), self._deadline)["found"])
         except RankLostError:
             return 0
 
@@ -120,12 +119,12 @@ class Borrower:
 
     def _load(self, hashes: Sequence[bytes], parent: bytes | None, epoch: int, blocks: Int64Array) -> list[PageStatus]:
         try:
-            lent = self._ask("lend", *_named(hashes, parent, epoch), self._deadline)
+            lent = self._ask("lend", _named(hashes, parent, epoch), self._deadline)
         except RankLostError:
             return []
-        if not lent.fields["lease"]:
+        if not lent["lease"]:
             return []
-        slots, sums = lent.arrays
+        slots, sums = lent["slots"], lent["sums"]
         heard, late = Verdicts(len(slots), PageStatus.ABORTED), list[int]()
         moving: Moving | None = None
         try:
@@ -136,12 +135,12 @@ class Borrower:
                 late = [*map(int, end.late)]
                 log_failure(end.error)
         finally:
-            self._give_back(lent.fields["lease"], heard, moving, late)
+            self._give_back(lent["lease"], heard, moving, late)
         return [STATUSES[code] for code in heard.statuses.tolist()]
 
     def _give_back(self, lease: int, heard: Verdicts, moving: Moving | None, late: Sequence[int]) -> None:
         left = {*late}
-        self._channel.send(wire.pack({"do": "took", "lease": lease, "free": not left}, [heard.statuses]))
+        self._channel.send(wire.pack({"do": "took", "lease": lease, "free": not left, "statuses": heard.statuses}))
         if moving is None or not left:
             return
         with self._lock:
@@ -170,13 +169,13 @@ class Borrower:
         """Why the lender is not asked now; "" if it is."""
         return self._gone or ("it does not answer" if self._channel.overdue else "")
 
-    def _ask(self, do: str, fields: dict[str, Any], arrays: Sequence[wire.Array], seconds: float) -> Message:
+    def _ask(self, do: str, fields: Fields, seconds: float) -> Fields:
         """Raises `RankLostError` if no answer comes in time, and at once while another call has none."""
         if self.away:
             raise RankLostError(f"the lender is not asked: {self.away}", "see the log of its process")
-        found = self._channel.answer(self._channel.ask(do, fields, arrays), seconds)
+        found = self._channel.answer(self._channel.ask(do, fields), seconds)
         if found is not None:
-            return found[0]
+            return found
         with self._lock:
             first = not self._said and not self._gone and bool(self._channel.overdue)
             self._said = self._said or first
@@ -184,10 +183,10 @@ class Borrower:
             _log.error("rank %d: the rank that has the directory does not answer: its pages are missing", self.rank)
         raise RankLostError(f"the lender has not answered within {seconds:g} s", "see the log of its process")
 
-    def _heard(self, message: Message, descriptors: list[int]) -> None:
-        self._left = self._left or "closed" in message.fields
-        if message.fields.get("lease"):  # its call has given up
-            self._free(message.fields["lease"])
+    def _heard(self, fields: Fields) -> None:
+        self._left = self._left or "closed" in fields
+        if fields.get("lease"):  # its call has given up
+            self._free(fields["lease"])
         with self._lock:
             back = self._said and not self._channel.overdue
             self._said = self._said and not back
@@ -227,7 +226,6 @@ class Borrower:
             part.close()
 
 
-def _named(hashes: Sequence[bytes], parent: bytes | None, epoch: int) -> tuple[dict[str, Any], list[wire.Array]]:
-    rows = [*([] if parent is None else [parent]), *hashes]
-    given = np.frombuffer(b"".join(rows), np.uint8).reshape(len(rows), -1)
-    return {"parent": parent is not None, "epoch": epoch}, [given]
+def _named(hashes: Sequence[bytes], parent: bytes | None, epoch: int) -> Fields:
+    rows = np.frombuffer(b"".join(hashes), np.uint8).reshape(len(hashes), -1)
+    return {"hashes": rows, "parent": parent and parent.hex(), "epoch": epoch}

@@ -11,12 +11,11 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from gdscache.errors import RankError, RankProtocolError
 from gdscache.ranks import wire
-from gdscache.ranks.wire import Array, Message
+from gdscache.ranks.wire import Fields
 from gdscache.runtime.threads import Flag, failure_of, log_failure, start
 
 MOST_WAITING = 64 << 20  # most unsent bytes, while the other end does not read
@@ -24,16 +23,16 @@ _READ = 1 << 18
 _FDS = 4
 _PEER = struct.Struct("3i")  # pid, uid, gid
 
-Heard = Callable[[Message, list[int]], object]
+Heard = Callable[[Fields], object]
 
 
 class Channel:
     """Sends and receives messages, in order. Thread-safe.
 
-    `heard(message, descriptors)` is called in a thread of the channel, one message at a time. Its field `descriptors`
-    counts the descriptors that came with it; the callee closes them. `lost(why)` is called once, in that thread, when
-    the other end has gone or sends invalid bytes; not after `close`. Answers to calls go to `answer`, and to `heard` if
-    their call has given up; it is `overdue` until then.
+    `heard(fields)` is called in a thread of the channel, one message at a time. The field `descriptors`, sent as their
+    number, then lists the descriptors that came with it; the callee closes them. `lost(why)` is called once, in that
+    thread, when the other end has gone or sends invalid bytes; not after `close`. Answers to calls go to `answer`, and
+    to `heard` if their call has given up; it is `overdue` until then.
     """
 
     def __init__(self, connection: socket.socket, name: str, heard: Heard, lost: Callable[[str], object]) -> None:
@@ -48,7 +47,7 @@ class Channel:
         self._closed = False
         self._why = ""  # why the other end is given up
         self._numbers = itertools.count(1)
-        self._calls: dict[int, tuple[Flag, list[tuple[Message, list[int]]]]] = {}
+        self._calls: dict[int, tuple[Flag, list[Fields]]] = {}
         self.overdue: set[int] = set()
         self._more = threading.Semaphore(0)
         self._threads = [
@@ -87,18 +86,15 @@ class Channel:
                     return False
         return True
 
-    def ask(
-        self, do: str, fields: Mapping[str, Any], arrays: Sequence[Array] = (), descriptors: Sequence[int] = ()
-    ) -> int:
+    def ask(self, do: str, fields: Fields, descriptors: Sequence[int] = ()) -> int:
         """Send a call; returns its number, for `answer`. Never waits."""
         number, flag = next(self._numbers), Flag()
         self._calls[number] = flag, []
-        told = {**fields, "do": do, "call": number, "descriptors": len(descriptors)}
-        if not self.send(wire.pack(told, arrays), descriptors):
+        if not self.send(wire.pack({**fields, "do": do, "call": number, "descriptors": len(descriptors)}), descriptors):
             flag.set()
         return number
 
-    def answer(self, number: int, seconds: float) -> tuple[Message, list[int]] | None:
+    def answer(self, number: int, seconds: float) -> Fields | None:
         """The answer to a call; None if none comes within `seconds`, or the other end has gone."""
         flag, found = self._calls[number]
         flag.wait(seconds)
@@ -108,16 +104,16 @@ class Channel:
                 self.overdue.add(number)
         return found[0] if found else None
 
-    def _hear(self, message: Message, descriptors: list[int]) -> None:
-        number = message.fields.get("answer")
+    def _hear(self, fields: Fields) -> None:
+        number = fields.get("answer")
         with self._lock:
             call = self._calls.get(number) if isinstance(number, int) else None
             if call is not None:
-                call[1].append((message, descriptors))
+                call[1].append(fields)
             elif isinstance(number, int):
                 self.overdue.discard(number)
         if call is None:
-            self._heard(message, descriptors)
+            self._heard(fields)
         else:
             call[0].set()
 
@@ -155,13 +151,11 @@ class Channel:
                     self._more.release()
 
     def _read(self) -> None:
-        why = ""
-        try:
-            self._read_on()
-        except RankProtocolError as error:
+        error, why = failure_of(self._read_on), ""
+        if isinstance(error, RankProtocolError):
             why = error.message
-        except OSError as error:
-            why = f"its connection is broken: {error.strerror}"
+        elif error is not None:
+            why = f"its connection is broken: {getattr(error, 'strerror', repr(error))}"
         with self._lock:
             told, self._closed = self._closed, True
             self._more.release()
@@ -183,10 +177,10 @@ class Channel:
                 stop = at + wire.length(memoryview(buffer)[at : at + wire.HEAD.size])
                 if stop > len(buffer):
                     break
-                message, at = wire.unpack(bytes(memoryview(buffer)[at:stop])), stop
-                count = int(message.fields.get("descriptors", 0))
-                given, descriptors = descriptors[:count], descriptors[count:]
-                log_failure(failure_of(functools.partial(self._hear, message, given)))
+                fields, at = wire.unpack(bytes(memoryview(buffer)[at:stop])), stop
+                if count := int(fields.get("descriptors", 0)):
+                    fields["descriptors"], descriptors = descriptors[:count], descriptors[count:]
+                log_failure(failure_of(functools.partial(self._hear, fields)))
             del buffer[:at]
 
 

@@ -30,7 +30,7 @@ from gdscache.ranks import wire
 from gdscache.ranks.address import StoreMark
 from gdscache.ranks.leader import GRACE_S, Link, RankSet
 from gdscache.ranks.loads import LOADED
-from gdscache.ranks.wire import Message
+from gdscache.ranks.wire import Fields
 from gdscache.runtime.threads import Flag
 
 _SPENT = 64
@@ -150,14 +150,14 @@ class RanksMoving:
         self._why = status.value
         self._over.set()
 
-    def answered(self, link: Link, fields: Mapping[str, Any], arrays: Sequence[npt.NDArray[Any]]) -> None:
+    def answered(self, link: Link, fields: Fields) -> None:
         with self._lock:
             part = self._waiting.pop(link.rank, None)
             if part is None:
                 return
             rows = part.numbers(len(self))
             if self._end is None:
-                self._join(part, rows, fields, arrays)
+                self._join(part, rows, fields)
             freed = self._touches(link, {int(rows[row]) for row in fields["late"]})
             over = not self._waiting
         self._tell(freed)
@@ -180,7 +180,7 @@ class RanksMoving:
             if self._untold and not self._over.is_set():
                 self._waiting.clear()
                 self.refuse(PageStatus.RANK_LOST)
-        self.answered(link, {"why": f"rank {link.rank} {link.lost}", "failed": (), "late": ()}, ())
+        self.answered(link, {"why": f"rank {link.rank} {link.lost}", "failed": (), "late": ()})
         if self.into_planes or self.move.priority is Priority.STORE:
             self.cancel()
         with self._lock:
@@ -196,9 +196,7 @@ class RanksMoving:
         before, self._late[link.rank] = self._touched(), rows
         return before - self._touched()
 
-    def _join(
-        self, part: _Part, rows: Int64Array, fields: Mapping[str, Any], arrays: Sequence[npt.NDArray[Any]]
-    ) -> None:
+    def _join(self, part: _Part, rows: Int64Array, fields: Fields) -> None:
         """Join a rank's statuses of its rows with the others': a page is good if it is good on all of them."""
         mine = self._statuses[rows]
         if not fields.get("begun", True):  # its order came behind the cancel, or does not come
@@ -208,10 +206,10 @@ class RanksMoving:
             self._why = self._why or str(fields["why"])
             self._statuses[rows] = _worse(mine, CODES[PageStatus.IO_ERROR])
         elif self.move.priority is Priority.STORE:
-            self._executor.keep_sums(self._ways, rows, part.link.shard, arrays[0])
+            self._executor.keep_sums(self._ways, rows, part.link.shard, fields["sums"])
             self._unfit.update(rows[fields["unfit"]].tolist())
         elif self.listener is not None:
-            self._statuses[rows] = _worse(mine, arrays[0])
+            self._statuses[rows] = _worse(mine, fields["statuses"])
         if spent := fields.get("spent"):
             its, before = Spent(*spent), self._spent or Spent(0.0, waited=False)
             self._spent = Spent(max(its.seconds, before.seconds), its.waited or before.waited)
@@ -358,12 +356,11 @@ class RanksExecutor(ThreadDriver):
     def _order(
         self, moving: RanksMoving | None, requests: Sequence[tuple[int, int]], about: Mapping[str, Any]
     ) -> bytes:
-        told, arrays = None, list[wire.Array]()
+        told = None
         if moving is not None and moving.ordered():
             assert moving.listener is not None, "a load has a listener"
-            fields, some = wire.described(moving.whole())
-            told, arrays = {**fields, "id": moving.number}, [*some, moving.listener.rows]
-        return wire.pack({**about, "leader": self.ranks.leader, "requests": [*requests], "move": told}, arrays)
+            told = {**wire.described(moving.whole()), "id": moving.number, "places": moving.listener.rows}
+        return wire.pack({**about, "leader": self.ranks.leader, "requests": [*requests], "move": told})
 
     def keep_sums(self, ways: Sequence[Way], rows: Int64Array, shard: int, sums: npt.NDArray[Any]) -> None:
         at, columns = 0, wire.columns(shard, self.layers)
@@ -401,23 +398,22 @@ class RanksExecutor(ThreadDriver):
             shard = part.link.shard if summed else 0
             message = packed.get(shard) if part.rows is None else None
             if message is None:
-                fields, arrays = wire.described(_share_of(moving.move, part.rows, part.link.shard, self.layers))
-                message = wire.pack({"do": "move", "id": moving.number, "after": [*marks], "move": fields}, arrays)
+                fields = wire.described(_share_of(moving.move, part.rows, part.link.shard, self.layers))
+                message = wire.pack({"do": "move", "id": moving.number, "after": [*marks], "move": fields})
                 if part.rows is None:
                     packed[shard] = message
             part.link.channel.send(message)
 
-    def _heard(self, link: Link, message: Message) -> None:
-        fields = message.fields
+    def _heard(self, link: Link, fields: Fields) -> None:
         if "lock_lost" in fields:
             self._stop(fields["lock_lost"])
             return
-        number = int(fields.get("ended", fields.get("of", 0)))
+        number = fields.get("ended") or fields.get("of", 0)
         moving = self._under_way.get(number)
         if moving is None:
             return
         if "ended" in fields:
-            moving.answered(link, fields, message.arrays)
+            moving.answered(link, fields)
             self.ranks.answered(link, number)
         else:
             moving.row_ended(link, fields["row"])

@@ -8,7 +8,7 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from gdscache.errors import GdsCacheError, IOFailedError, RankError, RankLostErr
 from gdscache.ranks import wire
 from gdscache.ranks.address import RankAddress
 from gdscache.ranks.channel import Channel, connected
-from gdscache.ranks.wire import Message
+from gdscache.ranks.wire import Fields
 
 CONNECT_S = 30.0  # seconds for a rank to be there and answer "hello"
 OPEN_S = 600.0  # seconds for a rank to allocate its memory and files
@@ -33,7 +33,7 @@ class Link:
     def __init__(self, address: RankAddress) -> None:
         self.address = address
         self.rank, self.shard = address.rank, address.shard
-        self.facts: dict[str, Any] = {}
+        self.facts: Fields = {}
         self.channel: Channel
         self.lost = ""  # why it is lost for good; "" while it is not
         self.left = False  # it was closed
@@ -45,12 +45,12 @@ class Link:
 
 
 class RankSet:
-    """All ranks of an engine. `heard(link, message)` gets messages that are no answer, in a thread of the link.
+    """All ranks of an engine. `heard(link, fields)` gets messages that are no answer, in a thread of the link.
 
     `absent` says why nothing is loaded or stored for now: a rank is away, or lost.
     """
 
-    def __init__(self, addresses: Sequence[RankAddress], model: Mapping[str, Any], gpu: Mapping[str, Any]) -> None:
+    def __init__(self, addresses: Sequence[RankAddress], model: Fields, gpu: Fields) -> None:
         """Connect to all of them, whose planes must be those of `model`; `gpu`: the section of the configuration.
 
         Raises `RankError` if one cannot be reached, or they are no set: ranks 0 to n - 1, shards from 0 on, each with
@@ -61,7 +61,7 @@ class RankSet:
         self.links: list[Link] = []
         self.shards = 1 + max(address.shard for address in addresses)
         self.absent = ""
-        self.heard: Callable[[Link, Message], object] = lambda link, message: None
+        self.heard: Callable[[Link, Fields], object] = lambda link, fields: None
         self.gone: Callable[[Link], object] = lambda link: None  # called when a rank is lost
         self._lock = threading.Lock()
         self._closed = False
@@ -78,10 +78,10 @@ class RankSet:
             self._greet(model, gpu)
             undo.pop_all()
 
-    def _greet(self, model: Mapping[str, Any], gpu: Mapping[str, Any]) -> None:
+    def _greet(self, model: Fields, gpu: Fields) -> None:
         told = {"version": gdscache.__version__, "protocol": wire.PROTOCOL, "leader": self.leader}
         for link, answer in self.call("hello", told | {"model": model, "gpu": gpu}, seconds=CONNECT_S):
-            link.facts = answer.fields
+            link.facts = answer
         for name in ("blocks", "block_tokens"):
             found = {link.facts[name] for link in self.links}
             if len(found) > 1:
@@ -105,46 +105,38 @@ class RankSet:
     # -- calls ---------------------------------------------------------------------------------------------------------
 
     def call(
-        self,
-        do: str,
-        fields: Mapping[str, Any],
-        links: Sequence[Link] | None = None,
-        *,
-        seconds: float = OPEN_S,
-        arrays: Sequence[wire.Array] = (),
-    ) -> list[tuple[Link, Message]]:
+        self, do: str, fields: Fields, links: Sequence[Link] | None = None, *, seconds: float = OPEN_S
+    ) -> list[tuple[Link, Fields]]:
         """Ask ranks at the same time, all by default; returns their answers. Raises the first rank's error, and
         `RankLostError` if one does not answer."""
-        asked = [(link, link.channel.ask(do, fields, arrays)) for link in (self.links if links is None else links)]
-        return [(link, _answer(link, number, seconds)[0]) for link, number in asked]
+        asked = [(link, link.channel.ask(do, fields)) for link in (self.links if links is None else links)]
+        return [(link, _answer(link, number, seconds)) for link, number in asked]
 
-    def share(self, fields: Mapping[str, Any], links: Sequence[Link]) -> list[tuple[Link, Message]]:
+    def share(self, fields: Fields, links: Sequence[Link]) -> list[Fields]:
         """Have the first rank make a memory, and the others map the same one."""
         first, others = links[0], links[1:]
-        message, given = _answer(first, first.channel.ask("memory", {**fields, "share": bool(others)}), OPEN_S)
-        answers = [(first, message)]
+        made = _answer(first, first.channel.ask("memory", {**fields, "share": bool(others)}), OPEN_S)
+        given = made["descriptors"] or ()
         try:
-            for link in others:
-                number = link.channel.ask("memory", {**fields, "share": False}, (), given)
-                answers.append((link, _answer(link, number, OPEN_S)[0]))
+            mapped = {**fields, "share": False}
+            return [made, *(_answer(link, link.channel.ask("memory", mapped, given), OPEN_S) for link in others)]
         finally:
             for descriptor in given:
                 os.close(descriptor)
-        return answers
 
     def tell(self, number: int, what: bytes) -> None:
-        message = wire.pack({"do": "told", "number": number}, [np.frombuffer(what, np.uint8)])
+        message = wire.pack({"do": "told", "number": number, "what": np.frombuffer(what, np.uint8)})
         for link in self.links:
             link.channel.send(message)
 
     # -- messages of ranks ---------------------------------------------------------------------------------------------
 
-    def _heard(self, link: Link, message: Message, descriptors: list[int]) -> None:
-        if "closed" in message.fields:
+    def _heard(self, link: Link, fields: Fields) -> None:
+        if "closed" in fields:
             link.left = True
-        elif "answer" not in message.fields:
-            self.heard(link, message)
-        for descriptor in descriptors:
+        elif "answer" not in fields:
+            self.heard(link, fields)
+        for descriptor in fields.get("descriptors") or ():  # of an answer that came too late
             os.close(descriptor)
 
     def lose(self, link: Link, why: str) -> None:
@@ -228,18 +220,18 @@ def _check(addresses: Sequence[RankAddress]) -> None:
         raise RankError(f"the ranks' shards are {shards}", "give each shard, from 0 on, to as many ranks")
 
 
-def _answer(link: Link, number: int, seconds: float) -> tuple[Message, list[int]]:
+def _answer(link: Link, number: int, seconds: float) -> Fields:
     found = link.channel.answer(number, seconds)
     if found is None:
         raise RankLostError(
             f"rank {link.rank} {link.lost or f'has not answered within {seconds:g} s'}", "see the log of its process"
         )
-    if "error" in found[0].fields:
-        raise _error(found[0].fields)
+    if "error" in found:
+        raise _error(found)
     return found
 
 
-def _error(fields: Mapping[str, Any]) -> GdsCacheError:
+def _error(fields: Fields) -> GdsCacheError:
     kind = getattr(errors, str(fields["error"]), RankError)
     if not (isinstance(kind, type) and issubclass(kind, GdsCacheError)):
         kind = RankError

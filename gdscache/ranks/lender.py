@@ -27,7 +27,7 @@ from gdscache.pages.keys import Page
 from gdscache.pages.layout import PageLayout
 from gdscache.ranks import wire
 from gdscache.ranks.channel import Channel, Door
-from gdscache.ranks.wire import Message
+from gdscache.ranks.wire import Fields
 from gdscache.runtime.threads import Workers, log_failure
 from gdscache.tiers.base import DurableTier, checked_sums
 from gdscache.tiers.manager import TierManager
@@ -120,13 +120,12 @@ class Lender:
 
     # -- messages of borrowers -----------------------------------------------------------------------------------------
 
-    def _heard(self, one: _Served, message: Message, descriptors: list[int]) -> None:
-        fields = message.fields
+    def _heard(self, one: _Served, fields: Fields) -> None:
         if fields["do"] == "took":
             with self._lock:
                 plan = one.leases.get(fields["lease"])
-            if plan is not None and len(message.arrays[0]) <= len(plan):
-                self._took(plan, message.arrays[0])
+            if plan is not None and len(fields["statuses"]) <= len(plan):
+                self._took(plan, fields["statuses"])
         if fields["do"] == "free" or fields.get("free"):
             with self._lock:
                 plan = one.leases.pop(fields["lease"], None)
@@ -135,27 +134,23 @@ class Lender:
         elif fields["do"] != "took":
             one.rank = fields.get("rank", one.rank)
             if not self._closed:
-                self._workers.submit(functools.partial(self._answer, one, message))
+                self._workers.submit(functools.partial(self._answer, one, fields))
 
-    def _answer(self, one: _Served, message: Message) -> None:
-        fields, arrays = message
-        told: dict[str, Any] = {"found": 0, "lease": 0}
-        given: list[wire.Array] = []
+    def _answer(self, one: _Served, fields: Fields) -> None:
+        told: Fields = {"found": 0, "lease": 0}
         try:
             if fields["do"] == "hello":
                 told = self._greet(fields)
             elif fields["do"] == "find":
-                tiers = self.planner.manager.peek(self._pages(fields, arrays))
+                tiers = self.planner.manager.peek(self._pages(fields))
                 told = {"found": next((n for n, name in enumerate(tiers) if name != self._tier.name), len(tiers))}
-            elif pages := self._pages(fields, arrays):
-                told, given = self._lend(one, pages)
+            elif pages := self._pages(fields):
+                told = self._lend(one, pages)
         except Exception as error:  # noqa: BLE001 - a borrower waits for the answer
             log_failure(error)
-        one.channel.send(
-            wire.pack({"answer": fields["call"], **told}, given)
-        )  # its thread notices if the borrower has gone
+        one.channel.send(wire.pack({"answer": fields["call"], **told}))  # its thread notices if the borrower has gone
 
-    def _greet(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+    def _greet(self, fields: Fields) -> Fields:
         same = {"version": gdscache.__version__, "protocol": wire.PROTOCOL, "namespace": self._namespace.hex()}
         wrong = [
             f"{name} {fields.get(name)}, where the lender has {value}"
@@ -164,12 +159,11 @@ class Lender:
         ]
         return {"wrong": "; ".join(wrong), **self._about}
 
-    def _pages(self, fields: Mapping[str, Any], arrays: Sequence[wire.Array]) -> Sequence[Page]:
-        hashes = [row.tobytes() for row in arrays[0]]
-        parent = hashes.pop(0) if fields["parent"] else None
-        return self._named(hashes, parent, fields["epoch"]) if hashes else ()
+    def _pages(self, fields: Fields) -> Sequence[Page]:
+        hashes, parent = [row.tobytes() for row in fields["hashes"]], fields["parent"]
+        return self._named(hashes, parent and bytes.fromhex(parent), fields["epoch"]) if hashes else ()
 
-    def _lend(self, one: _Served, pages: Sequence[Page]) -> tuple[dict[str, Any], list[wire.Array]]:
+    def _lend(self, one: _Served, pages: Sequence[Page]) -> Fields:
         planner, tier = self.planner, self._tier
         plan = planner.plan([pages], f"rank {one.rank}", keep=False)
         try:
@@ -187,7 +181,7 @@ class Lender:
         except BaseException:
             planner.abandon(plan)
             raise
-        return {"lease": number, "found": there}, [integers(plan.slots[:there]), sums]
+        return {"lease": number, "slots": integers(plan.slots[:there]), "sums": sums}
 
     def _took(self, plan: LoadPlan, statuses: wire.Array) -> None:
         codes = statuses.tolist()

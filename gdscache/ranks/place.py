@@ -46,12 +46,12 @@ class RemoteMemory:
         self._space = space
         fields = {"space": space, "slots": self.slots, "setting": setting}
         answers = [answer for shard in range(ranks.shards) for answer in ranks.share(fields, ranks.of_shard(shard))]
-        self.pinned = all(message.fields["pinned"] for _, message in answers)
+        self.pinned = all(answer["pinned"] for answer in answers)
 
     def bad_slots(self, slots: Sequence[int]) -> dict[int, int]:
-        asked = {"space": self._space, "slots": [*slots]}
-        answers = self._ranks.call("bad", asked, self._ranks.owners, arrays=[self.checksums[[*slots]]])
-        return {slot: layer for _, message in answers for slot, layer in message.fields["bad"]}
+        asked = {"space": self._space, "slots": [*slots], "sums": self.checksums[[*slots]]}
+        answers = self._ranks.call("bad", asked, self._ranks.owners)
+        return {slot: layer for _, answer in answers for slot, layer in answer["bad"]}
 
     def close(self) -> None:
         """Nothing: the ranks' service frees it."""
@@ -79,8 +79,8 @@ class RemoteSlab:
         others = [link for link in ranks.links if link not in ranks.owners]
         if others:
             ranks.call("slab", fields | {"owner": False}, others)
-        valid = min(message.fields["valid"] for _, message in answers)
-        first = answers[0][1].fields
+        valid = min(answer["valid"] for _, answer in answers)
+        first = answers[0][1]
         self._transport = first["transport"]
         files, extent = tuple(map(Path, first["files"])), layout.extent_bytes
         self.slab = Slab(files, extent, slots, valid, stretch_slots(extent))
@@ -94,7 +94,7 @@ class RemoteSlab:
     def check(self) -> list[str]:
         """See `Slab.check`."""
         answers = self._ranks.call("check", self._space, self._ranks.owners)
-        return [problem for _, message in answers for problem in message.fields["problems"]]
+        return [problem for _, answer in answers for problem in answer["problems"]]
 
     def flush(self) -> None:
         """Make ended writes of every shard survive a loss of power. Raises `IOFailedError`, also for a lost rank: a

@@ -44,7 +44,7 @@ from gdscache.ranks.address import RankAddress
 from gdscache.ranks.channel import Channel, Door
 from gdscache.ranks.loads import MixedMoving, Verdicts, plain_rows
 from gdscache.ranks.place import open_host_transport
-from gdscache.ranks.wire import Array, Message
+from gdscache.ranks.wire import Fields
 from gdscache.runtime.threads import Flag, Workers, failure_of, log_failure
 
 WAITING = 16
@@ -53,7 +53,7 @@ CLOSE_S = 5.0  # seconds that the end waits for late I/O
 _log = logging.getLogger("gdscache.ranks")
 
 
-_Call = Callable[[dict[str, Any], list[Array], list[int]], Mapping[str, Any]]  # fields, arrays, descriptors
+_Call = Callable[[Fields], Mapping[str, Any] | None]
 Blocks = Callable[[], Sequence[int]]
 
 
@@ -100,14 +100,15 @@ class Service:
         self._lock = threading.Condition()
         self.over = Flag()
         self._why = ""
+        making = near(self._device)  # of threads or memory, near the planes' GPU
         self._calls: Mapping[str, _Call] = {
             "hello": self._hello,
-            "memory": self._near(self._add_memory),
-            "slab": self._near(self._add_slab),
-            "start": self._near(self._start),
-            "cut": self._cut,
-            "flush": self._flush,
-            "check": self._check,
+            "memory": making(self._add_memory),
+            "slab": making(self._add_slab),
+            "start": making(self._start),
+            "cut": lambda fields: self._files[fields["space"]].cut(),
+            "flush": lambda fields: self._files[fields["space"]].flush(),
+            "check": lambda fields: {"problems": self._files[fields["space"]].slab.check()},
             "bad": self._bad_slots,
         }
         self._workers = Workers(WAITING, "gdscache-rank")
@@ -134,27 +135,27 @@ class Service:
 
     # -- messages of the leader ----------------------------------------------------------------------------------------
 
-    def _heard(self, message: Message, descriptors: list[int]) -> None:
-        what, fields = message.fields.get("do"), message.fields
+    def _heard(self, fields: Fields) -> None:
+        what = fields.get("do")
         if what == "move":
-            self._move(fields, message.arrays)
+            self._move(fields)
         elif what == "cancel":
             self._cancel(fields["id"])
         elif what == "forget":
             self.forget(fields["marks"])
         elif what == "told":
             told = self._told.setdefault(fields["number"], _Awaited())
-            told.told = message.arrays[0].tobytes()
+            told.told = fields["what"].tobytes()
             told.there.set()
         elif what == "close":
             self.leave("")
         else:
-            self._workers.submit(functools.partial(self._answer, fields, message.arrays, descriptors))
+            self._workers.submit(functools.partial(self._answer, fields))
 
-    def _answer(self, fields: dict[str, Any], arrays: list[Array], descriptors: list[int]) -> None:
+    def _answer(self, fields: Fields) -> None:
         told: dict[str, Any] = {}
         try:
-            told = dict(self._calls[fields["do"]](fields, arrays, descriptors))
+            told = dict(self._calls[fields["do"]](fields) or {})
         except GdsCacheError as error:
             told = {"error": type(error).__name__, "message": error.message, "hint": error.hint}
             told["errno"] = getattr(error, "errno", None)
@@ -162,24 +163,12 @@ class Service:
             log_failure(error)
             told = {"error": "RankError", "message": f"rank {self._rank}: {error!r}", "hint": "see this rank's log"}
         finally:
-            for descriptor in descriptors:  # a mapped memory has its own
+            for descriptor in fields["descriptors"] or ():  # a mapped memory has its own
                 os.close(descriptor)
-        shared = told.pop("descriptor", None)
-        self._channel.send(
-            wire.pack({"answer": fields["call"], "descriptors": 0 if shared is None else 1, **told}),
-            () if shared is None else (shared,),
-        )
+        shared = told.pop("shared", ())
+        self._channel.send(wire.pack({"answer": fields["call"], "descriptors": len(shared), **told}), shared)
 
-    def _near(self, call: _Call) -> _Call:
-        """A call that makes threads or memory, near the planes' GPU."""
-
-        def made(*given: Any) -> Mapping[str, Any]:
-            with near(self._device):
-                return call(*given)
-
-        return made
-
-    def _hello(self, fields: dict[str, Any], arrays: list[Array], descriptors: list[int]) -> Mapping[str, Any]:
+    def _hello(self, fields: Fields) -> Fields:
         if (fields["version"], fields["protocol"]) != (gdscache.__version__, wire.PROTOCOL):
             raise RankMismatchError(
                 f"the leader is gdscache {fields['version']} (protocol {fields['protocol']}), and rank {self._rank} is "
@@ -203,7 +192,7 @@ class Service:
     def _layout_of(self, space: str) -> PageLayout:
         return self._plain.layout if self._plain is not None and space.endswith(PLAIN) else self.layout
 
-    def _add_memory(self, fields: dict[str, Any], arrays: list[Array], descriptors: list[int]) -> Mapping[str, Any]:
+    def _add_memory(self, fields: Fields) -> Fields:
         """Add a pool of slots. `share`: return its descriptor, which ranks with equal bytes get."""
         layout = self._layout_of(fields["space"])
         extents = HostExtents(
@@ -211,14 +200,13 @@ class Service:
             fields["slots"] * layout.extent_bytes,
             "auto" if self._planes.device.type == "cuda" else "off",
             fields["setting"],
-            descriptor=descriptors[0] if descriptors else None,
+            descriptor=fields["descriptors"][0] if fields["descriptors"] else None,
             shared=fields["share"],
         )
         self._memories[fields["space"]] = extents
-        told: dict[str, Any] = {"pinned": extents.buffer.pinned}
-        return told | ({"descriptor": extents.buffer.descriptor} if fields["share"] else {})
+        return {"pinned": extents.buffer.pinned, "shared": [extents.buffer.descriptor] if fields["share"] else ()}
 
-    def _add_slab(self, fields: dict[str, Any], arrays: list[Array], descriptors: list[int]) -> Mapping[str, Any]:
+    def _add_slab(self, fields: Fields) -> Fields:
         space, directories = fields["space"], [Path(path) for path in fields["directories"]]
         with contextlib.ExitStack() as undo:
             threads = fields["threads"]
@@ -252,7 +240,7 @@ class Service:
         for lock in locks:
             lock.close()
 
-    def _start(self, fields: dict[str, Any], arrays: list[Array], descriptors: list[int]) -> Mapping[str, Any]:
+    def _start(self, fields: Fields) -> None:
         plain = None
         with contextlib.ExitStack() as undo:
             if self._plain is not None:
@@ -260,7 +248,6 @@ class Service:
                 undo.callback(plain.close)
             self._executor = self._executor_of(self._planes, fields["loads"], "", plain)
             undo.pop_all()
-        return {}
 
     def _executor_of(
         self,
@@ -282,19 +269,8 @@ class Service:
         self._copies.append(copies)
         return NativeExecutor(Machine(copies, memories, files, self._slots, reserve), plain)
 
-    def _cut(self, fields: dict[str, Any], arrays: list[Array], descriptors: list[int]) -> Mapping[str, Any]:
-        self._files[fields["space"]].cut()
-        return {}
-
-    def _flush(self, fields: dict[str, Any], arrays: list[Array], descriptors: list[int]) -> Mapping[str, Any]:
-        self._files[fields["space"]].flush()
-        return {}
-
-    def _check(self, fields: dict[str, Any], arrays: list[Array], descriptors: list[int]) -> Mapping[str, Any]:
-        return {"problems": self._files[fields["space"]].slab.check()}
-
-    def _bad_slots(self, fields: dict[str, Any], arrays: list[Array], descriptors: list[int]) -> Mapping[str, Any]:
-        sums = arrays[0][:, wire.columns(self._shard, self.layout.n_layers)]
+    def _bad_slots(self, fields: Fields) -> Fields:
+        sums = fields["sums"][:, wire.columns(self._shard, self.layout.n_layers)]
         return {"bad": [*self._memories[fields["space"]].bad_slots(fields["slots"], sums).items()]}
 
     # -- moves ---------------------------------------------------------------------------------------------------------
@@ -325,8 +301,8 @@ class Service:
         for mark in marks:
             self._marks.pop(mark, None)
 
-    def _move(self, fields: dict[str, Any], arrays: list[Array]) -> None:
-        move, number = wire.move_of(fields["move"], arrays), fields["id"]
+    def _move(self, fields: Fields) -> None:
+        move, number = wire.move_of(fields["move"]), fields["id"]
         marks = [self._mark(mark) for mark in fields["after"]]
         if not all(mark.there.is_set() and mark.blocks is None for mark in marks):
             self._workers.submit(functools.partial(self._begin_behind, number, move, marks))
@@ -438,13 +414,12 @@ class Service:
                 told = {"failed": failed, "late": late, "unfit": [*map(int, end.unfit)]}
             except GdsCacheError as error:
                 why = f"rank {self._rank}: {error}"
-        arrays: list[Array] = [] if heard is None else [heard.statuses]
-        if heard is None and move.priority is Priority.STORE and not why:
-            arrays += [
-                np.concatenate([take_rows(self._memories[way.target].checksums, way.targets) for way in move.ways])
-            ]
-        spent = None if heard is None else Spent(time.monotonic() - heard.begun, waited)
-        self._tell(number, arrays, **told, why=why, spent=spent)
+        if heard is not None:
+            told |= {"statuses": heard.statuses, "spent": Spent(time.monotonic() - heard.begun, waited)}
+        elif move.priority is Priority.STORE and not why:
+            sums = [take_rows(self._memories[way.target].checksums, way.targets) for way in move.ways]
+            told["sums"] = np.concatenate(sums)
+        self._tell(number, **told, why=why)
         with self._lock:
             self._moving.pop(number, None)
             self._refused.discard(number)
@@ -462,10 +437,10 @@ class Service:
             self._lock.notify_all()
         self._channel.send(wire.pack({"row": row, "of": number}))
 
-    def _tell(self, number: int, arrays: Sequence[Array] = (), **told: Any) -> None:
+    def _tell(self, number: int, **told: Any) -> None:
         """A move has ended: rows that `failed`, with their errno, are `late` or `unfit`; `why` it broke off."""
         nothing = {"failed": (), "late": (), "unfit": (), "why": "", "spent": None, "begun": True}
-        self._channel.send(wire.pack({"ended": number, **nothing, **told}, arrays))
+        self._channel.send(wire.pack({"ended": number, **nothing, **told}))
 
     def _cancel(self, number: int) -> None:
         with self._lock:
@@ -545,8 +520,7 @@ class Rank:
         is bad, and each rank's engine has to be told. Never raises for a leader that has gone: its pages are
         `RANK_LOST`.
         """
-        fields, arrays = wire.unpack(order)
-        service, planes = self._service, self._planes
+        fields, service, planes = wire.unpack(order), self._service, self._planes
         if service is not None:
             self._layout = service.layout
         layout = self._layout
@@ -558,7 +532,7 @@ class Rank:
         if told is None:
             Verdicts(0, handle=handle, places=slice(0)).end()
             return handle
-        move, places = wire.move_of(told, arrays), arrays.pop(0)
+        move, places = wire.move_of(told), told["places"]
         if service is None or service.leader != fields["leader"]:
             Verdicts(len(places), PageStatus.RANK_LOST, handle, places).end()
         else:
@@ -571,8 +545,7 @@ class Rank:
         far. Every rank must call it once for each store; an empty order does nothing."""
         if not order:
             return
-        fields, _ = wire.unpack(order)
-        service = self._service
+        fields, service = wire.unpack(order), self._service
         if service is not None and service.leader == fields["leader"]:
             service.mark(fields["store"], record(self._planes[0][0].device))
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from gdscache import CacheEngine, RankAddress
 from gdscache.ranks import executor, wire
 from gdscache.ranks.channel import Channel
-from gdscache.ranks.wire import Message
+from gdscache.ranks.wire import Fields
 from tests.support.helpers import WAIT, drop_from
 from tests.support.processes import Child
 
@@ -52,10 +52,10 @@ class Trap:
         def beginning(channel: Channel) -> None:
             heard = channel._hear
 
-            def hearing(message: Message, descriptors: list[int]) -> None:
-                kind = _kind_of(message)
+            def hearing(fields: Fields) -> None:
+                kind = _kind_of(fields)
                 self.at(kind, "before")
-                heard(message, descriptors)
+                heard(fields)
                 self.at(kind, "behind")
 
             channel._hear = hearing  # type: ignore[method-assign]
@@ -81,8 +81,7 @@ class Trap:
         time.sleep(WAIT if self.point.signal == signal.SIGKILL else 0)  # nothing more is done
 
 
-def _kind_of(message: Message) -> str:
-    fields = message.fields
+def _kind_of(fields: Fields) -> str:
     return str(fields.get("do") or next(kind for kind in ANSWERS if kind in fields))
 
 

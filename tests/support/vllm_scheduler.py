@@ -386,7 +386,8 @@ class Scheduler(RuleBasedStateMachine):
         self.free += [block for block in blocks if block not in shared and block not in self.free]
 
     def _finish(self, request: Any) -> None:
-        self.table.finish(request.request_id)
+        for order in self.table.end(request, self._handed(request.tables or [[] for _ in self.groups])):
+            self._store(order, request)
         self._free(request)
 
     def _handed(self, tables: list[list[int]]) -> Any:
@@ -444,8 +445,8 @@ class Scheduler(RuleBasedStateMachine):
         if page is not None and tokens == self.groups[page[0]].page_tokens:
             self.named[block] = page
 
-    def _store(self, order: Any) -> None:
-        request = next(r for r in self.running if r.request_id == order.request_id)
+    def _store(self, order: Any, ended: Any = None) -> None:
+        request = ended or next(r for r in self.running if r.request_id == order.request_id)
         assert request.request_id not in self.alone
         names = [page.key for page in order.pages(bytes(32))]
         for name, block in zip(names, order.blocks, strict=True):

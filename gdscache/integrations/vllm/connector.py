@@ -52,9 +52,9 @@ from gdscache.integrations.vllm.groups import GroupTable, KeptStates
 from gdscache.integrations.vllm.metrics import ENGINE, GdsCacheProm, GdsCacheStats
 from gdscache.integrations.vllm.planes import planes_of, write_first_scales
 from gdscache.integrations.vllm.ranks import Lead, Observed, RankWorker, addresses_of
-from gdscache.integrations.vllm.requests import LoadOrder, RequestTable, StoreOrder, prefill_of
-from gdscache.integrations.vllm.session import GroupSession, Sessions, VllmSession
-from gdscache.integrations.vllm.worker import EngineWorker, LoadBatch
+from gdscache.integrations.vllm.requests import RequestTable, StoreOrder, prefill_of
+from gdscache.integrations.vllm.session import SESSIONS, GroupSession, VllmSession, joined
+from gdscache.integrations.vllm.worker import EngineWorker
 from gdscache.integrations.watching import CallWatch, ExecutorWatch
 from gdscache.metrics.mirror import Differences, News
 from gdscache.metrics.table import parts_of
@@ -63,14 +63,13 @@ from gdscache.runtime.threads import in_turn
 
 _REST_S = 0.005  # the wait of a step that computes nothing, for pages under way
 FIGURES_S = 1.0  # the least time between two reads of the engine's figures
-_SESSIONS = Sessions()
 _log = logging.getLogger("gdscache")
 
 
 @dataclasses.dataclass
 class StepOrders(KVConnectorMetadata):  # type: ignore[misc]
-    """A step's loads and stores. For ranks it goes to other processes, with `told` and `marks` in place of `loads` and
-    `stores` (`Lead.step`).
+    """A step's loads and stores: `LoadOrder` and `StoreOrder`, or for ranks in other processes `LoadBatch` and marks
+    (`Lead.step`).
 
     `prefill`: the prompt of the step's time (`prefill_of`). `idle`: nothing is computed. `last`: idle, or a request has
     ended, so that there may be no further step.
@@ -79,10 +78,8 @@ class StepOrders(KVConnectorMetadata):  # type: ignore[misc]
     prefill: tuple[int, int] | None
     idle: bool
     last: bool
-    loads: list[LoadOrder] = dataclasses.field(default_factory=list)
-    stores: list[StoreOrder] = dataclasses.field(default_factory=list)
-    told: list[LoadBatch] = dataclasses.field(default_factory=list)
-    marks: list[bytes] = dataclasses.field(default_factory=list)
+    loads: Sequence[Any] = ()
+    stores: Sequence[Any] = ()
 
 
 @dataclasses.dataclass
@@ -122,7 +119,6 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._figures = {"": Differences(FIGURES_S, time.monotonic)}  # by group of layers
         self._separate = setup.separate(vllm_config.parallel_config)
         self._session: VllmSession | None = None
-        self._lead: Lead | None = None
         self._events: VllmEvents | None = None
         self._states = KeptStates()
         self._closing = ExitStack()
@@ -133,10 +129,8 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             watch = ExecutorWatch(executor, setup.WEIGHT_METHODS, self._is_mine, changed, self._workers_end)
             self._closing.callback(watch.close)
             return
+        session, worker = joined(self._engine_id), resolve_obj_by_qualname(vllm_config.parallel_config.worker_cls)
         with self._closing as undo:
-            session = _SESSIONS.join(self._engine_id)
-            undo.callback(_SESSIONS.leave, self._engine_id, session)
-            worker = resolve_obj_by_qualname(vllm_config.parallel_config.worker_cls)
             undo.callback(CallWatch(worker, setup.WEIGHT_METHODS, self._weights_written, self._weights_written).close)
             self._begin(session)
             self._closing = undo.pop_all()
@@ -196,9 +190,9 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
         session = self._opened(one_model({rank: facts.model for rank, facts in metadata.items()}), ranks=addresses)
         self._closing.callback(session.close)
-        self._lead = lead = Lead(session.engines, self._counts, overlapping=self._overlapping)
+        lead = Lead(session.engines, self._counts, overlapping=self._overlapping)
         self._closing.callback(lead.close)
-        session.attend(lead, lead.busy)
+        session.stores, session.loads = lead, lead.loads
         self._begin(session)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
@@ -247,21 +241,18 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             fresh.update(copy.dst_block_id for copy in step.kv_cache_block_copies or ())
             state = step.kv_connector_block_state
             if isinstance(table, GroupTable):
-                table.states.let_go(self._joined.reads)
+                table.states.let_go(self._joined.stores.reads)
                 found = table.stores(step.num_scheduled_tokens, state.get_block_ids, state.boundary_state_offloads)
             else:
                 found = table.stores(step.num_scheduled_tokens, lambda name: state.get_block_ids(name)[0])
-            stores: list[StoreOrder] = list(found)
+            stores: list[StoreOrder] = [*found]
             idle, loads = not step.num_scheduled_tokens, table.take_loads()
             orders = StepOrders(None if loads else prefill_of(step), idle, idle or bool(step.finished_req_ids))
         self._counts["steps"] += 1
         deferred, table.deferred = table.deferred, False
-        if self._lead is None:
-            orders.loads, orders.stores = loads, stores
-            self._joined.wait_until_read(fresh)
-        else:
-            orders.told, orders.marks = self._lead.step(loads, stores, fresh, idle=idle, last=orders.last)
-        if idle and not loads and (deferred or self._joined.busy()):
+        told = self._joined.stores.step(loads, stores, fresh, idle=idle, last=orders.last)
+        orders.loads, orders.stores = told
+        if idle and not loads and (deferred or self._joined.loads.under_way):
             self._joined.rest(_REST_S)
         return orders
 
@@ -269,10 +260,10 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Blocks may be freed at once: the next owner of a block that a store still reads waits
-        (`VllmSession.wait_until_read`)."""
-        self._table.finish(request.request_id)
-        if self._session is not None and self._lead is None:
-            self._session.flush()
+        (`Stores.wait_until_read`)."""
+        orders = self._table.end(request, block_ids if self._grouped else block_ids[0])
+        if self._session is not None:
+            self._session.stores.end(orders)
         return False, None
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -327,45 +318,35 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             shard = setup.shard_of(config, cache, rank)
             groups = Config.from_dict({"model": model}).model.layer_groups()
             pools = [pool.layers for pool in pools_of(groups)]
-            self._worker: EngineWorker | RankWorker = RankWorker(
-                planes.tensors, rank, shard, overlapping=self._overlapping, pools=pools
-            )
-            self._closing.callback(self._worker.close)
-            self._facts = RankFacts([one.address for one in self._worker.ranks], model)
-            return
-
-        self._session = session = self._opened(model, [(tensor,) for tensor in planes.tensors])
-        _SESSIONS.open(self._engine_id, session)
-        self._closing.callback(_SESSIONS.leave, self._engine_id, session)
-        self._worker = worker = EngineWorker(session, planes.tensors, self._counts, overlapping=self._overlapping)
-        self._closing.callback(worker.close)
-        session.attend(worker.stores, lambda: worker.loads.under_way)
+            ranks = RankWorker(planes.tensors, rank, shard, overlapping=self._overlapping, pools=pools)
+            self._worker: EngineWorker | RankWorker = ranks
+            self._facts = RankFacts([one.address for one in ranks.ranks], model)
+        else:
+            self._session = session = self._opened(model, [(tensor,) for tensor in planes.tensors])
+            self._closing.callback(session.close)
+            self._worker = worker = EngineWorker(session, planes.tensors, self._counts, overlapping=self._overlapping)
+            session.stores, session.loads = worker.stores, worker.loads
+            SESSIONS[self._engine_id] = session
+        self._closing.callback(self._worker.close)
 
     def get_handshake_metadata(self) -> RankFacts | None:
         return self._facts if self._separate else None
 
     def build_connector_worker_meta(self) -> RankNews | None:
         """Times of prefills, from the first rank."""
-        if isinstance(self._worker, RankWorker):
-            observed = self._worker.take_observed()
-            return RankNews(observed) if observed and not self._rank else None
-        return None
-
-    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Nothing: the scheduler has waited for stores that read blocks which this step writes."""
+        observed = self._worker.take_observed() if isinstance(self._worker, RankWorker) else []
+        return RankNews(observed) if observed and not self._rank else None
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """A step begins. vLLM calls it before the forward pass, and `wait_for_save` after it."""
         super().bind_connector_metadata(connector_metadata)
+        self._orders: StepOrders = connector_metadata
         with self._timed("worker_seconds"):
             self._worker.prefills.begin(self._orders.prefill)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         with self._timed("worker_seconds"):
-            if isinstance(self._worker, RankWorker):
-                self._worker.begin(self._orders.told)
-            else:
-                self._worker.begin(self._orders.loads)
+            self._worker.begin(self._orders.loads)
             if not (self._options.layerwise and _asks_by_layers(forward_context)):
                 self._worker.loads.wait_all()
 
@@ -381,13 +362,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def wait_for_save(self) -> None:
         with self._timed("worker_seconds"):
             orders = self._orders
-            if isinstance(self._worker, RankWorker):
-                self._worker.end(orders.marks, idle=orders.idle)
-            else:
-                self._worker.end(orders.stores, idle=orders.idle, last=orders.last)
-
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return None, self._worker.loads.take_arrived() or None
+            self._worker.end(orders.stores, idle=orders.idle, last=orders.last)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """With several groups a failed load is reported by its request: block numbers would end vLLM."""
@@ -431,7 +406,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         }
 
     def shutdown(self) -> None:
-        """Leave the engine; the last one closes it. Repeated calls are fine."""
+        """Leave the engine; the object that has opened it closes it. Repeated calls are fine."""
         self._session = None
         self._closing.close()
 
@@ -455,12 +430,6 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _joined(self) -> VllmSession:
         assert self._session is not None, "the connector was shut down"
         return self._session
-
-    @property
-    def _orders(self) -> StepOrders:
-        orders = self._get_connector_metadata()
-        assert isinstance(orders, StepOrders)
-        return orders
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

@@ -21,7 +21,7 @@ from gdscache.groups.base import alignment, kept, marks
 from gdscache.groups.names import GroupNames, GroupPage
 from gdscache.groups.pools import Partings
 from gdscache.integrations.fetching import GroupFetch
-from gdscache.integrations.vllm.requests import HASH_BYTES, Known, LoadOrder, RequestTable, StoreOrder, trace_of
+from gdscache.integrations.vllm.requests import HASH_BYTES, Known, LoadOrder, RequestTable, StoreOrder
 from gdscache.integrations.vllm.session import GroupSession
 
 Tables = Sequence[Sequence[int]]  # the block table of each group
@@ -244,7 +244,7 @@ class GroupTable(RequestTable):
         hit."""
         orders: list[LoadOrder] = []
         local, length = known.local * self.page_tokens, there * self.page_tokens
-        request_id, trace = known.request.request_id, trace_of(known.request)
+        request_id, trace = known.request.request_id, getattr(known.request, "trace_headers", None)
         sizes = [group.page_tokens for group in self._groups]
         for pool, chain in enumerate(fetch.pages):
             places = enumerate(zip(chain.groups, chain.numbers, strict=True))

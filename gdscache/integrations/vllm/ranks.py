@@ -36,31 +36,33 @@ class Lead(Stores):
 
     def __init__(self, engines: Sequence[CacheEngine], counts: Counter[str], *, overlapping: bool) -> None:
         """`engines`: of each pool. `overlapping`: see `Loads`."""
-        self._loads = Loads(0, counts, overlapping=overlapping)
+        self.loads = Loads(0, counts, overlapping=overlapping)
         self._order = [Marks(engine) for engine in engines]
-        super().__init__(engines, counts, self._loads.prove, self._order)
+        super().__init__(engines, counts, self.loads.prove, self._order)
         self._computed: Sequence[StoreOrder] = ()  # by the step before, whose end this process does not see
         self._untold: list[LoadBatch] = []  # batches whose orders have not come
-
-    def busy(self) -> bool:
-        return self._loads.under_way
 
     def step(
         self, loads: Sequence[LoadOrder], stores: Sequence[StoreOrder], fresh: Set[int], *, idle: bool, last: bool
     ) -> tuple[list[LoadBatch], list[bytes]]:
-        """A step's loads for the ranks, and the marks behind it, one a pool, if it has stores.
+        """See `Stores.step`: a step's loads for the ranks, and the marks behind it, one a pool, if it has stores.
 
         The step before is submitted, though perhaps not carried out: its pages are stored as soon as they are known to
-        be right. `fresh`: blocks that this step may write. Raises like `Loads.end_step`.
+        be right. Raises like `Loads.end_step`.
         """
         self._end_step(idle=idle, last=last)
         self.wait_until_read(fresh)
         batches = begin_loads(self._engines, loads, self._counts)
-        self._loads.begin(batches)
+        self.loads.begin(batches)
         self._computed = [*stores]
         pools = {order.pool for order in stores}
         marks = [of.begin() if pool in pools else b"" for pool, of in enumerate(self._order)] if pools else []
         return self._told(batches), marks
+
+    def end(self, orders: Sequence[StoreOrder]) -> None:
+        """See `Stores.end`. Ranks have computed these pages: vLLM has the tokens behind them. So an earlier step's mark
+        will do."""
+        self._computed = [*self._computed, *(order for order in orders if self._order[order.pool].begun)]
 
     def reads(self) -> Set[int]:
         return super().reads() | {block for order in self._computed for block in order.blocks}
@@ -79,10 +81,10 @@ class Lead(Stores):
 
     def _end_step(self, *, idle: bool, last: bool) -> None:
         computed, self._computed = self._computed, ()
-        end_step(self._loads, self, computed, idle=idle, last=last)
-        self._loads.take_arrived()  # the ranks report these themselves
-        self._loads.take_failed()
-        self._loads.take_bad()
+        end_step(self.loads, self, computed, idle=idle, last=last)
+        self.loads.take_arrived()  # the ranks report these themselves
+        self.loads.take_failed()
+        self.loads.take_bad()
 
     def _told(self, batches: Sequence[LoadBatch]) -> list[LoadBatch]:
         """For the ranks: the batches whose orders have come. A load between steps may wait for another one that brings
@@ -127,8 +129,8 @@ class RankWorker:
         """`loads`: from the step's metadata, with orders."""
         self.loads.begin([[self._begun(one) for one in batch] for batch in loads])
 
-    def end(self, marks: Sequence[bytes], *, idle: bool) -> None:
-        """`marks`: of each pool, from the step's metadata, or none."""
+    def end(self, marks: Sequence[bytes], *, idle: bool, last: bool = False) -> None:
+        """`marks`: of each pool, from the step's metadata, or none. `last` is the leader's (`Lead.step`)."""
         self.loads.end_step(idle=idle)
         for rank, mark in zip(self.ranks, marks, strict=False):
             rank.store(mark)

@@ -33,7 +33,7 @@ class LoadOrder:
 
     `between`: the request waits for the pages' verdict; otherwise this step computes with them, and `fetch` has checked
     them. `pool`, `rows`: in a hybrid model their pool, and their places among its pages of the fetch. `trace`: the
-    headers of the request's trace, if it has one.
+    headers of the request's trace, which vLLM keeps for its own span (`--otlp-traces-endpoint`), if it has one.
     """
 
     request_id: str
@@ -225,6 +225,16 @@ class RequestTable:
         if known is not None and known.fetch is not None:
             known.fetch.release()
 
+    def end(self, request: Any, blocks: Any) -> list[StoreOrder]:
+        """`finish`, with all blocks of the request. Returns its pages whose tokens had no hashes in the step that
+        filled them: sampled behind the submission of a step, or accepted of speculation. Tokens of steps that are under
+        way are left out; without vLLM's count of them, all from the last known token on."""
+        computed = request.num_computed_tokens
+        under_way = min(computed, getattr(request, "num_in_flight_tokens", max(0, computed + 1 - request.num_tokens)))
+        orders = [*self.stores({request.request_id: -under_way}, lambda request_id: blocks)]
+        self.finish(request.request_id)
+        return orders
+
     def leave_alone(self, *, stale: bool = False) -> None:
         """Neither load nor store for present requests: their KV is of other weights. `stale`: nor for new ones, until a
         call without it."""
@@ -318,7 +328,8 @@ class RequestTable:
         """Loads of the pages up to page `there` behind vLLM's own hit."""
         first, request = known.local, known.request
         some = tuple(tables[first:there])
-        return [LoadOrder(request.request_id, fetch, first, some, known.between, trace=trace_of(request))]
+        trace = getattr(request, "trace_headers", None)
+        return [LoadOrder(request.request_id, fetch, first, some, known.between, trace=trace)]
 
     def _name(self, known: Known) -> None:
         have, hashes = len(known.hashes), known.request.block_hashes
@@ -326,12 +337,6 @@ class RequestTable:
             known.hashes.extend([bytes(some).ljust(HASH_BYTES, b"\0") for some in hashes[have:]])
             if self._named is not None:
                 self._named(known.request, 0, have, self._cache.keys(known.hashes)[have:])
-
-
-def trace_of(request: Any) -> Mapping[str, str] | None:
-    """The headers of a request's trace, which vLLM keeps for its own span (`--otlp-traces-endpoint`)."""
-    headers: Mapping[str, str] | None = getattr(request, "trace_headers", None)
-    return headers
 
 
 def prefill_of(step: Any) -> tuple[int, int] | None:

@@ -1,17 +1,15 @@
 """One engine for vLLM's connector objects.
 
 In one process, vLLM makes the worker's object first, which opens the engine for the KV cache's tensors. The scheduler's
-object joins it by their `engine_id`. The last one to leave closes the engine. If workers are other processes, only the
-scheduler's object has the session (`ranks.py`).
+object joins it by their `engine_id`. vLLM ends the worker first, which closes the engine, after its accepted stores. If
+workers are other processes, only the scheduler's object has the session (`ranks.py`).
 """
 
 from __future__ import annotations
 
 import functools
 import os
-import threading
-from collections import Counter
-from collections.abc import Callable, Sequence, Set
+import weakref
 from typing import TYPE_CHECKING
 
 from gdscache.engine.engine import CacheEngine
@@ -22,39 +20,18 @@ from gdscache.integrations.fetching import GroupFetch, PinningCache
 from gdscache.runtime.threads import in_turn
 
 if TYPE_CHECKING:
-    from gdscache.integrations.vllm.worker import Stores
+    from gdscache.integrations.vllm.worker import Loads, Stores
 
 
 class VllmSession(PinningCache):
-    """An engine over vLLM's tensors, and its users."""
+    """An engine over vLLM's tensors, with its stores, and its loads between steps."""
+
+    stores: Stores
+    loads: Loads
 
     def __init__(self, engine: CacheEngine | HybridEngine, pin_seconds: float) -> None:
         super().__init__(engine, pin_seconds)
         self.observe_prefill, self.close = engine.observe_prefill, engine.close
-        self._stores: Stores | None = None
-        self.busy: Callable[[], bool] = bool
-
-    def attend(self, stores: Stores, busy: Callable[[], bool]) -> None:
-        """Use this owner of stores. `busy()`: whether loads between steps are under way."""
-        self._stores, self.busy = stores, busy
-
-    def wait_until_read(self, blocks: Set[int]) -> None:
-        """Wait until no store reads these blocks: they are about to be written.
-
-        The scheduler calls it before anything of a step reaches the worker. All stores of earlier steps have begun by
-        then, since both are one thread.
-        """
-        if self._stores is not None:
-            self._stores.wait_until_read(blocks)
-
-    def flush(self) -> None:
-        """Pass on waiting pages: a request has ended, and vLLM in its caller's process may make no further step."""
-        if self._stores is not None:
-            self._stores.flush()
-
-    def reads(self) -> Set[int]:
-        """Blocks that stores of the steps so far read, or will read."""
-        return frozenset[int]() if self._stores is None else self._stores.reads()
 
     def weights_changed(self) -> None:
         """Drop every page of this model, and all waiting stores.
@@ -63,8 +40,7 @@ class VllmSession(PinningCache):
         must not find them. The salt changes first, so that an error of a drop leaves no page to be found.
         """
         self.renew_salt()
-        if self._stores is not None:
-            self._stores.begin_anew(self.salt)
+        self.stores.begin_anew(self.salt)
         in_turn(*(functools.partial(engine.invalidate, *engine.namespaces()) for engine in self.engines))
 
     def on_host(self, tier: str) -> bool:
@@ -80,6 +56,7 @@ class GroupSession(VllmSession):
         super().__init__(engine, pin_seconds)
         self._hybrid, self._digest_tokens = engine, digest_tokens
         self.groups, self.window_every = engine.groups, engine.window_every
+        self.stand, self.reach = engine.states.stand, engine.reach
         self.adapts = engine.config.store.window_every is None  # windows are fewer while requests part often
 
     def names(self) -> GroupNames:
@@ -91,47 +68,18 @@ class GroupSession(VllmSession):
         `GroupFetch`."""
         return GroupFetch(self._hybrid, names, most, tokens, self.pin_seconds, local=local)
 
-    def stand(self, names: GroupNames, wanted: Sequence[Sequence[int]]) -> None:
-        self._hybrid.states.stand(names, wanted)
 
-    def reach(self, names: GroupNames, most: int) -> tuple[int, int]:
-        return self._hybrid.reach(names, most)
+# The sessions of this process by vLLM's `engine_id`
+SESSIONS: weakref.WeakValueDictionary[str, VllmSession] = weakref.WeakValueDictionary()
 
 
-class Sessions:
-    """The sessions of this process by vLLM's `engine_id`. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._open: dict[str, VllmSession] = {}
-        self._users = Counter[VllmSession]()
-
-    def open(self, engine_id: str, session: VllmSession) -> None:
-        """The worker has opened it, and uses it."""
-        with self._lock:
-            self._open[engine_id] = session
-            self._users[session] += 1
-
-    def join(self, engine_id: str) -> VllmSession:
-        """Join the session, for the scheduler. Raises `InterfaceUnsupportedError` if the worker is in another
-        process."""
-        with self._lock:
-            session = self._open.get(engine_id)
-            if session is None:
-                raise InterfaceUnsupportedError(
-                    f"no worker of engine {engine_id} has registered its KV cache in process {os.getpid()}",
-                    "set --distributed-executor-backend mp",
-                )
-            self._users[session] += 1
-        return session
-
-    def leave(self, engine_id: str, session: VllmSession) -> None:
-        """Leave the session. The last one closes the engine, after its accepted stores."""
-        with self._lock:
-            self._users[session] -= 1
-            if last := not self._users[session]:
-                del self._users[session]
-            if last and self._open.get(engine_id) is session:
-                del self._open[engine_id]
-        if last:
-            session.close()
+def joined(engine_id: str) -> VllmSession:
+    """The worker's session, for the scheduler. Raises `InterfaceUnsupportedError` if the worker is in another
+    process."""
+    session = SESSIONS.get(engine_id)
+    if session is None:
+        raise InterfaceUnsupportedError(
+            f"no worker of engine {engine_id} has registered its KV cache in process {os.getpid()}",
+            "set --distributed-executor-backend mp",
+        )
+    return session

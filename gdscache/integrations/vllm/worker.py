@@ -15,7 +15,7 @@ import dataclasses
 import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Sequence, Set
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gdscache.cuda.streams import Event
 from gdscache.errors import GdsCacheError, LayerHooksError, VerifiedLoadError
@@ -124,6 +124,10 @@ class Marks:
         self._engine.passed(before)
         return getattr(self._last, "order", b"")
 
+    @property
+    def begun(self) -> bool:
+        return self._last is not None
+
     def mark(self) -> Event:
         return self._engine.mark(self._last)
 
@@ -159,6 +163,14 @@ class Stores:
         self._reading: list[tuple[HandedStore, frozenset[int]]] = []  # with their blocks
         self._thread = Workers(1, "gdscache-stores")
 
+    def step(
+        self, loads: Sequence[LoadOrder], stores: Sequence[StoreOrder], fresh: Set[int], *, idle: bool, last: bool
+    ) -> tuple[Sequence[Any], Sequence[Any]]:
+        """For the scheduler, as a step begins: its loads and stores as its metadata brings them to the worker. `fresh`:
+        blocks that it may write. `idle`, `last`: of `end_step`. Raises like `wait_until_read`."""
+        self.wait_until_read(fresh)
+        return loads, stores
+
     def begin(self, orders: Sequence[StoreOrder], *, last: bool = False, unproven: int = 0) -> None:
         """Store a step's pages, of all requests together. Never waits for a disk.
 
@@ -175,6 +187,12 @@ class Stores:
             many = many or len(order.blocks) > single or pages[order.pool] >= _PAGES * single
         if many or ending or self._steps >= _STEPS:
             self.flush()
+
+    def end(self, orders: Sequence[StoreOrder]) -> None:
+        """A request is over, of which the steps so far have filled these pages, too. vLLM in its caller's process may
+        make no further step."""
+        (self._held[-1][0] if self._held else self._waiting).extend(orders)
+        self.flush()
 
     def begin_anew(self, salt: str) -> None:
         """Drop waiting stores; later ones have this salt."""

@@ -144,7 +144,7 @@ class Engine:
             self.engine = HybridEngine(config, [(tensor,) for tensor in planes[0]])
             self.session = GroupSession(self.engine, 60.0, SMALL.tokens)
             self.worker = EngineWorker(self.session, planes[0], self.counts, overlapping=True)
-            self.session.attend(self.worker.stores, lambda: self.worker.loads.under_way)
+            self.session.stores, self.session.loads = self.worker.stores, self.worker.loads
         else:
             pools = [pool.layers for pool in pools_of(config.model.layer_groups())]
             for rank, own in enumerate(planes):
@@ -153,7 +153,7 @@ class Engine:
             self.engine = HybridEngine(config, ranks=addresses_of(told, ranks))
             self.session = GroupSession(self.engine, 60.0, SMALL.tokens)
             self.lead = Lead(self.session.engines, self.counts, overlapping=True)
-            self.session.attend(self.lead, self.lead.busy)
+            self.session.stores, self.session.loads = self.lead, self.lead.loads
         self.pool, states = BlockPool(), KeptStates()
         states.bind(self.pool)
         self.table = GroupTable(self.session, states, wait=WAIT)
@@ -270,13 +270,13 @@ def store(engine: Engine) -> None:
     for rank, cache in enumerate(engine.caches):
         cache.memory.copy_(written(rank))
     engine.step(stores=stores)
-    engine.table.states.let_go(engine.session.reads)
+    engine.table.states.let_go(engine.session.stores.reads)
     engine.step()
     table.finish("first")
     fresh = table.take_fresh()
     assert engine.pool.owners.total() == 0, "nothing is kept behind the end of a request"
-    engine.session.wait_until_read(fresh)
-    assert not engine.session.reads() & fresh
+    engine.session.stores.wait_until_read(fresh)
+    assert not engine.session.stores.reads() & fresh
     engine.engine.drain(WAIT)
 
 
@@ -308,12 +308,14 @@ def test_a_block_with_a_state_is_kept_until_it_is_read(tmp_path: Path, ranks: in
         assert {*engine.pool.owners.elements()} == {*STATE_BLOCKS}
         engine.step(stores=stores)
         if ranks > 1:
-            assert engine.session.reads() >= {*STATE_BLOCKS}, "the leader hears of a step's end with the next one"
+            assert engine.session.stores.reads() >= {*STATE_BLOCKS}, (
+                "the leader hears of a step's end with the next one"
+            )
         assert table.take_fresh() == set(), "so that nobody waits for the step that is being computed"
 
         def given_back() -> bool:
             engine.step()
-            states.let_go(engine.session.reads)
+            states.let_go(engine.session.stores.reads)
             return engine.pool.owners.total() == 0
 
         until(given_back, "the blocks are given back")

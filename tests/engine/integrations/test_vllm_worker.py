@@ -30,8 +30,8 @@ from gdscache.errors import (
 from gdscache.gate.fit import ENOUGH
 from gdscache.integrations.fetching import PinningCache
 from gdscache.integrations.vllm.planes import planes_of
-from gdscache.integrations.vllm.requests import LoadOrder, StoreOrder
-from gdscache.integrations.vllm.session import Sessions, VllmSession
+from gdscache.integrations.vllm.requests import LoadOrder, RequestTable, StoreOrder
+from gdscache.integrations.vllm.session import SESSIONS, VllmSession, joined
 from gdscache.integrations.vllm.worker import Loads, Stores, begin_loads, end_step
 from gdscache.limits import EngineLimits
 from gdscache.storage.base import Op
@@ -204,7 +204,7 @@ def test_pages_of_changed_weights_are_not_those_of_the_files(tmp_path: Path) -> 
     """The old ones are gone; the new ones are found, but not by an engine that begins with the files' weights again."""
     before, after = hashes(1), hashes(2)
     with opened(tmp_path) as worker:
-        worker.session.attend(worker.stores, bool)
+        worker.session.stores = worker.stores
         worker.store(1, [0, 1, 2, 3, 4], 10)
         worker.stores.begin([StoreOrder("r", hashes(3), 0, (5,))])  # which waits for others
         assert worker.session.cached(before) == PAGES
@@ -236,7 +236,7 @@ def test_a_tier_that_cannot_be_cleared_has_no_page_of_the_old_weights_to_find(
     worker.stores.begin([StoreOrder("r", hashes(1), 0, (0, 1, 2, 3, 4))])
     worker.stores.flush()
     until(lambda: worker.session.cached(hashes(1)) == PAGES, "the pages are stored")
-    worker.session.attend(worker.stores, lambda: False)
+    worker.session.stores = worker.stores
     broken = raising(StorageError("the catalogue cannot be written", "see the device"))
     monkeypatch.setattr(worker.session.engine, "invalidate", broken)
     with pytest.raises(StorageError):
@@ -432,6 +432,23 @@ def test_a_load_of_which_less_was_begun_than_was_promised() -> None:
     assert (loads.take_arrived(), loads.take_bad()) == ({"r"}, {9, 10})
 
 
+def test_pages_of_an_ended_request_wait_for_the_proof_of_the_steps_so_far(worker: Worker) -> None:
+    worker.fill([1, 2], 5)
+    worker.stores.begin([], unproven=1)
+    worker.stores.end([StoreOrder("r", hashes(1), 0, (1,))])
+    assert worker.stores.reads() == {1}
+    assert worker.counts["offered_pages"] == 0
+    worker.stores.begin([])
+    worker.stores.end([StoreOrder("r", hashes(2), 0, (2,))])
+    assert worker.counts["offered_pages"] == 2
+    worker.stores.wait_until_read({1, 2})
+    worker.session.engine.drain(30)
+    worker.begin([worker.order(1, [8]), worker.order(2, [9])])
+    worker.loads.wait_all()
+    assert worker.marks([8, 9])[0] == [5, 6]
+    end_step(worker.loads, worker.stores, [])
+
+
 def test_the_thread_of_stores_ends_also_where_the_last_pages_are_refused(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -443,19 +460,22 @@ def test_the_thread_of_stores_ends_also_where_the_last_pages_are_refused(
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("gdscache-stores")]
 
 
-def test_roles_share_an_engine_and_the_last_closes_it(tmp_path: Path) -> None:
-    sessions = Sessions()
+def test_roles_share_an_engine_which_the_worker_closes(tmp_path: Path) -> None:
+    """It ends before the scheduler, whose waiting requests then let their pages go."""
     with pytest.raises(InterfaceUnsupportedError, match="engine a"):
-        sessions.join("a")
-    sessions.open("a", made := VllmSession(over_tensors(tmp_path)[1], 60))
-    assert sessions.join("a") is made
-    sessions.leave("a", made)
-    made.engine.stats()
-    sessions.leave("a", made)
-    with pytest.raises(InterfaceUnsupportedError):
-        sessions.join("a")
-    sessions.open("a", again := VllmSession(over_tensors(tmp_path)[1], 60))  # the directory is free again
-    sessions.leave("a", again)
+        joined("a")
+    with opened(tmp_path) as worker:
+        SESSIONS["a"] = worker.session
+        worker.store(1, [1, 2], mark=1)
+        table = RequestTable(joined("a"), TOKENS, wait=WAIT)
+        names = [hashlib.sha256(bytes([1, page])).digest() for page in range(2)]
+        table.add(SimpleNamespace(request_id="r", num_tokens=3 * TOKENS, block_hashes=names))
+        fetch = table._known["r"].fetch
+        assert fetch is not None
+        until(lambda: fetch.verified() == 2, "its pages are pinned")
+    table.clear()
+    assert len(table) == 0
+    del SESSIONS["a"]
 
 
 def test_both_cpu_tiers_of_packed_pages_are_in_memory(tmp_path: Path) -> None:

@@ -137,6 +137,38 @@ def test_a_bad_page_is_stored_again_when_it_was_computed() -> None:
     assert (order.first, order.blocks) == (1, (3, 9, 1, 5))
 
 
+@pytest.mark.parametrize(
+    ("computed", "known", "under_way", "stored"),
+    [
+        (8, 11, None, True),
+        (7, 11, None, False),
+        (8, 8, None, False),
+        (10, 9, None, True),
+        (8, 8, 0, True),
+        (9, 9, 2, False),
+    ],
+)
+def test_a_page_whose_tokens_are_known_behind_the_last_step_is_stored_at_the_end(
+    computed: int, known: int, under_way: int | None, stored: bool
+) -> None:
+    """Speculated tokens that were accepted, or one that was sampled behind a submitted step; none that a step under way
+    computes."""
+    scheduler, _, request = arrived(0)
+    assert scheduler.ask(request, 0) == (0, False)
+    blocks = [7, 3, 9, 1, 5]
+    scheduler.place(request, blocks, 0)
+    hashes, request.block_hashes = request.block_hashes, request.block_hashes[:3]
+    (order,) = scheduler.stores({"r": 8}, lambda name: blocks)
+    assert order.blocks == (7, 3, 9)
+    request.block_hashes, request.num_computed_tokens, request.num_tokens = hashes, computed, known
+    if under_way is not None:
+        request.num_in_flight_tokens = under_way
+    orders = scheduler.end(request, blocks)
+    assert [(order.first, order.blocks) for order in orders] == [(3, (1,))] * stored
+    assert all(order.pages(bytes(32))[0] == PageHashes(hashes[:4]).pages(bytes(32))[3] for order in orders)
+    assert len(scheduler) == 0
+
+
 def test_a_load_that_fails_as_a_whole_is_asked_again_once() -> None:
     """What is wrong may be no bad page, and so still there when the request asks again."""
     scheduler, cache, request = arrived(4)
