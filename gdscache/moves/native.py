@@ -407,6 +407,9 @@ class NativeExecutor(ThreadDriver):
     # -- for moves
     # ---------------------------------------------------------------------------------------------------------
 
+    def over(self, number: int) -> Wait:
+        return functools.partial(self.await_move, number)
+
     def await_move(self, number: int, group: int = -1, seconds: float = math.inf) -> Landed | None:
         """Wait until a move has ended, or copies of a group of its layers are queued; None after `seconds`."""
         point = self.moves.wait(number, seconds, group)
@@ -539,7 +542,7 @@ class NativeMoving:
 
     def end(self) -> Steps[End]:
         if self._end is None:
-            yield functools.partial(self._executor.await_move, self.number)
+            yield self._executor.over(self.number)
             end = self._finish()
             if end.error is not None and self._listener is None:
                 raise end.error

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 
 from gdscache.errors import InterfaceUnsupportedError
-from gdscache.groups import partings
+from gdscache.groups import pools
 from gdscache.groups.base import Group, alignment
 from gdscache.integrations.vllm.requests import LOOK_AGAIN_S
 from tests.support.vllm_scheduler import GROUPS, GroupScheduler
@@ -90,10 +90,10 @@ def test_windows_are_kept_every_so_many_tokens(groups: list[Group], every: int, 
 @pytest.mark.parametrize("adapts", [True, False])
 def test_while_prompts_part_often_the_second_one_hits(adapts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the first one does not know where it will part, its windows are kept everywhere."""
-    monkeypatch.setattr(partings, "_DENSE", 4)
+    monkeypatch.setattr(pools, "_DENSE", 4)
     groups = GROUPS["equal pages"]
     scheduler = Alone(groups, 100, 1000)
-    scheduler.table._partings = partings.Partings(groups, 1000, adapts=adapts)
+    scheduler.table._partings = pools.Partings(groups, 1000, adapts=adapts)
     found = []
     for document in range(100, 130):
         for question in (1, 2):
