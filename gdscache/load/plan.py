@@ -109,6 +109,7 @@ class LoadPlan:
         self.targets: list[Entry | None] = []
         self.requests: list[range] = []
         self.statuses: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
+        self.own: set[bytes] = set()  # keys of pages still to plan when a landing tier was first full: it keeps them
         self.under_way: Counter[str] = Counter()  # pages by tier that `LoadPlanner.under_way` counts
         self._rows: dict[Entry, int] = {}  # row by its target; filled by the first `row_of`
 

@@ -138,9 +138,10 @@ class LoadPlanner:
                     self._prefetched.use(plan.pages[row].key, plan.slots[row] if run.tier.kind == "memory" else None)
         if plan.keep and self.landing is not None:
             for landing, rows in self._by_landing(plan, absent) if absent else ():
-                full = landing.index.free_slots < len(rows)
-                later = (pages[stop:], *plan.asked[plan.request + 1 :]) if full else ()
-                self._reserve(landing.index, plan, rows, {page.key for some in later for page in some})
+                if landing.index.free_slots < len(rows) and not plan.own:
+                    later = (pages[stop:], *plan.asked[plan.request + 1 :])
+                    plan.own = {page.key for some in later for page in some}
+                self._reserve(landing.index, plan, rows, plan.own)
 
     def _lease(self, plan: LoadPlan, pages: Sequence[Page], stop: int) -> list[int]:
         """Lease pages up to `stop`, or to the first that no tier has. Returns the rows of slower tiers' pages of which

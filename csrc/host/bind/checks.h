@@ -16,8 +16,6 @@ constexpr int64_t kMost = int64_t{1} << 31;        // pages of a way, slots of a
 constexpr int64_t kMostLayers = int64_t{1} << 20;  // also blocks of a page, and planes of a layer
 constexpr int64_t kMostBytes = int64_t{1} << 60;   // of a space, and in flight; twice this is still an int64
 
-// --- of these checks alone
-
 constexpr int64_t kMostExtent = (int64_t{1} << 48) - 1;
 
 inline bool some(int64_t count, int64_t most) { return count > 0 && count <= most; }
@@ -90,8 +88,6 @@ inline void check(const PlaneRuns& plane, const GpuPlanes& planes, int64_t end) 
                          (plane.runs_per_block > 1 && far(plane.run_stride, plane.runs_per_block));
     refuse_if(outside, "a plane that leaves the address space");
 }
-
-// --- the checks
 
 inline void check(const Limits& limits) {
     const int64_t bytes[] = {limits.flying_bytes, limits.io_bytes, limits.copy_bytes, limits.foreign_copy_bytes};

@@ -28,7 +28,7 @@ Nanoseconds deadline(double seconds) {
     return seconds > 0 ? now() + static_cast<Nanoseconds>(seconds * 1e9) : 0;
 }
 
-// The settings of a disk (Descriptors in gdscache/moves/machine.py).
+// The settings of a disk (Descriptors in gdscache/storage/base.py).
 struct Means {
     explicit Means(nb::handle about)
         : threads(field<int>(about, "threads")),

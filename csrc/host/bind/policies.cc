@@ -90,10 +90,8 @@ struct Keys {
 using LifetimeKeys = Keys<LifetimeOrder::Walk>;
 using ShadowKeys = Keys<LruShadow::Walk>;
 
-using Uses = std::vector<std::tuple<uint64_t, int64_t, int64_t>>;
-
 // `uses`: in the order of their times.
-void see(ReuseSample& sample, const Uses& uses, bool stored) {
+void see(ReuseSample& sample, const std::vector<std::tuple<uint64_t, int64_t, int64_t>>& uses, bool stored) {
     int64_t last = INT64_MIN;
     for (const auto& [bits, number, now] : uses) {
         require(now >= std::exchange(last, now) && sample.sound(bits, number, now), "a use that is not sound");
@@ -105,7 +103,8 @@ nb::tuple take(ReuseSample& sample) {
     const Fresh<int64_t> arrived(sample.classes() + 1), hits(sample.classes(), ReuseSample::kAges);
     std::ranges::copy(sample.arrived, arrived.data);
     std::ranges::copy(sample.hits, hits.data);
-    sample.clear();
+    std::ranges::fill(sample.arrived, 0);
+    std::ranges::fill(sample.hits, 0);
     return nb::make_tuple(arrived.array, hits.array);
 }
 

@@ -136,6 +136,8 @@ public:
         return id != kNone && pages_[id].level != kRestored && stock_[pages_[id].level].aside;
     }
 
+    class Walk;
+
     // For tests.
     size_t rows() const { return pages_.size(); }
     size_t levels() const { return levels_.size() + aside_.size(); }
@@ -168,39 +170,6 @@ private:
     static constexpr uint32_t kNone = Table<Page>::kNone;
     static constexpr uint32_t kRestored = UINT32_MAX;  // in place of a level
 
-public:
-    // The pages, the first to evict first. Not usable after a change of the order.
-    class Walk {
-    public:
-        explicit Walk(LifetimeOrder& order)
-            : order_((order.enter_run(), order)),
-              changes_(order.changes_),
-              level_(order.levels_.begin()),
-              at_(order.restored_.first()) {}
-        const Key* next() {
-            require(changes_ == order_.changes_, "the order has changed");
-            while (at_ == kNone) {
-                if (!aside_ && level_ == order_.levels_.end()) {
-                    aside_ = true;
-                    level_ = order_.aside_.begin();
-                }
-                if (aside_ && level_ == order_.aside_.end()) return nullptr;
-                at_ = order_.stock_[level_++->second].pages.first();
-            }
-            const auto& page = order_.pages_[at_];
-            at_ = page.after;
-            return &page.key;
-        }
-
-    private:
-        const LifetimeOrder& order_;
-        const uint64_t changes_;
-        Levels::const_iterator level_;
-        bool aside_ = false;
-        uint32_t at_;
-    };
-
-private:
     std::vector<uint32_t> ids_of(auto&& keys, bool once) {
         return pages_.find_all(keys, once, "a page that is not in the order", [](uint32_t id) { return id != kNone; });
     }
@@ -342,6 +311,37 @@ private:
     uint64_t mask_ = 0;
     int64_t present_ = 0, stored_ = 0, now_ = 0, ticks_ = 0;
     uint64_t changes_ = 0;
+};
+
+// The pages, the first to evict first. Not usable after a change of the order.
+class LifetimeOrder::Walk {
+public:
+    explicit Walk(LifetimeOrder& order)
+        : order_((order.enter_run(), order)),
+          changes_(order.changes_),
+          level_(order.levels_.begin()),
+          at_(order.restored_.first()) {}
+    const Key* next() {
+        require(changes_ == order_.changes_, "the order has changed");
+        while (at_ == kNone) {
+            if (!aside_ && level_ == order_.levels_.end()) {
+                aside_ = true;
+                level_ = order_.aside_.begin();
+            }
+            if (aside_ && level_ == order_.aside_.end()) return nullptr;
+            at_ = order_.stock_[level_++->second].pages.first();
+        }
+        const auto& page = order_.pages_[at_];
+        at_ = page.after;
+        return &page.key;
+    }
+
+private:
+    const LifetimeOrder& order_;
+    const uint64_t changes_;
+    Levels::const_iterator level_;
+    bool aside_ = false;
+    uint32_t at_;
 };
 
 }  // namespace gdscache

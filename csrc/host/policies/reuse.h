@@ -23,20 +23,18 @@ public:
     bool watches(uint64_t bits) const { return static_cast<int64_t>(bits >> 36 & 0xFFFF) < limit; }
     // The time of the next conclusion, in a tier of this many pages.
     int64_t due(int64_t pages) const { return last + std::max(round_, (pages + 3) / 4); }
-    // Whether `see` takes this use.
+    // Whether there is such a class, and the use is not before the last one.
     bool sound(uint64_t bits, int64_t number, int64_t now) const {
         const uint32_t id = rows_.find({bits});
         return number >= 0 && number < classes() && (id == Table<Seen>::kNone || now >= rows_[id].time);
     }
-    // A page is used, or `stored`. `bits`: 64 of its key's, watched. `number`: its class from now on.
+    // A page is used, or `stored`; the use is sound. `bits`: 64 of its key's, watched. `number`: its class from now on.
     void see(uint64_t bits, int64_t number, int64_t now, bool stored) {
-        require(number >= 0 && number < classes(), "a class that is not one of the classes");
         uint32_t id = rows_.find({bits});
         if (id == Table<Seen>::kNone) {
             id = rows_.add({bits});
         } else {
             const Seen& before = rows_[id];
-            require(now >= before.time, "a use before the last one");
             ++hits[static_cast<size_t>(before.number * kAges + range_of(now - before.time))];
             recent_.remove(rows_, id);
         }
@@ -56,13 +54,9 @@ public:
     int64_t limit = 0;  // keys with 16 bits below this are watched
     int64_t last = 0;   // time of the last conclusion
 
-    // Counts since then, until `clear`.
+    // Counts since then.
     std::vector<int64_t> arrived;  // uses that put a page into each class, and behind them the pages stored
     std::vector<int64_t> hits;     // (classes, kAges): uses of pages of a class
-    void clear() {
-        std::ranges::fill(arrived, 0);
-        std::ranges::fill(hits, 0);
-    }
 
 private:
     static int64_t range_of(int64_t age) {

@@ -178,12 +178,12 @@ TEST_CASE("uses by age") {
     REQUIRE(sample.arrived[0] == 23);
     REQUIRE(sample.arrived[1] == 11);
     REQUIRE(sample.arrived[2] == 1);
-    sample.clear();
     sample.see(2, 0, 0, true);
     sample.see(2, 0, INT64_MAX, false);
     REQUIRE(sample.hits[ReuseSample::kAges - 1] == 1);
-    REQUIRE(refused([&] { sample.see(2, 2, INT64_MAX, false); }));
-    REQUIRE(refused([&] { sample.see(2, 0, 0, false); }));
+    REQUIRE(sample.sound(2, 1, INT64_MAX));
+    REQUIRE(!sample.sound(2, 2, INT64_MAX));
+    REQUIRE(!sample.sound(2, 0, 0));
 }
 
 }  // namespace

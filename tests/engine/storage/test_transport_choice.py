@@ -9,11 +9,13 @@ import time
 import types
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from gdscache.errors import IOFailedError, TransportUnavailableError
 from gdscache.storage import Transport, calls, open_transport, probe
+from gdscache.storage.base import Op
 from gdscache.storage.files import DirectFiles, NativeTransport, find_mount
 from tests.support.posix_transport import PosixTransport
 from tests.support.transport_parts import has_libcuda, refuse_ring
@@ -219,6 +221,27 @@ def test_imports_take_in_what_is_chosen_only() -> None:
 
 
 # The probe.
+
+
+def test_a_trial_registers_one_memory(tmp_path: Path) -> None:
+    """kvikio registers allocations, torch puts small tensors into one, and cuFile takes none twice: of two memories,
+    the second was refused, and so GPUDirect Storage was."""
+    known = list[Any]()
+
+    class Registering(NativeTransport):
+        def register(self, memory: Any) -> None:
+            known.append(memory)
+
+        def deregister(self, memory: Any) -> None:
+            known.remove(memory)
+
+        def _move(self, op: Op, file: int, offset: int, memory: Any) -> int:
+            assert len(known) == 1
+            return super()._move(op, file, offset, memory)
+
+    with Registering(2, "auto", uring=False) as transport:
+        probe.write_and_read(transport, tmp_path / "trial", "cpu", 3 << 20)
+    assert not known
 
 
 def test_a_child_that_hangs_is_killed(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -169,6 +170,27 @@ def test_a_request_of_a_batch_pushes_out_no_page_of_another() -> None:
     plan = planner.plan([cold, warm], "load")
     assert [len(rows) for rows in plan.requests] == [3, 3]
     assert plan.targets.count(None) == 3
+    planner.abandon(plan)
+
+
+class CountedPages(list[Page]):
+    read = 0
+
+    def __iter__(self) -> Iterator[Page]:
+        self.read += 1
+        return super().__iter__()
+
+
+def test_the_pages_of_a_batch_to_keep_are_gathered_once() -> None:
+    """And not for each of its requests: that takes the square of their number, under the manager's lock."""
+    requests = [CountedPages(chain(seed, 1)) for seed in range(SLOTS)]
+    manager, planner = prepare([page for pages in requests for page in [*pages]], [("absent", "at rest")] * SLOTS)
+    for page in chain(SLOTS, SLOTS):
+        put(manager.landing.index, page, "at rest")
+    before = requests[-1].read
+    plan = planner.plan(requests, "load")
+    assert plan.targets.count(None) == 0
+    assert requests[-1].read - before < SLOTS / 2
     planner.abandon(plan)
 
 
