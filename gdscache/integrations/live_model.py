@@ -41,7 +41,9 @@ _EVERY = (torch_module._global_forward_hooks, torch_module._global_forward_pre_h
 _RANDOM = re.compile("drop|jitter|noise|^p$")  # a module's numbers by which it draws at random while it is trained
 _VALUES = {bool, int, float, str}  # the types of a module's attributes that name it, but for:
 # Modes that are looked at elsewhere, and what calls set: the tokens that a rope has seen, bitsandbytes' first call.
-_IDLE = re.compile(r"training|gradient_checkpointing|name_or_path|\w*seq_len_cached|compute_type_is_set")
+_IDLE = {"training", "gradient_checkpointing", "name_or_path", "compute_type_is_set"}
+_TOKENS = "seq_len_cached"
+_PRECISION = "accelerate.utils.operations"  # its forward is within autocast, of a type that it does not tell
 _ROUNDING = ("eager", "grouped_mm", "batched_mm")  # of experts: `generate` exchanges them for a while
 _log = logging.getLogger("gdscache")
 _Settings = tuple[dict[str, object], dict[str, Any] | None]
@@ -278,7 +280,8 @@ def _values(module: torch.nn.Module, steady: bool) -> list[tuple[str, object]]:
         for name, value in list(vars(module).items())  # other threads set some meanwhile
         if type(value) in _VALUES
         and name[:1] != "_"
-        and not _IDLE.fullmatch(name)
+        and name not in _IDLE
+        and not name.endswith(_TOKENS)
         and (steady or name != "attention_scaling")
     ]
 
@@ -289,7 +292,9 @@ def _forwards(modules: Iterable[torch.nn.Module]) -> list[object]:
     return [
         one
         for kind, one in own
-        if not _is_method(one) and not _is_compiled(kind, one) and not _module(one).startswith(_KNOWN)
+        if not _is_method(one)
+        and not _is_compiled(kind, one)
+        and (not _module(one).startswith(_KNOWN) or _module(one) == _PRECISION)
     ]
 
 

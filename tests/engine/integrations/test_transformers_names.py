@@ -309,6 +309,23 @@ def test_other_code_that_is_compiled_is_another_model(model: PreTrainedModel) ->
     assert all(names.count(name) == 1 for name in names)
 
 
+def test_a_model_with_accelerates_mixed_precision_is_another() -> None:
+    """`Accelerator.prepare` puts autocast into the forward of a model."""
+
+    def name(home: str) -> dict[str, object]:
+        model = build("llama")
+        within = type(model).forward
+
+        def forward(*given: Any, **named: Any) -> Any:
+            return within(*given, **named)
+
+        forward.__module__ = home
+        model.forward = MethodType(forward, model)
+        return LiveModel(model).identity()
+
+    assert name("accelerate.hooks") == LiveModel(build("llama")).identity() != name("accelerate.utils.operations")
+
+
 def test_a_forward_that_was_there_for_one_call_is_noticed(model: PreTrainedModel, engine: CacheEngine) -> None:
     other = tokens().flip(1).to(model.device)
     with PrefixCache(engine, model).open(other) as cache, torch.no_grad():
