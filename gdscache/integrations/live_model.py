@@ -40,7 +40,10 @@ _KNOWN = (
 _EVERY = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)  # of all modules
 _RANDOM = re.compile("drop|jitter|noise|^p$")  # a module's numbers by which it draws at random while it is trained
 _VALUES = {bool, int, float, str}  # the types of a module's attributes that name it, but for:
-_IDLE = {"training", "gradient_checkpointing", "name_or_path", "max_seq_len_cached"}
+# Modes that are looked at elsewhere, and what calls set: the tokens that a rope has seen, bitsandbytes' first call.
+_IDLE = {"training", "gradient_checkpointing", "name_or_path", "compute_type_is_set"}
+_TOKENS = "seq_len_cached"
+_PRECISION = "accelerate.utils.operations"  # its forward is within autocast, of a type that it does not tell
 _ROUNDING = ("eager", "grouped_mm", "batched_mm")  # of experts: `generate` exchanges them for a while
 _log = logging.getLogger("gdscache")
 _Settings = tuple[dict[str, object], dict[str, Any] | None]
@@ -173,9 +176,10 @@ class LiveModel:
         return any(one.training and (vars(owner).get(name) or 0) > 0 for one, owner, name in self._random)
 
     def _named(self, drawn: bool) -> dict[str, object]:
-        tensors = list(_tensors(self._model, self.rope is None))
+        steady = self.rope is None
+        tensors = list(_tensors(self._model, steady))
         shapes = [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors]
-        if self.rope is not None:
+        if not steady:
             shapes += [[name, str(buffer.dtype)] for name, buffer in self._model.named_buffers()]
         numbers = _numbers(self._hooks)
         hidden = [name for name, tensor in tensors if not _has_bytes(tensor)]
@@ -192,7 +196,10 @@ class LiveModel:
         return {
             **self._facts,
             "modules": digest_of(
-                [[name, *map(plain, _code(one)), dict(_values(one))] for name, one in self._model.named_modules()]
+                [
+                    [name, *map(plain, _code(one)), dict(_values(one, steady))]
+                    for name, one in self._model.named_modules()
+                ]
             ),
             "tensors": digest_of(shapes),
             "weights": fresh_salt() if hidden or drawn else sums.hexdigest(),
@@ -212,7 +219,7 @@ def _stamp(model: torch.nn.Module, steady: bool = True) -> list[object]:
     hook switched. `steady`: calls leave the buffers that are not saved alone."""
     found: list[object] = [*_numbers(_EVERY), *_forwards(model.modules())]
     for module in model.modules():
-        found += (weakref.ref(module), *_code(module), _values(module))
+        found += (weakref.ref(module), *_code(module), _values(module, steady))
         tensors: list[torch.Tensor | None] = list(module._parameters.values())
         if module._buffers:
             volatile = module._non_persistent_buffers_set
@@ -253,6 +260,9 @@ def _numbers(tables: Iterable[Mapping[int, object]]) -> list[int]:
 
 def _code(module: torch.nn.Module) -> tuple[object, ...]:
     """A module's class, the class's forward, which libraries exchange, and the method that libraries put before it."""
+    if isinstance(module, torch.jit.ScriptModule):  # its class has no forward; types are numbered as they are made
+        code = module.code if hasattr(module, "forward") else ""
+        return type(module), re.sub(r"___torch_mangle_\d+\.", "", code)
     own = vars(module).get("forward")
     return type(module), type(module).forward, *([own.__func__] if _is_method(own) else [])
 
@@ -262,19 +272,41 @@ def _is_method(forward: object) -> TypeGuard[MethodType]:
     return isinstance(forward, MethodType) and "<" not in plain(forward) and forward.__module__ != "__main__"
 
 
-def _values(module: torch.nn.Module) -> list[tuple[str, object]]:
-    """A module's numbers and texts that may change its results."""
+def _values(module: torch.nn.Module, steady: bool) -> list[tuple[str, object]]:
+    """A module's numbers and texts that may change its results. Without `steady` calls set the rope's scaling, which
+    follows the configuration."""
     return [
         (name, value)
         for name, value in list(vars(module).items())  # other threads set some meanwhile
-        if type(value) in _VALUES and name not in _IDLE and name[:1] != "_"
+        if type(value) in _VALUES
+        and name[:1] != "_"
+        and name not in _IDLE
+        and not name.endswith(_TOKENS)
+        and (steady or name != "attention_scaling")
     ]
 
 
 def _forwards(modules: Iterable[torch.nn.Module]) -> list[object]:
     """The forwards of single modules, put in place of their classes', whose code no name tells."""
-    own = [one for module in modules if (one := vars(module).get("forward")) is not None]
-    return [one for one in own if not _is_method(one) and not _module(one).startswith(_KNOWN)]
+    own = [(type(module), one) for module in modules if (one := vars(module).get("forward")) is not None]
+    return [
+        one
+        for kind, one in own
+        if not _is_method(one)
+        and not _is_compiled(kind, one)
+        and (not _module(one).startswith(_KNOWN) or _module(one) == _PRECISION)
+    ]
+
+
+def _is_compiled(kind: type, forward: object) -> bool:
+    """Whether a forward is the class's own behind `torch.compile`, of a module that it wraps, or TorchScript's."""
+    behind = getattr(forward, "_torchdynamo_orig_callable", None)
+    behind = behind.__func__ if isinstance(behind, MethodType) else behind
+    return (
+        kind.__module__.startswith("torch._dynamo")
+        or isinstance(forward, torch.ScriptMethod)
+        or (behind is not None and behind is getattr(kind, "forward", None))
+    )
 
 
 def _module(hook: object) -> str:
@@ -324,6 +356,8 @@ def _sums(tensor: torch.Tensor) -> torch.Tensor:
     if memory.storage_offset() % 8:
         memory = memory.clone()
     words = memory[: len(memory) // 8 * 8].view(torch.int64)
+    if tensor.element_size() >= 8:  # sums wrap: two changed signs would cancel, which are first bits of words
+        words = words + 3 * (words >> 32)
     table = words[: len(words) // COLUMNS * COLUMNS].view(-1, COLUMNS)
     parts = table.sum(0), table.sum(1), words[table.numel() :], memory[len(words) * 8 :]
     return torch.stack([(one * (2 * torch.arange(len(one), device=one.device) + 1)).sum() for one in parts])

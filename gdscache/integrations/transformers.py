@@ -342,8 +342,8 @@ class GdsCache(DynamicCache):
             raise SequenceStateError("the layers hold unequal numbers of tokens", "reset the cache, and compute again")
         if self._forwards.switched or not self._unchanged():
             raise SequenceStateError(
-                "the model has other weights or adapters, another configuration or mode, or other hooks or autocast "
-                "than when the cache was opened",
+                "the model has other weights or adapters, another configuration or mode, other numbers or texts in its "
+                "modules, or other hooks or autocast than when the cache was opened",
                 "open a cache behind each change; what this one has computed cannot be stored",
             )
         for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):

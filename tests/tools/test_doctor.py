@@ -306,15 +306,21 @@ def test_a_host_pool_is_copied_by_numpy_and_the_table_says_what_the_json_says(
         assert any(line[: 1 + len(name.split())] == [row["verdict"], *name.split()] for line in lines), name
 
 
-def test_a_tier_behind_the_ssd_that_cannot_be_opened_here_fails(run, tmp_path: Path) -> None:
-    file, names = tmp_path / "c.yaml", ["tests.support.dict_tier:DictTier", "nowhere:Tier", "json:loads"]
+def test_a_tier_behind_the_ssd_that_cannot_be_opened_here_fails(
+    run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tier_without_a_host.py").write_text("import os\nos.environ['NO_SUCH_HOST']\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    names = ["tests.support.dict_tier:DictTier", "nowhere:Tier", "json:loads", "tier_without_a_host:Tier"]
+    file = tmp_path / "c.yaml"
     tiers = ", ".join(f"{{tier: '{name}'}}" for name in names)
     file.write_text(f"model: {{name: m, layers: 4, kv_heads: 8, head_dim: 128}}\ntiers: [{tiers}]\n", encoding="utf-8")
     status, out, _ = run("--config", file, "--json")
     assert status == 1
     rows = [by_name(out)[name] for name in names]
-    assert [row["verdict"] for row in rows] == ["info", "fail", "fail"]
+    assert [row["verdict"] for row in rows] == ["info", "fail", "fail", "fail"]
     assert all(row["next_step"] for row in rows[1:])
+    assert "KeyError: 'NO_SUCH_HOST'" in rows[3]["value"]
 
 
 def test_status_1_where_the_config_asks_for_what_is_not_there(run, tmp_path: Path) -> None:

@@ -71,9 +71,16 @@ def tier_rows(asked: Asked) -> Iterator[Row]:
 
 
 def find_tier(name: str) -> type[DurableTier]:
-    """The class of a tier. Raises `TierUnavailableError`, `MissingPackageError`, and the module's own errors."""
+    """The class of a tier. Raises `TierUnavailableError`, also for any error of its module but `ImportError`, which is
+    raised as it is, and `MissingPackageError`."""
     module, _, class_name = name.partition(":")
-    found: Any = getattr(importlib.import_module(module), class_name, None)
+    try:
+        found: Any = getattr(importlib.import_module(module), class_name, None)
+    except ImportError:
+        raise
+    except Exception as error:  # a user's code, which may raise anything
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        raise TierUnavailableError(f"{module} cannot be imported: {cause}", f"correct {module}") from error
     if not (isinstance(found, type) and issubclass(found, DurableTier)):
         raise TierUnavailableError(f"{name} is no tier", "name a subclass of gdscache.tiers.base.DurableTier")
     if issubclass(found, MooncakeTier):

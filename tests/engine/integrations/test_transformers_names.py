@@ -26,7 +26,7 @@ from gdscache.errors import GeometryError, SequenceStateError, UnsupportedReques
 from gdscache.integrations import live_model
 from gdscache.integrations.live_model import LiveModel
 from gdscache.integrations.transformers import PrefixCache
-from tests.support.tiny_transformers import SMALL, build, cached, hybrid_options, options, serve, tokens
+from tests.support.tiny_transformers import SLIDING, SMALL, build, cached, hybrid_options, options, serve, tokens
 
 FAMILIES = (
     *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma", "deepseek_v2", "deepseek_v3"),
@@ -272,6 +272,60 @@ def test_a_librarys_forward_is_found_after_a_restart() -> None:
     assert name() == name()
 
 
+def _compile_forward(model: PreTrainedModel) -> torch.nn.Module:
+    model.forward = torch.compile(model.forward, backend="eager")
+    return model
+
+
+def _compile_layer(model: PreTrainedModel) -> torch.nn.Module:
+    model.model.layers[0] = torch.compile(model.model.layers[0], backend="eager")
+    return model
+
+
+def _script(model: PreTrainedModel, of: type[torch.nn.Module] = torch.nn.SiLU) -> torch.nn.Module:
+    model.model.layers[0].mlp.act_fn = torch.jit.script(of())
+    model.model.layers[1].mlp.act_fn = torch.jit.trace(of(), torch.ones(2))
+    return model
+
+
+@pytest.mark.parametrize(
+    "compiled",
+    [_compile_forward, _compile_layer, lambda model: torch.compile(model, backend="eager"), _script],
+    ids=["forward", "layer", "model", "TorchScript"],
+)
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_a_compiled_model_is_found_after_a_restart(compiled: Callable[[PreTrainedModel], torch.nn.Module]) -> None:
+    assert LiveModel(compiled(build("llama"))).identity() == LiveModel(compiled(build("llama"))).identity()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_other_code_that_is_compiled_is_another_model(model: PreTrainedModel) -> None:
+    live = LiveModel(_script(model))
+    names = [live.identity()]
+    _script(model, torch.nn.ReLU)
+    names.append(live.identity())
+    model.forward = torch.compile(lambda *given, **named: None, backend="eager")
+    names.append(live.identity())
+    assert all(names.count(name) == 1 for name in names)
+
+
+def test_a_model_with_accelerates_mixed_precision_is_another() -> None:
+    """`Accelerator.prepare` puts autocast into the forward of a model."""
+
+    def name(home: str) -> dict[str, object]:
+        model = build("llama")
+        within = type(model).forward
+
+        def forward(*given: Any, **named: Any) -> Any:
+            return within(*given, **named)
+
+        forward.__module__ = home
+        model.forward = MethodType(forward, model)
+        return LiveModel(model).identity()
+
+    assert name("accelerate.hooks") == LiveModel(build("llama")).identity() != name("accelerate.utils.operations")
+
+
 def test_a_forward_that_was_there_for_one_call_is_noticed(model: PreTrainedModel, engine: CacheEngine) -> None:
     other = tokens().flip(1).to(model.device)
     with PrefixCache(engine, model).open(other) as cache, torch.no_grad():
@@ -298,6 +352,17 @@ def test_one_element_anywhere_is_another_model(shape: tuple[int, int], dtype: to
     bare.weight.copy_(bare.weight.flip(0).clone())
     names.add(str(known.identity()))
     assert len(names) == (22 if shape[0] > 1 else 21)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_other_signs_are_another_model(dtype: torch.dtype, device: str) -> None:
+    bare = torch.nn.Module()
+    bare.register_buffer("weight", torch.rand(64, 4096, device=device).to(dtype))
+    live, names = LiveModel(bare), []
+    for some in (bare.weight[:0], bare.weight, bare.weight[3:5], bare.weight[:, :2048]):
+        some.neg_()
+        names.append(live.identity())
+    assert all(names.count(name) == 1 for name in names)
 
 
 def test_a_hook_is_of_this_process_alone(
@@ -480,6 +545,35 @@ def test_ropes_that_are_recomputed_are_no_change(model: PreTrainedModel, engine:
     before = prefixes.salt()
     model.model.rotary_emb.inv_freq.mul_(1)
     assert prefixes.salt() == before
+
+
+def test_numbers_that_calls_set_are_no_change(model: PreTrainedModel) -> None:
+    """A rope counts its tokens; bitsandbytes looks at the type of the first call."""
+    layer = model.model.layers[0].mlp.down_proj
+    layer.compute_type_is_set, layer.full_attention_max_seq_len_cached = False, 32
+    live = LiveModel(model)
+    before = live.identity()
+    layer.compute_type_is_set, layer.full_attention_max_seq_len_cached = True, 64
+    assert live.identity() == before
+
+
+def test_a_dynamic_ropes_scaling_is_no_change(device: str) -> None:
+    """Of a rope for each kind of layer a call beyond the limit sets it, such as one without the cache."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    ropes = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    config = transformers.Gemma3TextConfig(
+        **{**SLIDING, "max_position_embeddings": 32},
+        head_dim=16,
+        rope_parameters=ropes,
+        layer_types=["full_attention"] * 3,
+    )
+    model = transformers.Gemma3ForCausalLM(config).eval().to(device)
+    live = LiveModel(model)
+    before = live.identity()
+    with torch.no_grad():
+        model(torch.arange(60, device=device).unsqueeze(0) % 30)
+    assert "attention_scaling" in vars(model.model.rotary_emb)
+    assert live.identity() == before
 
 
 def test_a_model_that_was_made_in_inference_mode_is_known_and_its_changes_are_noticed(device: str) -> None:
