@@ -97,6 +97,8 @@ class LiveModel:
         # Places in tensors, whose memory is not held. A new storage has the address of one that is gone.
         self._probes: list[tuple[weakref.ref[torch.Tensor], StorageWeakRef, tuple[int, int]]] = []
         self._probed = b""
+        # By `id`: a tensor, its address, its count of writes in place, and its sums.
+        self._summed: dict[int, tuple[weakref.ref[torch.Tensor], int, int, torch.Tensor]] = {}
         self._name: dict[str, object] = {}
         self._adapted: list[torch.nn.Module] = []
         self._random: list[tuple[torch.nn.Module, torch.nn.Module, str]] = []
@@ -129,6 +131,8 @@ class LiveModel:
                 self._look_at_modules()
             probed, drawn = _read(views), self._draws()
             if other or drawn != self._drawn or probed != self._probed:
+                if probed != self._probed:  # other writes may be where no probe is
+                    self._summed.clear()
                 self._name = self._named(drawn)
                 self._adapted = [module for _, module in _adapted(self._model)]
                 self._stamp, self._probed, self._drawn = stamp, probed, drawn
@@ -191,7 +195,7 @@ class LiveModel:
             )
         if drawn and not self._drawn:
             _log.warning("the model is in training and draws at random (dropout): none of its pages is found again")
-        pieces = [_sums(tensor).view(torch.uint8) for _, tensor in tensors if _has_bytes(tensor)]
+        pieces = self._sums(tensor for _, tensor in tensors if _has_bytes(tensor))
         sums = hashlib.blake2b(_read(pieces), digest_size=32)
         return {
             **self._facts,
@@ -207,6 +211,17 @@ class LiveModel:
             "hooks": f"{_PROCESS}:{os.getpid()}:{numbers}" if numbers else "",
             "forwards": self._forwards_name,
         }
+
+    def _sums(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """The sums of tensors, as bytes; those of before where a tensor counts writes in place and has had none since:
+        adapters are switched from request to request."""
+        known, self._summed = self._summed, {}
+        for tensor in tensors:
+            found, place, writes = known.get(id(tensor)), tensor.data_ptr(), _writes(tensor)
+            if found is None or found[0]() is not tensor or found[1:3] != (place, writes) or tensor.is_inference():
+                found = weakref.ref(tensor), place, writes, _sums(tensor).view(torch.uint8)
+            self._summed[id(tensor)] = found
+        return [sums for *_, sums in self._summed.values()]
 
 
 def nameless(facts: Mapping[str, object]) -> bool:
@@ -225,15 +240,18 @@ def _stamp(model: torch.nn.Module, steady: bool = True) -> list[object]:
             volatile = module._non_persistent_buffers_set
             tensors += [one for name, one in module._buffers.items() if steady or name not in volatile]
             found += [one.dtype for one in module._buffers.values() if one is not None]
-        # tensors that were made in inference mode do not count writes in place
-        writes = [0 if one is None or one.is_inference() else one._version for one in tensors]
-        found += [(id(one), one.data_ptr(), n) for one, n in zip(tensors, writes, strict=True) if one is not None]
+        found += [(id(one), one.data_ptr(), _writes(one)) for one in tensors if one is not None]
         if "_disable_adapters" in module.__dict__:
             found.append(_switched(module))
         found += map(id, _hooks(module))  # code that removes all hooks may put other tables in their place
         if module._forward_hooks or module._forward_pre_hooks:
             found += _numbers(_hooks(module))
     return found
+
+
+def _writes(tensor: torch.Tensor) -> int:
+    """A tensor's count of writes in place; one that was made in inference mode has none."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _tensors(model: torch.nn.Module, steady: bool) -> Iterator[tuple[str, torch.Tensor]]:
@@ -352,7 +370,7 @@ def _sums(tensor: torch.Tensor) -> torch.Tensor:
     """Sums over all bytes of a tensor, in which each word has a weight by its place; of a small one the bytes."""
     memory = tensor.as_strided((_there(tensor),), (1,)).view(torch.uint8)
     if len(memory) <= SAMPLE:
-        return memory
+        return memory.clone()
     if memory.storage_offset() % 8:
         memory = memory.clone()
     words = memory[: len(memory) // 8 * 8].view(torch.int64)

@@ -557,6 +557,30 @@ def test_numbers_that_calls_set_are_no_change(model: PreTrainedModel) -> None:
     assert live.identity() == before
 
 
+def test_a_switch_reads_no_weights_again(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    read: list[int] = []
+    sums = live_model._sums
+    monkeypatch.setattr(live_model, "_sums", lambda tensor: read.append(id(tensor)) or sums(tensor))
+    model = build("llama", device)
+    live, layer = LiveModel(model), model.model.layers[0].self_attn
+    first, every = live.identity(), len(read)
+    assert every == len({id(one) for one in (*model.parameters(), *model.buffers())})
+    for scaling in (0.5, layer.scaling):
+        layer.scaling = scaling
+        second = live.identity()
+        assert (second == first) == (scaling != 0.5)
+    assert len(read) == every
+    with torch.no_grad():
+        model.lm_head.weight[:, 0] += 1  # counted
+    third = live.identity()
+    assert third["weights"] != first["weights"]
+    assert read[every:].count(id(model.lm_head.weight)) == 1
+    read.clear()
+    layer.q_proj.weight.data.mul_(2)  # not counted
+    assert live.identity()["weights"] != third["weights"]
+    assert len(read) == every
+
+
 def test_a_dynamic_ropes_scaling_is_no_change(device: str) -> None:
     """Of a rope for each kind of layer a call beyond the limit sets it, such as one without the cache."""
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
