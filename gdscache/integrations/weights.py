@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -26,6 +27,7 @@ SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".npz", ".i
 SAMPLE = 4096  # bytes read of each tensor, and of each stretch of a file without a table of tensors
 STRETCH = 1 << 20  # bytes; at least one sample lies in each
 WHOLE = 256 << 10  # bytes: smaller files are read whole; read at both ends of a file without a table
+_EMBEDDING = re.compile(r"embed|wte|wpe")  # a tensor whose single rows are trained, of new tokens say: read whole
 _THREADS = 32  # a network disk answers late, and answers many requests at once
 _HEADER_LIMIT = 100_000_000  # bytes: the format's own limit of a header
 _CLOCK_S = 0.05  # the system's precision of a process's start, and of a file's change
@@ -44,11 +46,11 @@ def weights_identity(model: str | os.PathLike[str]) -> str:
     """A text that names the weights in a directory (or the one file), for `model.weights`.
 
     It is a digest of the names and sizes of all weight files below the directory (`SUFFIXES`), and of samples of their
-    bytes. Of a safetensors file: the header and `SAMPLE` bytes of every tensor, at a place drawn from its name. Of
-    other files: the first and last `WHOLE` bytes, and `SAMPLE` bytes of each `STRETCH`, at a place drawn from its
-    number. Files of up to `WHOLE` bytes are read whole. So versions are told apart unless all their differences lie
-    between the samples. Times, links, the path, the directory's name and the order of files do not count: a copy is the
-    same model. Hidden files and directories are left out.
+    bytes. Of a safetensors file: the header, the embeddings, and `SAMPLE` bytes of every other tensor, at a place drawn
+    from its name. Of other files: the first and last `WHOLE` bytes, and `SAMPLE` bytes of each `STRETCH`, at a place
+    drawn from its number. Files of up to `WHOLE` bytes are read whole. So versions are told apart unless all their
+    differences lie between the samples. Times, links, the path, the directory's name and the order of files do not
+    count: a copy is the same model. Hidden files and directories are left out.
 
     Raises `WeightsNotFoundError`, also if a file cannot be read or becomes shorter meanwhile.
     """
@@ -68,7 +70,7 @@ def weights_identity(model: str | os.PathLike[str]) -> str:
         what = "is no directory" if not root.is_dir() else f"has no file that ends in {', '.join(SUFFIXES)}"
         raise WeightsNotFoundError(f"{root} {what}", _HINT)
     text = json.dumps(found, separators=(",", ":"))
-    return f"files-2:{hashlib.blake2b(text.encode(), digest_size=32).hexdigest()}"
+    return f"files-3:{hashlib.blake2b(text.encode(), digest_size=32).hexdigest()}"
 
 
 def weights_read(model: str | os.PathLike[str], commit: str | None = None) -> str:
@@ -184,11 +186,11 @@ def _described(file: Path, name: str, readers: ThreadPoolExecutor) -> tuple[str,
             data = os.pread(descriptor, place[1], place[0])
             if len(data) != place[1]:
                 raise OSError(errno.EIO, f"{len(data)} of {place[1]} bytes at {place[0]}", str(file))
-            return data
+            return hashlib.blake2b(data, digest_size=32).digest()  # here: the readers hash beside each other
 
         digest = hashlib.blake2b(digest_size=32)
-        for data in readers.map(read, _places(descriptor, file, size)):
-            digest.update(data)
+        for piece in readers.map(read, _places(descriptor, file, size)):
+            digest.update(piece)
         return name, size, digest.hexdigest()
     finally:
         os.close(descriptor)
@@ -200,8 +202,7 @@ def _places(descriptor: int, file: Path, size: int) -> Iterable[tuple[int, int]]
         return [(0, size)]
     if file.name.lower().endswith(".safetensors") and (places := _of_tensors(descriptor, size)) is not None:
         return places
-    stretches = [(at, min(STRETCH, size - at)) for at in range(WHOLE, size - WHOLE, STRETCH)]
-    inside = [_sample(str(number), at, nbytes) for number, (at, nbytes) in enumerate(stretches)]
+    inside = [_sample(str(number), *of) for number, of in enumerate(_stretches(WHOLE, size - 2 * WHOLE))]
     return [(0, WHOLE), *inside, (size - WHOLE, WHOLE)]
 
 
@@ -217,12 +218,20 @@ def _of_tensors(descriptor: int, size: int) -> list[tuple[int, int]] | None:
     try:
         tensors = json.loads(os.pread(descriptor, length, 8))
         spans = {name: tensor["data_offsets"] for name, tensor in tensors.items() if name != "__metadata__"}
-        samples = [_sample(name, first + begin, end - begin) for name, (begin, end) in sorted(spans.items())]
+        if not all(0 <= begin <= end <= size - first for begin, end in spans.values()):
+            return None
+        samples = [_of_tensor(name, first + begin, end - begin) for name, (begin, end) in sorted(spans.items())]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
-    if any(at < first or nbytes < 0 or at + nbytes > size for at, nbytes in samples):
-        return None
-    return [(0, first), *samples]
+    return [(0, first), *itertools.chain(*samples)]
+
+
+def _of_tensor(name: str, at: int, nbytes: int) -> list[tuple[int, int]]:
+    return _stretches(at, nbytes) if _EMBEDDING.search(name) else [_sample(name, at, nbytes)]
+
+
+def _stretches(at: int, nbytes: int) -> list[tuple[int, int]]:
+    return [(first, min(STRETCH, at + nbytes - first)) for first in range(at, at + nbytes, STRETCH)]
 
 
 def _sample(name: str, at: int, nbytes: int) -> tuple[int, int]:

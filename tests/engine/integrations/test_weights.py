@@ -41,7 +41,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_it_is_this_text_for_ever(model: Path) -> None:
-    assert weights_identity(model) == "files-2:c94b1c41aca9f763ece577904eaf349619956dc9258f62222e1ed347b5697d58"
+    assert weights_identity(model) == "files-3:4d2425c8f5b0d6f514348f488ecde59816f8991568140921af5700f92e829e1c"
     assert weights_identity(str(model)) == weights_identity(model)
 
 
@@ -218,6 +218,18 @@ def test_so_much_of_each_tensor_is_read(tmp_path: Path, monkeypatch: pytest.Monk
     assert sorted(reads) == sorted([8, header - 8, header, *[4096] * 50])
 
 
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "transformer.wte.weight", "word_embeddings.weight"])
+def test_a_row_of_an_embedding_differs(tmp_path: Path, name: str) -> None:
+    """Of new tokens, say, which were trained with all else frozen."""
+    file = tensors(tmp_path / "model.safetensors", {"layers.0.weight": b"x", name: b"x"})
+    data, found = bytearray(file.read_bytes()), {weights_identity(file)}
+    for row in range(1, 256, 51):
+        data[-4096 * row] ^= 1
+        file.write_bytes(data)
+        found.add(weights_identity(file))
+    assert len(found) == 6
+
+
 @pytest.mark.parametrize("name", ["model.bin", "model.gguf", "no header.safetensors"])
 def test_a_stretch_of_a_file_without_a_table_differs(tmp_path: Path, name: str) -> None:
     file, size = tmp_path / name, 5 << 20
@@ -238,6 +250,7 @@ def test_a_stretch_of_a_file_without_a_table_differs(tmp_path: Path, name: str) 
     [
         b"[]", b'{"a": {}}', b'{"a": {"data_offsets": ["x", "y"]}}', b'{"a": {"data_offsets": [-9, 4]}}',
         b'{"a": {"data_offsets": [0, 99999999]}}', b'{"a": {"data_offsets": [9, 4]}}', b"[" * 100_000,
+        b'{"embed": {"data_offsets": [9, 4]}}', b'{"embed": {"data_offsets": [0, 999999999999999999]}}',
     ],
     ids=lambda header: header[:40].decode(),
 )  # fmt: skip
