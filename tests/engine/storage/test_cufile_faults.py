@@ -91,11 +91,7 @@ class Machine:
     def counts_nothing(self) -> None:
         self._patch.delenv("STAND_IN_STATS")
 
-    def has_a_torch_for(self, name: str) -> None:
-        self._patch.setenv("STAND_IN_TORCH", "fake" if name == "kvikio" else "real")
-
     def ask(self, name: str, deadline_s: float) -> ProbeResult:
-        self.has_a_torch_for(name)
         return probe.probe(name, self.directory, 0, deadline_s)
 
     def is_left_alone(self) -> None:
@@ -156,7 +152,6 @@ def test_when_cufile_never_opens_auto_goes_on_and_on_does_not(
 ) -> None:
     """`auto` says in one line what it chose and why not GDS; `on` fails with the cause and what to change."""
     machine.goes_wrong(OPEN_HANGS)
-    machine.has_a_torch_for(name)
     monkeypatch.setattr(probe, "probe", functools.partial(probe.probe, deadline_s=DEADLINE_S[name]))
     options: dict[str, Any] = {"directory": machine.directory, "device": "cuda:0", "threads": 1, "direct_io": "auto"}
     wanted = "auto" if name == "cufile" else name

@@ -2,7 +2,7 @@
 
 STAND_INS is the folder of the libraries, STAND_IN_PIDS a file that this process adds its number to. STAND_IN_FAULTS is
 JSON: calls of `StandIns`, each the method's name and its arguments. STAND_IN_STATS, where set, is the file that counts
-I/O as the nvidia-fs driver does. STAND_IN_TORCH is `real` where torch is wanted for more than the probe's tensors.
+I/O as the nvidia-fs driver does.
 """
 
 from __future__ import annotations
@@ -46,15 +46,10 @@ def frombuffer(content: bytearray, **options: Any) -> Any:
     return types.SimpleNamespace(to=lambda device: made)
 
 
-if os.environ.get("STAND_IN_TORCH") == "real":
-    torch: Any = importlib.import_module("torch")
-    importlib.import_module("gdscache.storage.calls").PROC_MODULES = os.devnull  # type: ignore[attr-defined]
-    library = os.environ["STAND_INS"] + "/libcufile.so.0"
-    importlib.import_module("gdscache.storage.cufile").find_cufile = lambda: library  # type: ignore[attr-defined]
-else:
-    torch = sys.modules["torch"] = types.ModuleType("torch")
-    torch.cuda = types.SimpleNamespace()
-    torch.uint8 = GpuBytes.dtype
+torch: Any = importlib.import_module("torch")
+importlib.import_module("gdscache.storage.calls").PROC_MODULES = os.devnull  # type: ignore[attr-defined]
+library = os.environ["STAND_INS"] + "/libcufile.so.0"
+importlib.import_module("gdscache.storage.cufile").find_cufile = lambda: library  # type: ignore[attr-defined]
 torch.cuda.set_device = lambda device: None
 torch.cuda.synchronize = lambda device=None: None
 torch.frombuffer = frombuffer
