@@ -166,7 +166,8 @@ def a_rank_that_fails(ranks: Ranks) -> None:
     found.flush()
     ranks.barrier()
     if last:
-        found.linker._rank.close()
+        for rank in found.linker._rank.ranks:
+            rank.close()
     if ranks.leads:
         rig.until(lambda: found.linker.engine.stats()["ranks"][-1]["state"] == "lost", "it is heard of")
     ranks.barrier()
