@@ -66,12 +66,10 @@ class EvictionPolicy(Protocol):
         ...
 
 
-class LRU(LifetimeOrder):
-    """Least recently used first: the order of lifetimes (`Lifetime`) where all lifetimes are equal, and no page is
-    deferred. Callers touch a prefix tail first, so that heads outlive tails."""
+class NativeOrder(LifetimeOrder):
+    """An order in the native library, of which a kind has `restore`."""
 
-    def __init__(self, groups: int = 1) -> None:
-        """`groups`: as every order in `POLICIES`. LRU is the same for any number."""
+    def __init__(self) -> None:
         super().__init__()
         self.restore((), ())
 
@@ -79,19 +77,31 @@ class LRU(LifetimeOrder):
         return type(self)()
 
     def restore(self, keys: Sequence[bytes], order: Sequence[int] | npt.NDArray[np.int64]) -> None:
+        raise NotImplementedError
+
+    def remove(self, key: bytes) -> None:
+        self.evict_all(((key, None),))
+
+    def __iter__(self) -> Iterator[bytes]:
+        return itertools.chain.from_iterable(iter(self.walk(), []))
+
+
+class LRU(NativeOrder):
+    """Least recently used first: the order of lifetimes (`Lifetime`) where all lifetimes are equal, and no page is
+    deferred. Callers touch a prefix tail first, so that heads outlive tails."""
+
+    def __init__(self, groups: int = 1) -> None:
+        """`groups`: as every order in `POLICIES`. LRU is the same for any number."""
+        super().__init__()
+
+    def restore(self, keys: Sequence[bytes], order: Sequence[int] | npt.NDArray[np.int64]) -> None:
         groups, sizes, uses, gaps = self.SHAPE
         unused = ReuseSample(groups * sizes + uses * gaps, 1, 1)
         unused.last = 1 << 62  # so that no conclusion is ever due
         self.begin(keys, order, unused, lambda pages, stored: None)
-
-    def remove(self, key: bytes) -> None:
-        self.evict_all(((key, None),))
 
     def defer_all(self, keys: Sequence[bytes]) -> None:
         return
 
     def deferring(self) -> Sequence[LifetimeOrder]:
         return ()
-
-    def __iter__(self) -> Iterator[bytes]:
-        return itertools.chain.from_iterable(iter(self.walk(), []))

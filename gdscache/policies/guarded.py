@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from gdscache.arrays import Float64Array
 from gdscache.native import LifetimeOrder, LruShadow, ReuseSample
-from gdscache.policies.base import LRU, EvictionPolicy
+from gdscache.policies.base import LRU, EvictionPolicy, NativeOrder
 
 # 0, 1, 2, 3, 4, 6, 8, 12, 16, ...: age i begins at AGES[i]; later uses than the last age are not counted.
 AGES = np.array([0, 1] + [(2 + i % 2) << i // 2 for i in range(52)], np.float64)
@@ -166,7 +166,7 @@ def best_lifetimes(ages: Float64Array, chances: Float64Array, arrived: Float64Ar
     return Lifetimes(same + trust * (ages[less] - same), same + trust * (ages[more] - same), share)
 
 
-class Lifetime(LRU):
+class Lifetime(NativeOrder):
     """Earliest deadline first: each use gives a page the lifetime of its class anew.
 
     The class of an unused page depends on the uses of the page that its prefix branched off from (none, or one of 1, 2
@@ -191,9 +191,6 @@ class Lifetime(LRU):
     def restore(self, keys: Sequence[bytes], order: Sequence[int] | npt.NDArray[np.int64]) -> None:
         monitor = self.monitor(self.CLASSES, len(order))
         self.begin(keys, order, monitor.sample, partial(_learn, monitor))
-
-    def defer_all(self, keys: Sequence[bytes]) -> None:
-        LifetimeOrder.defer_all(self, keys)
 
     def deferring(self) -> Sequence[LifetimeOrder]:
         return (self,)
