@@ -206,11 +206,9 @@ def address_of(memory: Memory) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))  # ten times as fast as numpy, for writable memory only
 
 
-def named_object(target: str, base: type, refuse: Callable[[str], Exception], *given: Any, **keywords: Any) -> Any:
-    """A new object of the subclass of `base` that `target` names.
-
-    `refuse(cause)`: the error to raise if there is no such class, it is abstract, or does not take the arguments.
-    """
+def named_class(target: str, base: type, refuse: Callable[[str], Exception]) -> Any:
+    """The subclass of `base` that `target` names. `refuse(cause)`: the error to raise if there is none, or it is
+    abstract."""
     module_name, _, class_name = target.partition(":")
     try:
         module = importlib.import_module(module_name)
@@ -221,6 +219,13 @@ def named_object(target: str, base: type, refuse: Callable[[str], Exception], *g
         raise refuse(f"{class_name!r} of {module_name} is no subclass of {base.__name__}")
     if inspect.isabstract(found):
         raise refuse(f"it lacks {', '.join(sorted(getattr(found, '__abstractmethods__', ())))}")
+    return found
+
+
+def named_object(target: str, base: type, refuse: Callable[[str], Exception], *given: Any, **keywords: Any) -> Any:
+    """A new object of a `named_class`. `refuse(cause)`: the error to raise also if the class does not take the
+    arguments."""
+    found = named_class(target, base, refuse)
     try:
         inspect.signature(found).bind(*given, **keywords)
     except TypeError as error:

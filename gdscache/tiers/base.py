@@ -30,7 +30,7 @@ from gdscache.index.table import Entry
 from gdscache.pages.checksum import Checksums
 from gdscache.pages.keys import Page
 from gdscache.pages.layout import PLAIN, PageLayout
-from gdscache.storage.base import named_object
+from gdscache.storage.base import named_class, named_object
 
 if TYPE_CHECKING:
     import torch
@@ -244,6 +244,12 @@ class Lease:
         held, self._held = self._held, []
         for index, pages, slots in held:
             index.let_go(pages, slots)
+
+
+def tier_class(name: str) -> type[DurableTier]:
+    """The class that `tiers[].tier` names. Raises `TierUnavailableError`; and its module's own exceptions."""
+    found: type[DurableTier] = named_class(name, DurableTier, functools.partial(_bad_class, name))
+    return found
 
 
 def open_tier(

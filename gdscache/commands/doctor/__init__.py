@@ -7,9 +7,7 @@ judged alone is collected as a row.
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import torch
 
@@ -26,7 +24,7 @@ from gdscache.kernels.jit import find_compiler
 from gdscache.mooncake.client import load_package
 from gdscache.mooncake.tier import MooncakeTier
 from gdscache.sizes import about
-from gdscache.tiers.base import DurableTier
+from gdscache.tiers.base import DurableTier, tier_class
 
 __all__ = ["CHECKS", "Asked", "Facts", "Report", "Row", "defaults", "examine", "find", "tables"]
 
@@ -71,18 +69,15 @@ def tier_rows(asked: Asked) -> Iterator[Row]:
 
 
 def find_tier(name: str) -> type[DurableTier]:
-    """The class of a tier. Raises `TierUnavailableError`, also for any error of its module but `ImportError`, which is
-    raised as it is, and `MissingPackageError`."""
-    module, _, class_name = name.partition(":")
+    """The class of a tier. Raises `TierUnavailableError`, also for any error of its module, and
+    `MissingPackageError`."""
     try:
-        found: Any = getattr(importlib.import_module(module), class_name, None)
-    except ImportError:
+        found = tier_class(name)
+    except TierUnavailableError:
         raise
     except Exception as error:  # a user's code, which may raise anything
-        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        module, cause = name.partition(":")[0], " ".join(f"{type(error).__name__}: {error}".split())
         raise TierUnavailableError(f"{module} cannot be imported: {cause}", f"correct {module}") from error
-    if not (isinstance(found, type) and issubclass(found, DurableTier)):
-        raise TierUnavailableError(f"{name} is no tier", "name a subclass of gdscache.tiers.base.DurableTier")
     if issubclass(found, MooncakeTier):
         load_package()
     return found
