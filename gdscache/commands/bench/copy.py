@@ -72,9 +72,10 @@ def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
             contextlib.closing(BenchPlanes(gpu, geometry.layout(page_tokens), settings.total)) as pool,
             contextlib.closing(gpu.open_copies(pool.planes)) as by,  # its kernels hold the planes until this returns
         ):
-            run.found["mover"] = {"driver": by.driver.version, "staging_bytes": STAGING, **by.describe()}
             if pool.layout.packed:
                 pool.pack(by)
+            else:  # packed pages are moved without a calibration
+                run.found["mover"] = {"driver": by.driver.version, "staging_bytes": STAGING, **by.describe()}
             for cell in of_layout:
                 run.case(label(cell), functools.partial(_measure_cell, settings, Copies(pool, by, cell)))
 
