@@ -27,6 +27,7 @@ ENGINE = {
     "context_length": 2048,
     "chunked_prefill_size": 512,
     "max_running_requests": 64,
+    "max_mamba_cache_size": 256,  # states; otherwise they fill what is free
     "schedule_policy": "lpm",
     "log_level": "warning",
     "random_seed": 0,
@@ -38,7 +39,7 @@ def cache(way: str, folder: str) -> dict[str, Any]:
     """Arguments of `sglang.Engine` for our linker, or for our storage below HiCache."""
     ssd = {"path": f"{folder}/{way}", "capacity": "2GiB", "transport": "posix", "gds": "off"}
     if way == "linker":
-        config = {"cpu": {"capacity": "256MiB"}, "ssd": ssd, "host_buffer": "16MiB"}
+        config = {"cpu": {"capacity": "256MiB"}, "ssd": ssd, "host_buffer": "64MiB"}  # two states beside other pools' pages
         return {
             "enable_unified_cache_external_linker": True,
             "unified_cache_external_linker_backend": "dynamic",

@@ -30,6 +30,7 @@ of_one_kind = pytest.mark.skipif(
     KIND in HYBRIDS, reason="a hybrid model's hits end where SGLang keeps windows or states"
 )
 PAGE, LIMIT_S = 32, 400.0
+OF_KIND = {"convolutions": {"attention_backend": "fa3", "page_size": 1}}.get(KIND, {})  # SGLang asks for both
 REQUESTS = int(os.environ.get("GDSCACHE_SGLANG_REQUESTS", "2000"))
 TP = int(os.environ.get("GDSCACHE_SGLANG_TP", "1"))  # GPUs of an engine
 BESIDE = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}  # engines that open side by side take memory in turns
@@ -69,7 +70,7 @@ def child(folder: Path, orders: dict[str, Any]) -> list[Any]:
 
 
 def run(folder: Path, model: Path, way: str, steps: Steps, **engine: Any) -> list[Any]:
-    engine = {"tp_size": TP, **engine}
+    engine = {"tp_size": TP, **OF_KIND, **engine}
     orders = {"model": str(model), "way": way, "folder": str(folder), "steps": steps, "engine": engine}
     return child(folder, orders)[1:]
 

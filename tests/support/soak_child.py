@@ -5,7 +5,9 @@ Every few rounds the engine is opened anew over the same directory, with other p
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import gc
 import logging
 import os
 import random
@@ -55,6 +57,8 @@ def sample(queued: int = 0, threads: int = 1) -> Sample:
     until = time.monotonic() + 2
     while (tasks := len(os.listdir("/proc/self/task"))) > threads and time.monotonic() < until:
         time.sleep(0.01)
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # otherwise the arenas keep what they gave the threads of closed engines
     if tasks > threads:
         print(f"{tasks} threads: {sorted(thread.name for thread in threading.enumerate())}", file=sys.stderr)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
