@@ -28,7 +28,7 @@ from gdscache.ranks.channel import Channel, connected
 from gdscache.ranks.loads import Verdicts
 from gdscache.ranks.place import open_host_transport
 from gdscache.ranks.wire import Fields
-from gdscache.runtime.threads import log_failure
+from gdscache.runtime.threads import behind, log_failure
 
 CLOSE_S = 5.0  # seconds that `close` waits for late reads
 _log = logging.getLogger("gdscache.ranks")
@@ -208,8 +208,8 @@ class Borrower:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Read nothing more, and free everything; memory and files of hanging reads are kept. May be called again. Does
-        nothing in a forked child, which has the same sockets."""
+        """Read nothing more, and free everything; memory and files of hanging reads, when these end. May be called
+        again. Does nothing in a forked child, which has the same sockets."""
         if os.getpid() != self._pid:
             return
         with self._lock:
@@ -217,11 +217,18 @@ class Borrower:
                 return
             self._closed, self._gone = True, self._gone or "this rank is closed"
             self._lock.wait_for(lambda: not self._loads, 2 * self._deadline + CLOSE_S)
-            in_time = self._lock.wait_for(lambda: not self._late and not self._loads, CLOSE_S)
+            in_time = self._lock.wait_for(self._at_rest, CLOSE_S)
         self._channel.close()
-        if not in_time:
-            _log.error("rank %d: reads have not ended: their memory and files are kept", self.rank)
+        if in_time:
+            self._close_parts()
             return
+        _log.error("rank %d: reads have not ended: their memory and files are kept until they do", self.rank)
+        behind(self._lock, self._at_rest, self._close_parts, "gdscache-borrower-late")
+
+    def _at_rest(self) -> bool:
+        return not self._late and not self._loads
+
+    def _close_parts(self) -> None:
         for part in (self._executor, self._copies, self._files, self._bounce):
             part.close()
 

@@ -234,7 +234,7 @@ class RanksMoving:
         self.cancel()
         if not self._over.wait_awake(GRACE_S):
             for part in [*self._waiting.values()]:
-                self._executor.ranks.late(part.link, self.number)
+                self._executor.ranks.late(part.link, self.number, self._waiting)
 
     def _finish(self) -> End:
         with self._lock:

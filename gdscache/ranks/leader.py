@@ -8,7 +8,7 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import numpy as np
@@ -157,8 +157,12 @@ class RankSet:
             )
         self.gone(link)
 
-    def late(self, link: Link, number: int) -> None:
+    def late(self, link: Link, number: int, owing: Container[int]) -> None:
+        """A move has not ended on a rank in time. `owing`: the ranks without an answer; this one may have answered in
+        the meantime."""
         with self._lock:
+            if link.rank not in owing:
+                return
             first = not link.overdue and not link.lost
             link.overdue.add(number)
             self._look()
@@ -224,7 +228,8 @@ def _answer(link: Link, number: int, seconds: float) -> Fields:
     found = link.channel.answer(number, seconds)
     if found is None:
         raise RankLostError(
-            f"rank {link.rank} {link.lost or f'has not answered within {seconds:g} s'}", "see the log of its process"
+            f"rank {link.rank} {link.lost or f'has not answered within {seconds:g} s'}",
+            "see the log of its process; it serves one leader at a time, so end another one first",
         )
     if "error" in found:
         raise _error(found)

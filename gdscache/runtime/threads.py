@@ -137,6 +137,19 @@ def start(threads: Sequence[threading.Thread], stop: Callable[[], object]) -> No
         ) from error
 
 
+def behind(condition: threading.Condition, over: Callable[[], bool], work: Callable[[], object], name: str) -> None:
+    """Run `work()` in a thread of this name once `over()` is true, which the condition guards. Its errors, and that of
+    the thread's start, go to the log."""
+
+    def wait() -> None:
+        with condition:
+            condition.wait_for(over)
+        log_failure(failure_of(work))
+
+    thread = threading.Thread(target=wait, name=name, daemon=True)
+    log_failure(failure_of(lambda: start([thread], lambda: None)))
+
+
 class Workers:
     """`threads` threads that take work in the order of its submission. Exceptions of work go to the log."""
 

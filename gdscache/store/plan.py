@@ -125,7 +125,8 @@ class StorePlanner:
         manager.retain(pages, job.retention)
         self._retain_coming(pages, job.retention)
         before = self.queued - len(pages)
-        room = max(0, self._limit - before + (0 if self._landing is None else len(self.keys)))
+        absent = manager.quarantine.absent()  # ranks do not answer
+        room = 0 if absent else max(0, self._limit - before + (0 if self._landing is None else len(self.keys)))
         missing = self._missing(pages, job.retention)
         if len(missing) < len(pages):
             present = sorted(job.left.difference(missing))
@@ -136,7 +137,7 @@ class StorePlanner:
                 present = there
             manager.counts["stores", "present"] += len(present)
             self.finish_pages(job, present)
-        self.finish_pages(job, missing[room:], "queue_full")
+        self.finish_pages(job, missing[room:], absent or "queue_full")
         job.narrow(missing[:room])
         keys = [page.key for page in job.pages]
         manager.fates.forget(keys)

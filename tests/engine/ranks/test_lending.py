@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import random
 import threading
 import time
@@ -25,7 +26,7 @@ from gdscache.ranks.borrower import Borrower
 from gdscache.storage.base import Op
 from tests.support.faults import Fault
 from tests.support.faulty import PLAN
-from tests.support.helpers import WAIT, until
+from tests.support.helpers import WAIT, our_threads, until
 
 PAGE, PAGES, WIDTH = 4, 24, 512
 KEYS = [hashlib.sha256(bytes([number])).hexdigest() for number in range(20)]
@@ -181,6 +182,20 @@ def test_a_read_that_hangs_ends_with_the_deadline_and_writes_nothing_later(tmp_p
         until(lambda: not found.leases, "the reads have ended")
         assert (found.pools[0] == 7).all()
         assert found.others[0].get(KEYS[:4], slots(0, 1, 2, 3)) == [True] * 4
+
+
+def test_what_hanging_reads_kept_is_free_when_they_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gdscache.ranks.borrower.CLOSE_S", 0.05)
+    with ranks(tmp_path, ssd=FAULTY, deadline=0.3) as found:
+        found.store(KEYS[:2])
+        before = len(os.listdir("/proc/self/fd"))
+        late = found.borrowed(pool())
+        with PLAN.rule(Op.READ, Fault.HANG):
+            assert late.get(KEYS[:2], slots(0, 1)) == [False] * 2
+            late.close()
+            assert len(os.listdir("/proc/self/fd")) > before, "the reads need the file"
+        until(lambda: "gdscache-borrower-late" not in our_threads(), "the reads have ended")
+        assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_a_close_waits_for_loads_that_are_under_way(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 
 import gdscache
 from gdscache import CacheEngine, PageStatus, Rank
+from gdscache.disk.directory import FileLock
 from gdscache.disk.slab import SlabIO
 from gdscache.errors import (
     CapacityError,
@@ -26,6 +27,7 @@ from gdscache.errors import (
     RankError,
     RankLostError,
     RankMismatchError,
+    RankProtocolError,
 )
 from gdscache.gate.busy_periods import BusyPeriods
 from gdscache.load import loader
@@ -34,7 +36,7 @@ from gdscache.pages.layout import PageLayout
 from gdscache.ranks import executor, wire
 from gdscache.ranks.address import StoreMark
 from gdscache.ranks.executor import RanksMoving
-from gdscache.ranks.leader import RankSet
+from gdscache.ranks.leader import Link, RankSet
 from gdscache.ranks.loads import MixedMoving
 from gdscache.ranks.rank import Service
 from gdscache.storage.base import Op
@@ -50,6 +52,7 @@ from tests.support.helpers import (
     layout_of,
     make_config,
     new_planes,
+    our_threads,
     prompt,
     read_page,
     until,
@@ -261,7 +264,7 @@ def test_each_shard_has_its_own_bytes_and_a_latent_has_them_once(ranks_host: Ope
 
 @pytest.mark.parametrize(("how", "when"), pairs([signal.SIGSTOP, signal.SIGKILL], ["load", "store", "prefetch"]))
 def test_a_rank_that_ends_or_hangs_costs_pages_and_no_more(
-    ranks_host: Open, monkeypatch: pytest.MonkeyPatch, how: int, when: str
+    ranks_host: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: int, when: str
 ) -> None:
     monkeypatch.setattr(executor, "GRACE_S", 0.3)
     host = ranks_host([0, 1], deadline=0.5)
@@ -288,6 +291,11 @@ def test_a_rank_that_ends_or_hangs_costs_pages_and_no_more(
     assert time.monotonic() - began < 30
     until(lambda: host.engine.stats()["ranks"][1]["state"] != "running", "the rank is missed")
     assert host.engine.lookup(kept).tokens == 0  # nothing is promised that one rank cannot bring
+    cause = "rank_away" if how == signal.SIGSTOP else "rank_lost"
+    caplog.clear()
+    for number in range(3, 6):
+        assert {*host.engine.store(prompt(number, 2), [8, 9]).result(WAIT).dropped.values()} == {cause}
+    assert not [one for one in caplog.records if one.levelname == "ERROR"], "it was said once"
     if how == signal.SIGSTOP:
         host.ranks[1].signal(signal.SIGCONT)
         until(lambda: host.engine.stats()["ranks"][1]["state"] == "running", "the rank is back")
@@ -325,6 +333,81 @@ def test_a_rank_that_dies_while_another_waits_for_its_order_costs_no_time(
         late.tell(*given)
         answer = late.hear()
         assert what == "store" or GOOD.value not in answer[0]
+
+
+def test_a_rank_that_answers_while_it_is_given_up_is_not_away_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor, "GRACE_S", 0.1)
+    late, tokens = RankSet.late, prompt(1, 2)
+
+    def after_its_answer(ranks: RankSet, link: Link, number: int, owing: Container[int]) -> None:
+        of.arm.set()
+        until(lambda: link.rank not in owing, "it has answered")
+        late(ranks, link, number, owing)
+
+    with here(make_config(tmp_path, deadline=0.1), pool(layout_of(MHA))) as one:
+        one.store(tokens, range(2))
+        of = Held(one.ranks[0]._service, monkeypatch)
+        monkeypatch.setattr(RankSet, "late", after_its_answer)
+        load = one.begin(tokens, range(2, 4))
+        one.ranks[0].load(load.order)
+        load.result(WAIT)
+        until(lambda: not one.engine.stats()["leases"], "the load is over")
+        assert one.engine.stats()["ranks"][0]["state"] == "running"
+        assert one.engine.lookup(tokens).tokens == len(tokens)
+
+
+class Held:
+    """A service whose ends of moves are told from `arm` on."""
+
+    def __init__(self, service: Service | None, patch: pytest.MonkeyPatch) -> None:
+        assert service is not None
+        self.arm, self._tell = threading.Event(), service._tell
+        patch.setattr(service, "_tell", self._held)
+
+    def _held(self, *given: Any, **told: Any) -> None:
+        self.arm.wait(WAIT)
+        self._tell(*given, **told)
+
+
+def test_what_late_reads_kept_is_free_when_they_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The leader dies while a disk hangs: the directory is its successor's when the reads have ended."""
+    monkeypatch.setattr("gdscache.ranks.rank.CLOSE_S", 0.05)
+    planes, config = pool(layout_of(MHA)), make_config(tmp_path / "cache", deadline=0.2, transport=FAULTY, cpu=None)
+    tokens = prompt(1, 2)
+    with here(config, planes) as one, FAULTS.rule(Op.READ, Fault.HANG) as rule:
+        one.store(tokens, range(2))
+        rank, ranks = one.ranks[0], one.engine._parts.ranks
+        load = one.begin(tokens, range(2, 4))
+        assert GOOD not in rank.load(load.order).result(WAIT).pages
+        load.result(WAIT)
+        for link in ranks.links:  # as the kernel ends a process that was killed
+            link.channel._socket.shutdown(2)
+        assert rank.left(WAIT)
+        path = tmp_path / "cache" / "slab-0.bin"
+        until(lambda: "gdscache-rank-late" in our_threads(), "the rank serves the next leader")
+        with pytest.raises(BlockingIOError):
+            FileLock(path, create=False)
+        rule.release()
+        until(lambda: "gdscache-rank-late" not in our_threads(), "memory and files are free")
+        FileLock(path, create=False).close()
+    with here(config, planes) as one:
+        load = one.begin(tokens, range(2, 4))
+        assert one.ranks[0].load(load.order).result(WAIT).pages == load.result(WAIT).pages == (GOOD,) * 2
+
+
+def test_orders_of_another_call_are_refused(tmp_path: Path) -> None:
+    with here(make_config(tmp_path), pool(layout_of(MHA))) as one:
+        rank, handle = one.ranks[0], one.engine.store(prompt(1, 2), [0, 1])
+        with pytest.raises(RankProtocolError, match="order of another call"):
+            rank.load(handle.order)
+        rank.store(handle.order)
+        handle.result(WAIT)
+        load = one.begin(prompt(1, 2), range(2, 4))
+        with pytest.raises(RankProtocolError, match="order of another call"):
+            rank.store(load.order)
+        assert rank.load(load.order).result(WAIT).pages == (GOOD,) * 2
 
 
 def test_a_rank_that_a_forked_child_closes_serves_on(ranks_host: Open) -> None:
