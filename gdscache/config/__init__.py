@@ -25,23 +25,11 @@ from pydantic import (
 )
 
 from gdscache.config.file import COLLECT, NOWHERE, ConfigSection, dotted, explain, read_places, rejected
-from gdscache.config.model import ModelConfig, PlaneConfig
+from gdscache.config.model import ModelConfig as ModelConfig
+from gdscache.config.model import PlaneConfig as PlaneConfig
 from gdscache.errors import CapacityError, ConfigError, ConfigFileError, GeometryError, InvalidValueError
 from gdscache.limits import MAX_COUNT, MAX_SECONDS
 from gdscache.sizes import GIB, MIB, SIZE_SCHEMA, Size, format_size, parse_size
-
-__all__ = [
-    "Config",
-    "CpuConfig",
-    "GpuConfig",
-    "LoadConfig",
-    "ModelConfig",
-    "PlaneConfig",
-    "SsdConfig",
-    "StoreConfig",
-    "config_schema",
-    "load_config",
-]
 
 
 def _switch(value: object) -> object:
@@ -320,7 +308,9 @@ class Config(ConfigSection):
     def from_dict(cls, data: Mapping[str, object], source: str = "<dict>") -> Self:
         """Check plain data like a file. `source` names it in messages. Raises a `ConfigError` subclass."""
         if not isinstance(data, Mapping):
-            raise ConfigFileError(f"{source}: holds {type(data).__name__}, not a mapping", _MAPPING_HINT)
+            raise ConfigFileError(
+                f"{source}: holds {type(data).__name__}, not a mapping", "name its sections; `model` is required"
+            )
         return cls._checked(data, source, NOWHERE)
 
     @classmethod
@@ -400,23 +390,18 @@ def _sizes(name: str, value: Any) -> Iterator[tuple[tuple[int | str, ...], int]]
         tiers = value if isinstance(value, (list, tuple)) else ()
         given = [((number, "capacity"), _get(tier, "capacity")) for number, tier in enumerate(tiers)]
     else:
-        given = [(key[1:], _get(value, *key[1:])) for key in SIZES if key[0] == name]
+        given = [(key[1:], _get(value, key[1]) if key[1:] else value) for key in SIZES if key[0] == name]
     for loc, size in given:
         with contextlib.suppress(ValueError):  # reported already, or absent
             yield loc, parse_size(size)
 
 
-def _get(section: Any, key: int | str = "") -> Any:
-    if not key:
-        return section
+def _get(section: Any, key: int | str) -> Any:
     return section.get(key) if isinstance(section, Mapping) else getattr(section, str(key), None)
 
 
 def _figures(size: int) -> str:
     return format_size(size) if size and size % 1024 == 0 else f"{size:,} bytes"
-
-
-_MAPPING_HINT = "a configuration is a mapping of sections; `model` is required"
 
 
 # Keys whose values differ between replicas of a server.

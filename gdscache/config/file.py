@@ -251,7 +251,7 @@ def _problem(details: ErrorDetails, model: type[BaseModel]) -> _Problem:
         allowed = "must be a list"
     elif kind == "string_type":
         allowed = "must be a text"
-        hint = f"put it in quotes; {hint}" if isinstance(value, (int, float)) else hint
+        hint = "; ".join(filter(None, ("put it in quotes" * isinstance(value, (int, float)), hint)))
     elif kind == "value_error":
         allowed = str(context["error"])
     else:

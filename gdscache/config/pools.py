@@ -130,12 +130,10 @@ def plain_parts(config: Config, shards: int = 1, replicas: int = 1) -> tuple[Con
                 f"packed: {format_size(size - share)} are left, and {format_size(least)} are needed",
                 f"raise {dotted(path)}, or set model.pack to off",
             )
-        _set(packed, path, size - share)
-        _set(plain, path, share)
+        set_size(packed, path, size - share)
+        set_size(plain, path, share)
     plain |= {"model": {**plain["model"], "pack": "off"}, "tiers": [], "metrics": None, "events": None, "status": None}
-    if config.ssd is not None:
-        plain["ssd"]["path"] = str(config.ssd.path / PLAIN_DIRECTORY)
-        plain["ssd"]["stripes"] = [str(path / PLAIN_DIRECTORY) for path in config.ssd.stripes]
+    put_below(plain, config, PLAIN_DIRECTORY)
     return Config.from_dict(packed), Config.from_dict(plain)
 
 
@@ -158,7 +156,14 @@ def shared_sizes(config: Config) -> Iterator[tuple[tuple[int | str, ...], int]]:
             yield path, value
 
 
-def _set(data: Any, path: Sequence[int | str], value: int) -> None:
+def put_below(data: dict[str, Any], config: Config, name: str) -> None:
+    """Name the directories `name` below those of `config`'s SSD in a part of it as plain data."""
+    if config.ssd is not None:
+        data["ssd"]["path"] = config.ssd.path / name
+        data["ssd"]["stripes"] = [path / name for path in config.ssd.stripes]
+
+
+def set_size(data: Any, path: Sequence[int | str], value: int) -> None:
     for key in path[:-1]:
         data = data[key]
     data[path[-1]] = value
@@ -190,13 +195,11 @@ def _part(config: Config, pool: Pool, model: dict[str, Any], share: float, plane
     data = {**config.dump(), "model": model, "metrics": None}
     data["gpu"]["capacity"] = planes
     for path, size in shared_sizes(config):
-        _set(data, path, int(size * share))
+        set_size(data, path, int(size * share))
     below = POOL_PREFIX + "-".join(map(str, pool.groups))
     if config.status is not None:
         data["status"]["path"] = str(config.status.path / below)
-    if config.ssd is not None:
-        data["ssd"]["path"] = str(config.ssd.path / below)
-        data["ssd"]["stripes"] = [str(path / below) for path in config.ssd.stripes]
+    put_below(data, config, below)
     return data
 
 

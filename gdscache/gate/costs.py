@@ -201,7 +201,6 @@ class Prices:
         self._overlap, self._prefill = costs.overlap, costs.prefill.coefficients or (0.0, 0.0, 0.0)
         self._start, self._tokens, self._page_tokens = start, tokens, page_tokens
         self._runs: list[_PricedRun] = []
-        self._ends: list[int] = []
         self.known = True
         at, before, begun = 0, 0.0, {"gpu"}
         for tier, group in itertools.groupby(tiers):
@@ -213,12 +212,11 @@ class Prices:
             begun.add(tier)
             run = _PricedRun(at, at + len(list(group)), before, entry, page)
             self._runs.append(run)
-            self._ends.append(run.end)
             at, before = run.end, run.load(run.end)
         self.pages = at
 
     def load(self, pages: int) -> float:
-        return self._runs[bisect.bisect_left(self._ends, pages)].load(pages) if pages else 0.0
+        return self._runs[bisect.bisect_left(self._runs, pages, key=lambda run: run.end)].load(pages) if pages else 0.0
 
     def rest(self, pages: int) -> float:
         cached = self._start + pages * self._page_tokens

@@ -6,12 +6,7 @@ Iterating changes nothing.
 
 from __future__ import annotations
 
-from gdscache.policies.base import LRU, EvictionPolicy
+from gdscache.policies.base import LRU
 from gdscache.policies.guarded import Guarded
 
 POLICIES: dict[str, type[LRU] | type[Guarded]] = {"lru": LRU, "lifetime": Guarded}
-
-
-def new_policy(name: str, groups: int = 1) -> EvictionPolicy:
-    """An order without pages, by its name in `POLICIES`. `groups`: of layers, whose pages it has. Raises KeyError."""
-    return POLICIES[name](groups)

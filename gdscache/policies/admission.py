@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gdscache.errors import CapacityError
 from gdscache.limits import LIMITS
 from gdscache.runtime.limited_log import LimitedLog
 from gdscache.sizes import about
@@ -366,9 +365,7 @@ class EnduranceBudget:
     """
 
     def __init__(self, bytes_per_day: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` counts seconds and does not go back. Raises `CapacityError` for less than 8 bytes."""
-        if bytes_per_day < BURST:
-            raise CapacityError(f"ssd.endurance is {bytes_per_day} bytes a day", "raise it, or set it to null")
+        """`clock` counts seconds and does not go back."""
         self.bytes_per_day = bytes_per_day
         self.burst = bytes_per_day // BURST
         self._rate = bytes_per_day - self.burst  # bytes a day
@@ -424,11 +421,9 @@ class Admission:
         *,
         offers: int = LIMITS.admission_offers,
         clock: Callable[[], float] = time.monotonic,
-        kept: int = REFUSED_KEPT,
         log: LimitedLog | None = None,
     ) -> None:
         """`name`: of the policy; `second_offer` admits a page at its `offers`th offer. `endurance`: bytes a day."""
-        self._kept = kept
         self._log = LimitedLog() if log is None else log
         self.admitted = 0
         self.refused: Counter[str] = Counter()
@@ -498,7 +493,7 @@ class Admission:
             lambda: f"the SSD refuses pages ({cause}): {self._said(page, cause, victim)}",
         )
         self._lately[page.key] = None
-        if len(self._lately) > self._kept:
+        if len(self._lately) > REFUSED_KEPT:
             self._lately.popitem(last=False)
         return cause
 

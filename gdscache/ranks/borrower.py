@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import threading
@@ -28,7 +29,7 @@ from gdscache.ranks.channel import Channel, connected
 from gdscache.ranks.loads import Verdicts
 from gdscache.ranks.place import open_host_transport
 from gdscache.ranks.wire import Fields
-from gdscache.runtime.threads import behind, log_failure
+from gdscache.runtime.threads import in_turn, log_failure, once
 
 CLOSE_S = 5.0  # seconds that `close` waits for late reads
 _log = logging.getLogger("gdscache.ranks")
@@ -217,20 +218,13 @@ class Borrower:
                 return
             self._closed, self._gone = True, self._gone or "this rank is closed"
             self._lock.wait_for(lambda: not self._loads, 2 * self._deadline + CLOSE_S)
-            in_time = self._lock.wait_for(self._at_rest, CLOSE_S)
+        free = functools.partial(
+            in_turn, *(one.close for one in (self._executor, self._copies, self._files, self._bounce))
+        )
+        in_time = once(lambda: not self._late and not self._loads, self._lock, free, "gdscache-borrower-late", CLOSE_S)
         self._channel.close()
-        if in_time:
-            self._close_parts()
-            return
-        _log.error("rank %d: reads have not ended: their memory and files are kept until they do", self.rank)
-        behind(self._lock, self._at_rest, self._close_parts, "gdscache-borrower-late")
-
-    def _at_rest(self) -> bool:
-        return not self._late and not self._loads
-
-    def _close_parts(self) -> None:
-        for part in (self._executor, self._copies, self._files, self._bounce):
-            part.close()
+        if not in_time:
+            _log.error("rank %d: reads have not ended: their memory and files are kept until they do", self.rank)
 
 
 def _named(hashes: Sequence[bytes], parent: bytes | None, epoch: int) -> Fields:

@@ -286,11 +286,6 @@ class RanksExecutor(ThreadDriver):
         ranks.heard = self._heard
         ranks.gone = self._gone
 
-    @property
-    def plain(self) -> RanksExecutor:
-        """Moves the pages that do not fit into packed extents: this one, since each rank has an executor of each."""
-        return self
-
     def begin(self, move: Move, after: Sequence[Any] = (), listener: Listener | None = None) -> RanksMoving:
         moving = RanksMoving(self, next(self._numbers), move, listener)
         if listener is not None:

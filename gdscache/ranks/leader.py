@@ -229,7 +229,7 @@ def _answer(link: Link, number: int, seconds: float) -> Fields:
     if found is None:
         raise RankLostError(
             f"rank {link.rank} {link.lost or f'has not answered within {seconds:g} s'}",
-            "see the log of its process; it serves one leader at a time, so end another one first",
+            f"see the log of its process{'' if link.lost else '; it serves one leader at a time'}",
         )
     if "error" in found:
         raise _error(found)

@@ -29,15 +29,7 @@ from gdscache.cuda.numa import near
 from gdscache.cuda.streams import Event, record
 from gdscache.disk.directory import FileLock, lock_slab
 from gdscache.disk.slab import Slab, SlabIO
-from gdscache.errors import (
-    EngineClosedError,
-    GdsCacheError,
-    LockLostError,
-    RankError,
-    RankMismatchError,
-    RankProtocolError,
-    ShortIOError,
-)
+from gdscache.errors import EngineClosedError, GdsCacheError, LockLostError, RankError, RankMismatchError, ShortIOError
 from gdscache.extents import HostExtents
 from gdscache.kernels.copies import PageCopies, open_copies
 from gdscache.load.handle import LayerwiseLoad
@@ -53,7 +45,7 @@ from gdscache.ranks.channel import Channel, Door
 from gdscache.ranks.loads import MixedMoving, Verdicts, plain_rows
 from gdscache.ranks.place import open_host_transport
 from gdscache.ranks.wire import Fields
-from gdscache.runtime.threads import Flag, Workers, behind, failure_of, in_turn, log_failure
+from gdscache.runtime.threads import Flag, Workers, failure_of, in_turn, log_failure, once
 
 WAITING = 16
 REFUSED_KEPT = 4096  # cancelled moves that are remembered one by one
@@ -474,26 +466,18 @@ class Service:
             for mark in [*self._marks.values()]:  # this rank's own threads go on adding some
                 mark.there.set()
             log_failure(failure_of(self._workers.shutdown))
-            with self._lock:
-                in_time = self._lock.wait_for(self._at_rest, CLOSE_S)
-            if in_time:
-                self._free()
-                return
-            late = self._late, len(self._moving)
-            _log.error("%d pages and %d moves of rank %d are late: memory and files are kept", *late, self._rank)
-            behind(self._lock, self._at_rest, self._free_late, "gdscache-rank-late")
-
-    def _at_rest(self) -> bool:
-        return not self._late and not self._moving
+            if not once(
+                lambda: not self._late and not self._moving, self._lock, self._free, "gdscache-rank-late", CLOSE_S
+            ):
+                late = self._late, len(self._moving)
+                _log.error("%d pages and %d moves of rank %d are late: memory and files are kept", *late, self._rank)
 
     def _free(self) -> None:
-        parts = (*self._copies, *self._files.values(), *self._memories.values())
-        executor = () if self._executor is None else (self._executor,)
-        in_turn(*(part.close for part in (*executor, *parts)), self._give_locks_back)
-
-    def _free_late(self) -> None:
-        self._free()
-        _log.warning("late pages and moves of rank %d have ended: memory and files are free", self._rank)
+        ends = [] if self._executor is None else [self._executor.close]
+        ends += [copies.close for copies in self._copies]
+        ends += [files.close for files in self._files.values()]
+        ends += [extents.close for extents in self._memories.values()]
+        in_turn(*ends, self._give_locks_back)
 
 
 def _plain(told: Mapping[str, object]) -> dict[str, Any]:
@@ -501,14 +485,6 @@ def _plain(told: Mapping[str, object]) -> dict[str, Any]:
         key: value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
         for key, value in told.items()
     }
-
-
-def _order(order: bytes, key: str) -> Fields:
-    """A leader's order, which has this key. Raises `RankProtocolError`."""
-    fields = wire.unpack(order)
-    if key not in fields:
-        raise RankProtocolError("this is the order of another call", "pass load.order to load, handle.order to store")
-    return fields
 
 
 class Rank:
@@ -542,7 +518,7 @@ class Rank:
         is bad, and each rank's engine has to be told. Never raises for a leader that has gone: its pages are
         `RANK_LOST`.
         """
-        fields, service, planes = _order(order, "requests"), self._service, self._planes
+        fields, service, planes = wire.order(order, "requests"), self._service, self._planes
         if service is not None:
             self._layout = service.layout
         layout = self._layout
@@ -567,7 +543,7 @@ class Rank:
         far. Every rank must call it once for each store; an empty order does nothing."""
         if not order:
             return
-        fields, service = _order(order, "store"), self._service
+        fields, service = wire.order(order, "store"), self._service
         if service is not None and service.leader == fields["leader"]:
             service.mark(fields["store"], record(self._planes[0][0].device))
 

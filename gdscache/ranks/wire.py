@@ -79,6 +79,13 @@ def unpack(data: bytes | memoryview) -> Fields:
     return fields
 
 
+def order(data: bytes, key: str) -> Fields:
+    """A leader's order, which has this key. Raises `RankProtocolError`."""
+    if key not in (fields := unpack(data)):
+        raise RankProtocolError("this is the order of another call", "pass load.order to load, handle.order to store")
+    return fields
+
+
 def described(move: Move) -> Fields:
     return {
         "priority": int(move.priority),

@@ -137,17 +137,24 @@ def start(threads: Sequence[threading.Thread], stop: Callable[[], object]) -> No
         ) from error
 
 
-def behind(condition: threading.Condition, over: Callable[[], bool], work: Callable[[], object], name: str) -> None:
-    """Run `work()` in a thread of this name once `over()` is true, which the condition guards. Its errors, and that of
-    the thread's start, go to the log."""
+def once(
+    over: Callable[[], bool], lock: threading.Condition, work: Callable[[], object], name: str, most: float
+) -> bool:
+    """Run `work()` when `over()` is true, which the lock guards. False if that takes more than `most` seconds: then a
+    thread of this name waits and runs it, and errors go to the log."""
 
-    def wait() -> None:
-        with condition:
-            condition.wait_for(over)
-        log_failure(failure_of(work))
+    def waited(seconds: float | None = None) -> bool:
+        with lock:
+            there = lock.wait_for(over, seconds)
+        if there:
+            work()
+        return there
 
-    thread = threading.Thread(target=wait, name=name, daemon=True)
-    log_failure(failure_of(lambda: start([thread], lambda: None)))
+    there = waited(most)
+    if not there:
+        thread = threading.Thread(target=lambda: log_failure(failure_of(waited)), name=name, daemon=True)
+        log_failure(failure_of(lambda: start([thread], lambda: None)))
+    return there
 
 
 class Workers:

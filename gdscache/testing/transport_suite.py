@@ -45,11 +45,6 @@ Make = Callable[..., Transport]
 """`make(threads=4)`: the transport under test, closed at the end."""
 
 
-def soon() -> float:
-    """A deadline that only a hang reaches."""
-    return time.monotonic() + PATIENCE
-
-
 def odd_extents(rng: random.Random, total: int, largest: int) -> list[tuple[int, int]]:
     """`(offset, bytes)`: the whole of `total` bytes in odd numbers of sectors below `largest`, shuffled."""
     extents, at = [], 0
@@ -115,15 +110,6 @@ Remember = Callable[..., Memory]
 def close(transport: Transport) -> None:
     """Close it; fails if that does not return. Raises the transport's error."""
     within("gdscache-test-close", transport.close, f"close() of {transport.name} has not returned", "", PATIENCE)
-
-
-def join(threads: Iterable[threading.Thread], what: str) -> None:
-    """Wait for daemon threads; fails if one does not end."""
-    deadline = soon()
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-        if thread.is_alive():
-            pytest.fail(f"{what} has not returned after {PATIENCE:g} s")
 
 
 def check_equal(there: bytes | memoryview, expected: bytes | memoryview) -> None:
@@ -233,13 +219,24 @@ class TransportSuite:
         data = rng.randbytes(total)
         source.fill(data)
         move_all(transport, Op.WRITE, file, source, extents, threads=4)
-        transport.flush(file)
-        there = data_file.read_bytes()
+        there = data_file.read_bytes()  # before a flush: pages are committed without one
         assert len(there) == FILE_BYTES
         for at, n, place in extents:
             check_equal(there[at : at + n], data[place : place + n])
+        transport.flush(file)
         move_all(transport, Op.READ, file, target, extents, threads=4)
         check_equal(target.bytes(), data)
+
+    def test_an_offset_of_more_than_32_bits(self, make: Make, memory: Remember, data_file: Path, kind: str) -> None:
+        transport, far = make(), (1 << 32) + SECTOR
+        os.truncate(data_file, far + SECTOR)
+        file, there = transport.open(data_file), memory(transport, 2 * SECTOR, kind)
+        there.fill(random_bytes(3)[: 2 * SECTOR])
+        assert move(transport, Op.WRITE, file, far, there.part(0, SECTOR)) == SECTOR
+        assert move(transport, Op.READ, file, far, there.part(SECTOR, SECTOR)) == SECTOR
+        check_equal(there.bytes(), random_bytes(3)[:SECTOR] * 2)
+        with data_file.open("rb") as whole:
+            check_equal(whole.read(FILE_BYTES), random_bytes(1))
 
     def test_many_threads_call_at_once(self, make: Make, memory: Remember, data_file: Path, kind: str) -> None:
         transport = make()
@@ -263,7 +260,10 @@ class TransportSuite:
         workers = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(threads)]
         for worker in workers:
             worker.start()
-        join(workers, "a thread that reads and writes")
+        until = time.monotonic() + PATIENCE
+        for worker in workers:
+            worker.join(max(0.0, until - time.monotonic()))
+        assert not any(worker.is_alive() for worker in workers), f"a thread reads or writes for {PATIENCE:g} s"
         assert sorted(done) == list(range(threads))
 
     def test_two_files_and_two_transports(self, make: Make, memory: Remember, data_file: Path, kind: str) -> None:
@@ -308,8 +308,10 @@ class TransportSuite:
     def test_memory_is_not_kept(self, make: Make, data_file: Path, op: Op) -> None:
         transport = make()
         file = transport.open(data_file)
-        with mmap.mmap(-1, SECTOR) as memory:  # raises at its end if a reference is left
-            assert move(transport, op, file, 0, memoryview(memory)) == SECTOR
+        with mmap.mmap(-1, SECTOR) as memory, memoryview(memory) as whole:  # raises at its end if a reference is left
+            transport.register(whole)
+            assert move(transport, op, file, 0, whole[:]) == SECTOR
+            transport.deregister(whole)
 
     @pytest.mark.parametrize("op", list(Op))
     def test_a_file_that_is_not_open_is_an_error(self, make: Make, memory: Remember, data_file: Path, op: Op) -> None:

@@ -10,7 +10,7 @@ from gdscache.index.free_slots import SlotShare
 from gdscache.index.index import PageIndex
 from gdscache.index.table import PageState
 from gdscache.pages.layout import PLAIN
-from gdscache.policies import new_policy
+from gdscache.policies import POLICIES
 from gdscache.tiers.base import Tier
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class CpuTier(Tier):
         self.extents = extents
         self.plain = plain
         self.name = CpuTier.name + PLAIN * plain
-        self.index = PageIndex(self.extents.slots, new_policy(eviction, groups))
+        self.index = PageIndex(self.extents.slots, POLICIES[eviction](groups))
 
     @property
     def capacity(self) -> int:

@@ -19,7 +19,7 @@ from gdscache.cuda.streams import Event
 from gdscache.index.index import PageIndex
 from gdscache.pages.layout import PageLayout
 from gdscache.pages.planes import PagedPlanes
-from gdscache.policies import new_policy
+from gdscache.policies import POLICIES
 from gdscache.tiers.base import Tier
 
 
@@ -31,7 +31,7 @@ class GpuTier(Tier):
         slots = capacity // layout.plane_bytes
         with allocating("gpu.capacity", slots * layout.plane_bytes, device):
             self.paged = PagedPlanes.allocate(layout, slots, device)
-        self.index = PageIndex(slots, new_policy(eviction))
+        self.index = PageIndex(slots, POLICIES[eviction]())
         self.private: set[int] = set()  # slots of sequences, not published
         self._last_uses: dict[int, dict[object, Event]] = {}  # by slot and stream
 

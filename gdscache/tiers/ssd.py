@@ -35,7 +35,7 @@ from gdscache.native import put_rows, take_rows, take_unbound, trim_heap
 from gdscache.pages.checksum import Checksums, bound
 from gdscache.pages.keys import Page
 from gdscache.pages.layout import PLAIN, PageLayout
-from gdscache.policies import new_policy
+from gdscache.policies import POLICIES
 from gdscache.policies.base import EvictionPolicy
 from gdscache.runtime.limited_log import LimitedLog
 from gdscache.sizes import about
@@ -112,7 +112,7 @@ class SsdTier(DurableTier):
             self._slab = self.io.slab
             self._say_room(slots)
             self._spared: Recovered | None = None  # by the catalogue, until `settle`
-            self._recover(slots, new_policy(eviction, groups), wall_clock())
+            self._recover(slots, POLICIES[eviction](groups), wall_clock())
             self._directory.watch_catalog()
             trim_heap()  # recovery needed as much memory again as the index keeps
             undo.pop_all()

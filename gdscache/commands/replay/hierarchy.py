@@ -26,7 +26,7 @@ from gdscache.load.planner import LoadPlanner
 from gdscache.load.run import LoadRun
 from gdscache.pages.checksum import Checksums
 from gdscache.pages.keys import Page
-from gdscache.policies import new_policy
+from gdscache.policies import POLICIES
 from gdscache.policies.admission import Admission
 from gdscache.store.outlets import EarnedOffers, Outlet
 from gdscache.store.parcel import StoreJob
@@ -49,7 +49,7 @@ class ModelTier(Tier):
     def __init__(self, name: str, slots: int, extent_bytes: int, eviction: str, groups: int = 1) -> None:
         self.name = name
         self.extent_bytes = extent_bytes
-        self.index = PageIndex(slots, new_policy(eviction, groups))
+        self.index = PageIndex(slots, POLICIES[eviction](groups))
 
     @property
     def capacity(self) -> int:

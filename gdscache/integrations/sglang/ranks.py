@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from gdscache.config import Config
-from gdscache.config.pools import POOL_PREFIX, shared_sizes
+from gdscache.config.pools import POOL_PREFIX, put_below, set_size, shared_sizes
 from gdscache.disk.catalog_file import CATALOG_NAME
 from gdscache.errors import ParallelismUnsupportedError, RankError, ShardsError
 
@@ -52,14 +52,9 @@ class RankPlace(NamedTuple):
         data = config.dump()
         for path, size in shared_sizes(config):
             if path[0] != "ssd" or not self.equal:  # equal ranks share the first one's slab as a whole
-                section: Any = data
-                for key in path[:-1]:
-                    section = section[key]
-                section[path[-1]] = size // self.ranks
-        if config.ssd is not None and not self.equal:
-            below = f"rank-{self.rank}-of-{self.ranks}"
-            data["ssd"]["path"] = str(config.ssd.path / below)
-            data["ssd"]["stripes"] = [str(path / below) for path in config.ssd.stripes]
+                set_size(data, path, size // self.ranks)
+        if not self.equal:
+            put_below(data, config, f"rank-{self.rank}-of-{self.ranks}")
         return Config.from_dict(data, f"rank {self.rank}'s part, a {self.ranks}th of each size")
 
     def refuse_directory(self, path: Path) -> None:

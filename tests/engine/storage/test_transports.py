@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import inspect
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from gdscache.errors import TransportUnavailableError
 from gdscache.storage import Transport, probe
+from gdscache.storage.base import Memory as Piece
+from gdscache.storage.base import Op, Switch
 from gdscache.storage.files import NativeTransport, probe_direct_io
 from gdscache.storage.kvikio import KvikioTransport
 from gdscache.storage.nixl import NixlTransport
-from gdscache.testing.transport_suite import TransportSuite
+from gdscache.testing.transport_suite import Memory, TransportSuite, random_bytes
 from tests.engine.storage.by_disk import NativeByDisk
 from tests.support.faults import Fault, FaultPlan, FaultRule, FaultyTransport
 from tests.support.places import SUPPORT
+from tests.support.posix_transport import PosixTransport
 from tests.support.transport_parts import has_libcuda
 
 needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
@@ -165,3 +172,70 @@ class TestFaultyThatDelays(TransportSuite):
 class TestFaultyOverNixl(TransportSuite):
     def make_transport(self, threads: int) -> Transport:
         return FaultyTransport(threads, plan=FaultPlan(trace=True), inner="nixl")
+
+
+# What breaks a promise fails the suite.
+
+
+class Wraps(PosixTransport):
+    """Offsets have 32 bits."""
+
+    def _move(self, op: Op, file: int, offset: int, memory: Piece) -> int:
+        return super()._move(op, file, offset % (1 << 32), memory)
+
+
+class Holds(PosixTransport):
+    """Writes reach the file with the next read, or a flush."""
+
+    def __init__(self, threads: int, direct_io: Switch = "auto") -> None:
+        super().__init__(threads, direct_io)
+        self._held: list[tuple[int, int, bytes]] = []
+
+    def write(self, file: int, offset: int, memory: Piece) -> int:
+        assert isinstance(memory, memoryview)
+        self._held.append((file, offset, bytes(memory)))
+        return len(memory)
+
+    def read(self, file: int, offset: int, memory: Piece) -> int:
+        self.flush(file)
+        return super().read(file, offset, memory)
+
+    def flush(self, file: int) -> None:
+        while self._held:
+            one, offset, data = self._held.pop()
+            os.pwrite(one, data, offset)
+
+
+class Keeps(PosixTransport):
+    """Registered memory stays registered."""
+
+    def __init__(self, threads: int, direct_io: Switch = "auto") -> None:
+        super().__init__(threads, direct_io)
+        self._kept: list[object] = []
+
+    def register(self, memory: memoryview | torch.Tensor) -> None:
+        self._kept.append(np.frombuffer(memory, np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "test", "seen"),
+    [
+        (Wraps, TransportSuite.test_an_offset_of_more_than_32_bits, "of 8388608 bytes differ"),
+        (Holds, TransportSuite.test_shuffled_extents_come_back_equal, "bytes differ"),
+        (Keeps, TransportSuite.test_memory_is_not_kept, "exported"),
+    ],
+)
+def test_a_transport_that_breaks_a_promise_fails(
+    tmp_path: Path, wrong: type[PosixTransport], test: Callable[..., None], seen: str
+) -> None:
+    (path := tmp_path / "data").write_bytes(random_bytes(1))
+    with contextlib.ExitStack() as ends, wrong(4, "off") as transport:
+
+        def memory(transport: Transport, nbytes: int, kind: str) -> Memory:
+            return ends.enter_context(contextlib.closing(Memory(kind, transport, nbytes)))
+
+        given = {"make": lambda: transport, "memory": memory, "data_file": path}
+        given |= {"kind": "host", "largest": 2100, "op": Op.READ}
+        takes = {name: given[name] for name in inspect.signature(test).parameters if name in given}
+        with pytest.raises((pytest.fail.Exception, BufferError), match=seen):
+            test(TransportSuite(), **takes)

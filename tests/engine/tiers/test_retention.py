@@ -30,7 +30,7 @@ from gdscache.index.table import Entry, PageState
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.load.planner import LoadPlanner
 from gdscache.pages.keys import Page
-from gdscache.policies import POLICIES, new_policy
+from gdscache.policies import POLICIES
 from gdscache.policies.base import EvictionPolicy
 from gdscache.store.handle import StoreHandle
 from gdscache.tiers import expiry as keeping
@@ -228,7 +228,7 @@ def test_a_restored_index_has_its_priorities_and_ends(policy: str, data: st.Data
     pages = [page for i in range(4) for page in chain(i, 2)]
     order = data.draw(st.permutations(range(8)))
     wished = data.draw(st.lists(retentions, min_size=8, max_size=8))
-    restored, filled = PageIndex(8, new_policy(policy)), PageIndex(8, new_policy(policy))
+    restored, filled = PageIndex(8, POLICIES[policy]()), PageIndex(8, POLICIES[policy]())
     restore(restored, [pages[i] for i in order], order, [wished[i] for i in order])
     filled.take_free(8)
     for i in order:

@@ -486,6 +486,12 @@ def test_no_value_of_any_key_is_anything_but_taken_or_refused(value: object) -> 
             Config.from_dict(data)
 
 
+def test_an_option_of_a_tier_whose_name_is_no_text() -> None:
+    with pytest.raises(errors.InvalidValueError, match=r"must be a text") as caught:
+        config(tiers=[{"tier": "a:B", "options": {1: 2}}])
+    assert caught.value.hint == "put it in quotes"
+
+
 def test_errors_cross_processes() -> None:
     with pytest.raises(errors.UnknownKeyError) as caught:
         config(cup=1)

@@ -14,7 +14,7 @@ from gdscache.index.index import PageIndex
 from gdscache.index.retention import DEFAULT, Retention
 from gdscache.index.table import PENDING, Entry, PageState
 from gdscache.pages.keys import Page
-from gdscache.policies import POLICIES, new_policy
+from gdscache.policies import POLICIES
 from gdscache.policies.base import EvictionPolicy
 from gdscache.policies.guarded import Lifetime
 from tests.support.index_machine import NAMESPACE, IndexMachine, chain, name, put, restore, retentions, state
@@ -44,7 +44,7 @@ steps = st.lists(
 @example(steps=[("put", 3), ("touch", [(3, 5)]), ("drop", 3), ("put", 3), ("evict", 1)], kept=1)
 def test_what_counts_later_counts_as_if_it_had_at_once(policy: str, steps: list[tuple[str, Any]], kept: int) -> None:
     chains = [chain(number, 6) for number in range(4)]
-    later, at_once = (PageIndex(12, new_policy(policy)) for _ in range(2))
+    later, at_once = (PageIndex(12, POLICIES[policy]()) for _ in range(2))
     for index in (later, at_once):
         index.orders.changes_kept = kept
     for what, given_ in steps:
@@ -281,7 +281,7 @@ def test_an_index_is_its_model(policy: type[EvictionPolicy]) -> None:
 @pytest.mark.timeout(60)
 def test_pages_in_a_circle_are_pages_like_others(policy: str, steps: list[tuple[str, Any]]) -> None:
     """Digests of a caller's may follow each other in any way: every call ends, and eviction finds them all."""
-    index = PageIndex(8, new_policy(policy))
+    index = PageIndex(8, POLICIES[policy]())
     keys = [bytes([n]) * 32 for n in range(8)]
     for what, arguments in steps:
         if what == "put":
