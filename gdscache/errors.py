@@ -151,7 +151,7 @@ class NoMemoryError(GdsCacheError):
 
 
 class PinnedMemoryError(GdsCacheError):
-    """Host memory could not be page-locked although the configuration asks for it."""
+    """Host memory could not be page-locked, without which copies to the GPU cannot be measured."""
 
 
 class KernelUnavailableError(GdsCacheError):

@@ -25,7 +25,15 @@ import numpy as np
 import numpy.typing as npt
 
 from gdscache.arrays import Int64Array
-from gdscache.disk.catalog_file import CATALOG_NAME, FILE_MODE, LOG_SUFFIX, STRIPE_NAME, open_own, system_errors
+from gdscache.disk.catalog_file import (
+    CATALOG_NAME,
+    FILE_MODE,
+    LOG_SUFFIX,
+    STRIPE_NAME,
+    open_own,
+    start_empty,
+    system_errors,
+)
 from gdscache.disk.kept import read_json
 from gdscache.errors import (
     CapacityError,
@@ -371,7 +379,7 @@ def claim_stripes(directories: Sequence[Path]) -> None:
     found = [read_stripe(directory) for directory in directories]
     first = found[0]
     used = os.path.lexists(directories[0] / CATALOG_NAME)
-    reset = f"or start empty: rm -r {' '.join(names)}"
+    reset = f"or {start_empty(*names)}"
     if first is None and len(directories) == 1:
         return
     if first is None and used:
@@ -395,7 +403,7 @@ def claim_stripes(directories: Sequence[Path]) -> None:
         if stripe is None and number and os.path.lexists(f"{path}/{CATALOG_NAME}"):
             raise StripeError(
                 f"{path} holds a cache on this directory alone, which could not be opened any more",
-                f"take it out of ssd.stripes, or start empty: rm -r {path}",
+                f"take it out of ssd.stripes, or {start_empty(path)}",
             )
         if stripe is None and used:
             raise StripeError(
@@ -430,7 +438,7 @@ def read_stripe(directory: Path) -> Stripe | None:
         return stripe
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise StripeError(
-            f"{path} is damaged: {error}", f"start empty: rm -r {directory} and the other directories of ssd.stripes"
+            f"{path} is damaged: {error}", f"{start_empty(directory)} and the other directories of ssd.stripes"
         ) from error
 
 

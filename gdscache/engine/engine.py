@@ -79,8 +79,12 @@ class CacheEngine(FromConfig[RankAddress]):
     `planes` attaches an engine's own paged tensors, `planes[layer][plane]` of shape `(blocks, block_tokens, *row)`.
     Then `lookup`, `load` and `store` take slots of those tensors. Without `planes` the engine owns a pool, and requests
     are `sequence`s. `tables` checks block numbers of the planes. `tokens` are token ids everywhere; `lookup`, `store`,
-    `prefetch`, `pin` and `pages` take `PageHashes` too. All methods may be called from many threads. Raises a subclass
-    of `GdsCacheError` that names the part that cannot be opened.
+    `prefetch`, `pin` and `pages` take `PageHashes` too. `slots` are block numbers on the host: a list, numpy array or
+    tensor of int32 or int64. All methods may be called from many threads. Raises a subclass of `GdsCacheError` that
+    names the part that cannot be opened.
+
+    All methods raise `TokensError` for tokens or a `start` that cannot be, `SlotRangeError` or `SlotCountError` for
+    slots, `InvalidValueError` for another argument, and `EngineClosedError` once the engine is closed.
 
     Ctrl-C inside a call that changes an engine ends the engine, cleanly; inside a wait it ends the wait. So does any
     other exception of a signal's handler. A handler must not call the engine, except `close`.
@@ -322,6 +326,8 @@ class CacheEngine(FromConfig[RankAddress]):
 
     def tell(self, words: Callable[[], str]) -> None:
         """Have the log's next line on missing pages say this instead of the last lookup's misses."""
+        if not callable(words):
+            raise InvalidValueError(f"words is {arguments.shown(words)}", "pass a function that returns the text")
         self.manager.sample = words
 
     def observe_prefill(

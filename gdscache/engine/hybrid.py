@@ -417,7 +417,8 @@ class HybridEngine(FromConfig[Sequence[RankAddress]]):
     def give(self, group: str, blocks: Iterable[int]) -> None:
         """Give blocks of `take` back: integers, also in an array or a tensor. Raises `SlotRangeError` for one that is
         not taken, and takes none back then."""
-        pool, given = self._own_pool(group), host_indices([*blocks]).tolist()
+        pool = self._own_pool(group)
+        given = host_indices([*blocks] if isinstance(blocks, Iterable) else blocks).tolist()
         with self._lock:
             if len(set(given)) < len(given) or not self._taken[pool].issuperset(given):
                 raise SlotRangeError(

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gdscache.arguments import shown
 from gdscache.arrays import Int64Array
 from gdscache.errors import RankProtocolError
 from gdscache.moves import Move, Priority, Way
@@ -52,6 +53,8 @@ def length(head: bytes | memoryview) -> int:
 
 def unpack(data: bytes | memoryview) -> Fields:
     """The message in these bytes. Raises `RankProtocolError`."""
+    if not isinstance(data, (bytes, bytearray, memoryview)):
+        raise RankProtocolError(f"an order is {shown(data)}", "pass an order unchanged: bytes")
     if length(data) != len(data):
         raise RankProtocolError(f"a message of {length(data)} bytes has {len(data)}", "pass an order unchanged")
     at = text = HEAD.size + HEAD.unpack_from(data)[1]

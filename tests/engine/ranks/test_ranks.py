@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import gdscache
 from gdscache import CacheEngine, PageStatus, Rank
@@ -26,6 +27,7 @@ from gdscache.errors import (
     RankError,
     RankLostError,
     RankMismatchError,
+    RankProtocolError,
 )
 from gdscache.gate.busy_periods import BusyPeriods
 from gdscache.load import loader
@@ -488,6 +490,17 @@ def test_an_order_of_another_leader_brings_nothing(ranks_host: Open) -> None:
     assert [statuses for statuses, _ in answers] == [[PageStatus.RANK_LOST.value] * 2] * 2
 
 
+def test_orders_that_are_mixed_up_are_refused_by_name(ranks_host: Open) -> None:
+    host, tokens = ranks_host([0]), prompt(1, 2)
+    load, store = host.engine.load(host.engine.lookup(tokens), []).order, host.engine.store(tokens, [0, 1]).order
+    with Rank([[torch.zeros(4, 4, 1, 64)]]) as rank:
+        calls = (rank.load, store), (rank.store, load), (rank.load, None), (rank.store, "text"), (rank.load, b"")
+        for call, wrong in calls:
+            with pytest.raises(RankProtocolError) as caught:
+                call(wrong)
+            assert caught.value.hint
+
+
 def test_what_ranks_cannot_do_is_refused_by_name(ranks_host: Open, tmp_path: Path) -> None:
     host = ranks_host([0, 1])
     some = host.addresses
@@ -495,8 +508,9 @@ def test_what_ranks_cannot_do_is_refused_by_name(ranks_host: Open, tmp_path: Pat
         CacheEngine.from_config(host.config, ranks=[some[0], some[0]])
     with pytest.raises(PlanesError, match="planes are of type list"):
         Rank([1])  # type: ignore[list-item]
-    with pytest.raises(RankError, match="ranks holds nothing, not RankAddress"):
-        CacheEngine.from_config(host.config, ranks=[])
+    for none in ([], some[0]):  # the address itself, without a list around it
+        with pytest.raises(RankError, match="ranks holds nothing, not RankAddress"):
+            CacheEngine.from_config(host.config, ranks=none)
     with pytest.raises(InvalidValueError, match="gds is on"):
         CacheEngine.from_config(host.config | {"ssd": host.config["ssd"] | {"gds": "on"}}, ranks=some)
     with pytest.raises(InvalidValueError, match="after is given"):

@@ -800,6 +800,8 @@ def test_a_file_may_label_the_model_of_an_engine(tmp_path: Path) -> None:
         ("model: [1]", errors.InvalidValueError, "`model` is list"),
         ("model: {weights: 3}", errors.InvalidValueError, "model.weights"),
         ("cpu: {capcity: 1GiB}", errors.UnknownKeyError, "did you mean `cpu.capacity`"),
+        ("cpu: {CAPACITY: 1GiB}", errors.UnknownKeyError, "did you mean `cpu.capacity`"),
+        ("SSD: {path: /kv}", errors.UnknownKeyError, "did you mean `ssd`"),
     ],
 )
 def test_what_a_file_for_an_engine_may_not_say(
