@@ -248,10 +248,6 @@ class CacheLayoutUnsupportedError(IntegrationError):
     """The bytes of a block of the inference engine's KV cache are not one run."""
 
 
-class DynamicScalesError(IntegrationError):
-    """The scales of a quantised KV cache depend on the requests that were served."""
-
-
 class HashSeedError(IntegrationError):
     """The inference engine's hashes of blocks begin with a seed that a restart changes."""
 

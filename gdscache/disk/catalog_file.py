@@ -26,7 +26,7 @@ from gdscache.errors import (
     StorageError,
     StripeError,
 )
-from gdscache.runtime.files import flush_directory
+from gdscache.runtime.files import flush_directory, start_empty
 
 PIECE = 1 << 20  # bytes of a read
 LOG_SUFFIX = "-wal"
@@ -586,11 +586,6 @@ def _only_slab(connection: sqlite3.Connection, path: Path) -> SlabShape:
             f"use the gdscache that wrote it, {_other_path(path)}",
         )
     return slabs[0]
-
-
-def start_empty(*directories: str | Path) -> str:
-    """Words of a hint, with a command that a shell takes for these directories and no others."""
-    return f"start empty: rm -r {shlex.join(map(str, directories))}"
 
 
 def _other_path(path: Path) -> str:

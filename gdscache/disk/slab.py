@@ -25,15 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gdscache.arrays import Int64Array
-from gdscache.disk.catalog_file import (
-    CATALOG_NAME,
-    FILE_MODE,
-    LOG_SUFFIX,
-    STRIPE_NAME,
-    open_own,
-    start_empty,
-    system_errors,
-)
+from gdscache.disk.catalog_file import CATALOG_NAME, FILE_MODE, LOG_SUFFIX, STRIPE_NAME, open_own, system_errors
 from gdscache.disk.kept import read_json
 from gdscache.errors import (
     CapacityError,
@@ -45,7 +37,7 @@ from gdscache.errors import (
     StorageError,
     StripeError,
 )
-from gdscache.runtime.files import flush_directory
+from gdscache.runtime.files import flush_directory, start_empty
 from gdscache.sizes import MIB, about
 from gdscache.storage.base import Descriptors, Files, Transport
 from gdscache.storage.files import NativeTransport

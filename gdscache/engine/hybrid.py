@@ -352,8 +352,8 @@ class HybridEngine(FromConfig[Sequence[RankAddress]]):
 
     def window_ends(self, length: int, keep_at: Iterable[int]) -> set[int]:
         """The lengths at which windows and states are kept, including lengths behind `length` that need a page before
-        it."""
-        size = self.alignment
+        it. Raises `InvalidValueError`."""
+        size, length = self.alignment, arguments.whole(length, "length", 0, MAX_COUNT)
         try:
             given = [arguments.whole(one, "keep_at", 0, MAX_COUNT) for one in keep_at]
         except TypeError:  # also of a tensor without dimensions, which is an `Iterable`

@@ -36,10 +36,7 @@ class Gap:
 
 class LayerwiseLoad:
     """The handle of one load, or of a batch of loads. Made by `CacheEngine.load` and `load_many`; thread-safe.
-
-    `release_event` (`done`, `wait`, `synchronize`): nothing writes to the slots any more. `number` is the load's in
-    timelines.
-    """
+    `release_event` (`done`, `wait`, `synchronize`): nothing writes to the slots any more. `number`: in timelines."""
 
     def __init__(
         self,

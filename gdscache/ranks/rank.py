@@ -29,15 +29,7 @@ from gdscache.cuda.numa import near
 from gdscache.cuda.streams import Event, record
 from gdscache.disk.directory import FileLock, lock_slab
 from gdscache.disk.slab import Slab, SlabIO
-from gdscache.errors import (
-    EngineClosedError,
-    GdsCacheError,
-    LockLostError,
-    RankError,
-    RankMismatchError,
-    RankProtocolError,
-    ShortIOError,
-)
+from gdscache.errors import EngineClosedError, GdsCacheError, LockLostError, RankError, RankMismatchError, ShortIOError
 from gdscache.extents import HostExtents
 from gdscache.kernels.copies import PageCopies, open_copies
 from gdscache.load.handle import LayerwiseLoad
@@ -497,16 +489,6 @@ def _plain(told: Mapping[str, object]) -> dict[str, Any]:
     }
 
 
-def _order(order: bytes, of: str) -> Fields:
-    fields = wire.unpack(order)
-    if of not in fields:
-        raise RankProtocolError(
-            f"an order has {', '.join(fields)}, and no {of}",
-            "pass load.order to Rank.load, and handle.order of a store to Rank.store",
-        )
-    return fields
-
-
 class Rank:
     """Planes of this process, `planes[layer][plane]` as `CacheEngine` takes them, for a leader's engine to move.
 
@@ -538,7 +520,7 @@ class Rank:
         is bad, and each rank's engine has to be told. Never raises for a leader that has gone: its pages are
         `RANK_LOST`.
         """
-        fields, service, planes = _order(order, "requests"), self._service, self._planes
+        fields, service, planes = wire.unpack(order, "requests"), self._service, self._planes
         if service is not None:
             self._layout = service.layout
         layout = self._layout
@@ -563,7 +545,7 @@ class Rank:
         far. Every rank must call it once for each store; an empty order does nothing."""
         if not order:
             return
-        fields, service = _order(order, "store"), self._service
+        fields, service = wire.unpack(order, "store"), self._service
         if service is not None and service.leader == fields["leader"]:
             service.mark(fields["store"], record(self._planes[0][0].device))
 

@@ -51,8 +51,8 @@ def length(head: bytes | memoryview) -> int:
     return int(whole)
 
 
-def unpack(data: bytes | memoryview) -> Fields:
-    """The message in these bytes. Raises `RankProtocolError`."""
+def unpack(data: bytes | memoryview, of: str = "") -> Fields:
+    """The message in these bytes; `of`: a field of the order that it is to be. Raises `RankProtocolError`."""
     if not isinstance(data, (bytes, bytearray, memoryview)):
         raise RankProtocolError(f"an order is {shown(data)}", "pass an order unchanged: bytes")
     if length(data) != len(data):
@@ -79,6 +79,9 @@ def unpack(data: bytes | memoryview) -> Fields:
         raise RankProtocolError(
             f"a message of {len(data)} bytes is damaged: {error}", "check other programs that connect"
         ) from error
+    if of and of not in fields:
+        hint = "pass load.order to Rank.load, and handle.order of a store to Rank.store"
+        raise RankProtocolError(f"an order has {', '.join(fields)}, and no {of}", hint)
     return fields
 
 

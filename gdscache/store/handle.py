@@ -26,11 +26,9 @@ class StoreReport:
 
 
 class StoreHandle:
-    """The handle of one store. Made by `CacheEngine.store` and `Sequence.commit`; thread-safe.
-
-    `release_event` (`done`, `wait`, `synchronize`): the blocks were read. `order`: the bytes for each rank
-    (`Rank.store`), in the order of its own steps; b"" without ranks.
-    """
+    """The handle of one store. Made by `CacheEngine.store` and `Sequence.commit`; thread-safe. `release_event` (`done`,
+    `wait`, `synchronize`): the blocks were read. `order`: for each rank (`Rank.store`), in the order of its own
+    steps; b"" without ranks."""
 
     def __init__(self, pages: int, calls: Caller | None = None) -> None:
         self._calls = Caller() if calls is None else calls

@@ -17,8 +17,9 @@ import torch
 
 from gdscache.config import Config
 from gdscache.config.pools import POOL_PREFIX, shared_sizes
-from gdscache.disk.catalog_file import CATALOG_NAME, start_empty
+from gdscache.disk.catalog_file import CATALOG_NAME
 from gdscache.errors import ParallelismUnsupportedError, RankError, ShardsError
+from gdscache.runtime.files import start_empty
 
 _OPEN = datetime.timedelta(minutes=30)  # for all ranks, while files are allocated
 _MARK = "rank"  # a file with the owner of a directory
