@@ -116,10 +116,10 @@ class HybridEngine(FromConfig[Sequence[RankAddress]]):
                 "SSD alone",
                 "take tiers out",
             )
-        if ranks is not None and (planes is not None or len(ranks) != len(parts)):
+        told = len(ranks) if isinstance(ranks, Sequence) else 0
+        if ranks is not None and (planes is not None or told != len(parts)):
             raise InvalidValueError(
-                f"ranks of {len(ranks)} pools are given, for {len(parts)} pools and {len(planes or ())} layers of "
-                "planes",
+                f"ranks of {told} pools are given, for {len(parts)} pools and {len(planes or ())} layers of planes",
                 "make a Rank of each pool's planes in each process, and pass their addresses alone",
             )
         self.window_every = window_every(config)
@@ -300,7 +300,7 @@ class HybridEngine(FromConfig[Sequence[RankAddress]]):
             tables.append(engine.tables.block_table(np.array(blocks, np.int64)))
         for name, pages in hit.pages.items():
             if not pages and name in slots and len(host_indices(slots[name])):
-                raise SlotCountError(f"group {name!r}: slots are given, and the hit has no page", "pass hit.pages' own")
+                raise SlotCountError(f"group {name!r}: slots are given, and the hit has no page", "leave the group out")
         return tables
 
     def store(
@@ -418,7 +418,8 @@ class HybridEngine(FromConfig[Sequence[RankAddress]]):
         """Give blocks of `take` back: integers, also in an array or a tensor. Raises `SlotRangeError` for one that is
         not taken, and takes none back then."""
         pool = self._own_pool(group)
-        given = host_indices([*blocks] if isinstance(blocks, Iterable) else blocks).tolist()
+        several = isinstance(blocks, Iterable) and not isinstance(blocks, (np.ndarray, torch.Tensor))
+        given = host_indices([*blocks] if several else blocks).tolist()
         with self._lock:
             if len(set(given)) < len(given) or not self._taken[pool].issuperset(given):
                 raise SlotRangeError(
