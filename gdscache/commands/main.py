@@ -19,10 +19,8 @@ def main() -> None:
     end it with `EXIT_REFUSED`. Ctrl-C, also during the start, ends it with `EXIT_INTERRUPTED`.
     """
     try:
-        for name in ("stdout", "stderr"):
-            stream = getattr(sys, name) or os.fdopen(
-                os.open(os.devnull, os.O_WRONLY), "w"
-            )  # None: its caller closed it
+        for name in ("stdout", "stderr"):  # None: the caller has closed it
+            stream = getattr(sys, name) or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
             setattr(sys, name, stream)
             if isinstance(stream, io.TextIOWrapper):  # characters missing in its encoding are written as \u65e5
                 stream.reconfigure(errors="backslashreplace")

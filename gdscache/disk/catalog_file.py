@@ -522,7 +522,8 @@ def check(connection: sqlite3.Connection, path: Path, wanted: SlabShape | None) 
     version = meta.get("format_version")
     if version is None:
         raise CorruptCatalogError(f"{path} is not a catalogue: it has no format_version")
-    old, ours = version == OLD_VERSION, f"use the gdscache that wrote it, {_other_path(path)}"
+    old, empty = version == OLD_VERSION, start_empty(path.parent)
+    ours = f"use the gdscache that wrote it, set another ssd.path, or {empty}"
     if version not in (OLD_VERSION, FORMAT_VERSION):
         raise CatalogVersionError(
             f"{path} has format version {version}; this gdscache reads versions {OLD_VERSION} and {FORMAT_VERSION}",
@@ -541,7 +542,7 @@ def check(connection: sqlite3.Connection, path: Path, wanted: SlabShape | None) 
         which = "missing" if striped else "beside it, and it is the catalogue of a single directory"
         raise StripeError(
             f"{path} does not belong to {path.parent} as it is: {STRIPE_NAME} is {which}",
-            f"{'put it back' if striped else 'move it away'}, or {start_empty(path.parent)} and the others",
+            f"{'put it back' if striped else 'move it away'}, or {empty} and the others",
         )
     if wanted is not None:
         _refuse_others(path, slab, wanted)
@@ -583,13 +584,9 @@ def _only_slab(connection: sqlite3.Connection, path: Path) -> SlabShape:
         raise CatalogVersionError(
             f"{path} has {len(slabs)} slabs (of {', '.join(f'{s.extent_bytes:,}' for s in slabs.values())} bytes an "
             "extent); this gdscache reads directories of one",
-            f"use the gdscache that wrote it, {_other_path(path)}",
+            f"use the gdscache that wrote it, set another ssd.path, or {start_empty(path.parent)}",
         )
     return slabs[0]
-
-
-def _other_path(path: Path) -> str:
-    return f"set another ssd.path, or {start_empty(path.parent)}"
 
 
 def _refuse_others(path: Path, found: SlabShape, wanted: SlabShape) -> None:

@@ -712,7 +712,7 @@ def test_memory_that_ranks_shared_goes_with_their_leader(tmp_path: Path) -> None
 
 
 def _answered(engine: CacheEngine, rank: int) -> bool:
-    return all(rank not in moving._waiting for moving in engine.executor._under_way.values())  # type: ignore[union-attr]
+    return all(rank not in moving._waiting for moving in engine._parts.executor._under_way.values())  # type: ignore[union-attr]
 
 
 def _memory_files() -> list[str]:
