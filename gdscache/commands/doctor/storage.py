@@ -385,8 +385,7 @@ def _space_row(found: Place, places: Sequence[Place], ssd: SsdConfig | None) -> 
     if space is None:
         yield from answer("free space", found.space, "warn", "see the system log for the device")
         return
-    device = found.mount.device
-    beside = [place for place in places if place is found or place.mount.device == device != ""]
+    beside = [place for place in places if place is found or place.mount.device == found.mount.device != ""]
     needed = ssd.capacity * len(beside) // len(places) if ssd else None
     slab = sum(place.space.value.slab for place in beside if place.space.value is not None)
     data = dataclasses.asdict(space) | {"capacity": needed}
