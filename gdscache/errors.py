@@ -151,7 +151,7 @@ class NoMemoryError(GdsCacheError):
 
 
 class PinnedMemoryError(GdsCacheError):
-    """Host memory could not be page-locked although the configuration asks for it."""
+    """Host memory could not be page-locked, without which copies to the GPU cannot be measured."""
 
 
 class KernelUnavailableError(GdsCacheError):
@@ -246,10 +246,6 @@ class CacheTypeUnsupportedError(IntegrationError):
 
 class CacheLayoutUnsupportedError(IntegrationError):
     """The bytes of a block of the inference engine's KV cache are not one run."""
-
-
-class DynamicScalesError(IntegrationError):
-    """The scales of a quantised KV cache depend on the requests that were served."""
 
 
 class HashSeedError(IntegrationError):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
+import yaml
 
 from gdscache.arguments import shown
 from gdscache.commands.console import size_of
@@ -225,7 +226,8 @@ class WrittenFor(NamedTuple):
         given = {tier: f"capacity: {format_size(nbytes)}" for tier, (nbytes, _) in tiers.items()}
         given |= {f"{tier}_reason": reason for tier, (_, reason) in tiers.items()}
         text = "\n".join(line[1:] for line in _TEXT.splitlines() if line[:1] in ("", "|", *self.lines))
-        return text.format(name=self.name, room=self.room, directory=json.dumps(directory), **given) + "\n"
+        path = yaml.dump(directory, default_style='"', width=MIB, allow_unicode=True).strip()
+        return text.format(name=self.name, room=self.room, directory=path, **given) + "\n"
 
 
 _LAUNCH = "python -m sglang.launch_server --model-path MODEL --page-size 64"

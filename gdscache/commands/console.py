@@ -71,7 +71,8 @@ class Table:
         if widths is None:
             body = [line for row, color in rows for line in _block(row, grid[0], color, width)]
         else:
-            right = [_is_numbers(column) for column in zip(*grid[1:], strict=True)]
+            columns = zip(*grid[1:], strict=True)
+            right = [all(_NUMBER.fullmatch(cell.replace(_HARD_SPACE, " ")) for cell in c if cell) for c in columns]
             head = _beside(grid[0], widths, right, "", low=True) if self.columns else []
             body = head + [line for row, color in rows for line in _beside(row, widths, right, color)]
         around = [_wrap(text, width) for text in (self.title, self.caption)]
@@ -178,10 +179,6 @@ def size_option(name: str, text: str, **settings: Any) -> Any:
 def _together(text: str) -> str:
     """A text whose lines do not break between a number and its unit, or in short parentheses."""
     return _TOGETHER.sub(lambda found: found[0].replace(" ", _HARD_SPACE), text)
-
-
-def _is_numbers(column: Sequence[str]) -> bool:
-    return all(_NUMBER.fullmatch(cell.replace(_HARD_SPACE, " ")) for cell in column if cell)
 
 
 def _widths(columns: Sequence[Sequence[str]], room: float) -> list[int] | None:

@@ -19,7 +19,9 @@ def main() -> None:
     end it with `EXIT_REFUSED`. Ctrl-C, also during the start, ends it with `EXIT_INTERRUPTED`.
     """
     try:
-        for stream in (sys.stdout, sys.stderr):
+        for name in ("stdout", "stderr"):  # None: the caller has closed it
+            stream = getattr(sys, name) or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+            setattr(sys, name, stream)
             if isinstance(stream, io.TextIOWrapper):  # characters missing in its encoding are written as \u65e5
                 stream.reconfigure(errors="backslashreplace")
         logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
@@ -28,8 +30,7 @@ def main() -> None:
         try:
             app(prog_name="gdscache")
         finally:
-            if sys.stdout is not None:
-                sys.stdout.flush()
+            sys.stdout.flush()
     except KeyboardInterrupt:
         _end("interrupted", EXIT_INTERRUPTED)
     except GdsCacheError as error:

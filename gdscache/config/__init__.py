@@ -68,7 +68,7 @@ def _text(pattern: str, allowed: str) -> tuple[AfterValidator, WithJsonSchema]:
 def _expand(value: object) -> Path:
     """`~` and `$VARS` expanded, made absolute relative to the current directory."""
     text = _NAMED.sub(_variable, str(value)) if isinstance(value, (str, Path)) else ""
-    if not text or "\0" in text:  # not the current directory, where a variable is empty
+    if not text or b"\0" in os.fsencode(text):  # no name of a file, or an empty variable
         raise ValueError("must be a path")
     if braces := re.search(r"\{[^}]*\}?", text):
         raise ValueError(f"{braces[0]} is not replaced; $VARS are, such as $RANK")

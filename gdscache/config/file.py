@@ -291,7 +291,7 @@ def section_of(field: FieldInfo) -> type[BaseModel] | None:
 
 def _nearest(loc: tuple[int | str, ...], known: list[str], model: type[BaseModel]) -> str:
     """The probably intended key: of the same section, else of another section, else the nearest of the list."""
-    key, parent = str(loc[-1]), dotted(loc[:-1])
+    key, parent = str(loc[-1]).lower(), dotted(loc[:-1])
     prefix = f"{parent}." if parent else ""
     if near := difflib.get_close_matches(key, known, n=1):
         return f"did you mean `{prefix}{near[0]}`?"

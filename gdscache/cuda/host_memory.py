@@ -172,7 +172,7 @@ class HostBuffer:
                 self.close()
                 raise PinnedMemoryError(
                     f"{about(nbytes)} of host memory cannot be page-locked: {cause}",
-                    "set pin to auto or off, make the pool smaller, or raise the locked-memory limit (ulimit -l)",
+                    "raise the limit of locked memory: ulimit -l unlimited, or LimitMEMLOCK=infinity in the unit",
                 )
             if cause and torch.cuda.is_available():
                 _log.warning("%s of host memory stay pageable: %s", about(nbytes), cause)

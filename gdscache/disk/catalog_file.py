@@ -8,6 +8,7 @@ import datetime
 import errno
 import logging
 import os
+import shlex
 import sqlite3
 import stat
 import tempfile
@@ -25,7 +26,7 @@ from gdscache.errors import (
     StorageError,
     StripeError,
 )
-from gdscache.runtime.files import flush_directory
+from gdscache.runtime.files import flush_directory, start_empty
 
 PIECE = 1 << 20  # bytes of a read
 LOG_SUFFIX = "-wal"
@@ -253,7 +254,7 @@ def sqlite_errors(path: Path, what: str) -> Iterator[None]:
         if primary in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED) and what == "opened":
             raise DirectoryInUseError(
                 f"{path} is open in another program",
-                f"end that program (fuser {path} names it), or give each engine its own ssd.path",
+                f"end that program (fuser {shlex.quote(str(path))} names it), or give each engine its own ssd.path",
             ) from error
         if primary in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_TOOBIG):
             raise CorruptCatalogError(f"{path} is corrupt: {error}") from error
@@ -521,7 +522,8 @@ def check(connection: sqlite3.Connection, path: Path, wanted: SlabShape | None) 
     version = meta.get("format_version")
     if version is None:
         raise CorruptCatalogError(f"{path} is not a catalogue: it has no format_version")
-    old, ours = version == OLD_VERSION, f"use the gdscache that wrote it, {_start_empty(path)}"
+    old, empty = version == OLD_VERSION, start_empty(path.parent)
+    ours = f"use the gdscache that wrote it, set another ssd.path, or {empty}"
     if version not in (OLD_VERSION, FORMAT_VERSION):
         raise CatalogVersionError(
             f"{path} has format version {version}; this gdscache reads versions {OLD_VERSION} and {FORMAT_VERSION}",
@@ -540,7 +542,7 @@ def check(connection: sqlite3.Connection, path: Path, wanted: SlabShape | None) 
         which = "missing" if striped else "beside it, and it is the catalogue of a single directory"
         raise StripeError(
             f"{path} does not belong to {path.parent} as it is: {STRIPE_NAME} is {which}",
-            f"{'put it back' if striped else 'move it away'}, or start empty: rm -r {path.parent} and the others",
+            f"{'put it back' if striped else 'move it away'}, or {empty} and the others",
         )
     if wanted is not None:
         _refuse_others(path, slab, wanted)
@@ -582,13 +584,9 @@ def _only_slab(connection: sqlite3.Connection, path: Path) -> SlabShape:
         raise CatalogVersionError(
             f"{path} has {len(slabs)} slabs (of {', '.join(f'{s.extent_bytes:,}' for s in slabs.values())} bytes an "
             "extent); this gdscache reads directories of one",
-            f"use the gdscache that wrote it, {_start_empty(path)}",
+            f"use the gdscache that wrote it, set another ssd.path, or {start_empty(path.parent)}",
         )
     return slabs[0]
-
-
-def _start_empty(path: Path) -> str:
-    return f"set another ssd.path, or start empty: rm -r {path.parent}"
 
 
 def _refuse_others(path: Path, found: SlabShape, wanted: SlabShape) -> None:
@@ -596,13 +594,13 @@ def _refuse_others(path: Path, found: SlabShape, wanted: SlabShape) -> None:
         raise ExtentSizeError(
             f"{path.parent} holds extents of {found.extent_bytes:,} bytes, and the model's pages need "
             f"{wanted.extent_bytes:,}",
-            f"set another ssd.path for this model, page_tokens or pack, or start empty: rm -r {path.parent}",
+            f"set another ssd.path for this model, page_tokens or pack, or {start_empty(path.parent)}",
         )
     if found.shards != wanted.shards:
         raise ShardsError(
             f"{path.parent} holds pages in {found.shards:,} shards, and this engine has {wanted.shards:,}",
-            "use as many GPUs as wrote it, set another ssd.path for this number of them, or start empty: "
-            f"rm -r {path.parent}",
+            "use as many GPUs as wrote it, set another ssd.path for this number of them, or "
+            f"{start_empty(path.parent)}",
         )
 
 

@@ -267,7 +267,7 @@ def _refuse_foreign_writers(path: Path) -> None:
         raise DirectoryPermissionsError(
             f"{path} has mode {mode:04o}: {who} may write there, and so replace the cache's files and locks, and "
             "the bytes that are loaded",
-            f"chmod go-w {path}, or set ssd.path to a directory that only this user may write",
+            f"chmod go-w {shlex.quote(str(path))}, or set ssd.path to a directory that only this user may write",
         )
 
 

@@ -37,7 +37,7 @@ from gdscache.errors import (
     StorageError,
     StripeError,
 )
-from gdscache.runtime.files import flush_directory
+from gdscache.runtime.files import flush_directory, start_empty
 from gdscache.sizes import MIB, about
 from gdscache.storage.base import Descriptors, Files, Transport
 from gdscache.storage.files import NativeTransport
@@ -371,7 +371,7 @@ def claim_stripes(directories: Sequence[Path]) -> None:
     found = [read_stripe(directory) for directory in directories]
     first = found[0]
     used = os.path.lexists(directories[0] / CATALOG_NAME)
-    reset = f"or start empty: rm -r {' '.join(names)}"
+    reset = f"or {start_empty(*names)}"
     if first is None and len(directories) == 1:
         return
     if first is None and used:
@@ -395,7 +395,7 @@ def claim_stripes(directories: Sequence[Path]) -> None:
         if stripe is None and number and os.path.lexists(f"{path}/{CATALOG_NAME}"):
             raise StripeError(
                 f"{path} holds a cache on this directory alone, which could not be opened any more",
-                f"take it out of ssd.stripes, or start empty: rm -r {path}",
+                f"take it out of ssd.stripes, or {start_empty(path)}",
             )
         if stripe is None and used:
             raise StripeError(
@@ -430,7 +430,7 @@ def read_stripe(directory: Path) -> Stripe | None:
         return stripe
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise StripeError(
-            f"{path} is damaged: {error}", f"start empty: rm -r {directory} and the other directories of ssd.stripes"
+            f"{path} is damaged: {error}", f"{start_empty(directory)} and the other directories of ssd.stripes"
         ) from error
 
 

@@ -39,14 +39,12 @@ from gdscache.index.retention import DEFAULT, LONGEST_TTL, Retention
 from gdscache.limits import KEY_BYTES, LIMITS, MAX_SECONDS, EngineLimits
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.load.loader import Loader
-from gdscache.moves.native import NativeExecutor
 from gdscache.pages.hit import Hit, Told, refuse_twins
 from gdscache.pages.keys import Page, PageHashes, PageNames, as_tokens, namespace_digest
 from gdscache.pages.layout import PageLayout
 from gdscache.pages.planes import Blocks, BlockTables
 from gdscache.prefetch.handle import Prefetch
 from gdscache.ranks.address import RankAddress, StoreMark
-from gdscache.ranks.executor import RanksExecutor
 from gdscache.ranks.lender import Lender, Named
 from gdscache.runtime.calls import Calls
 from gdscache.sizes import MAX_SIZE
@@ -79,8 +77,10 @@ class CacheEngine(FromConfig[RankAddress]):
     `planes` attaches an engine's own paged tensors, `planes[layer][plane]` of shape `(blocks, block_tokens, *row)`.
     Then `lookup`, `load` and `store` take slots of those tensors. Without `planes` the engine owns a pool, and requests
     are `sequence`s. `tables` checks block numbers of the planes. `tokens` are token ids everywhere; `lookup`, `store`,
-    `prefetch`, `pin` and `pages` take `PageHashes` too. All methods may be called from many threads. Raises a subclass
-    of `GdsCacheError` that names the part that cannot be opened.
+    `prefetch`, `pin` and `pages` take `PageHashes` too. `slots` are block numbers on the host: a list, numpy array or
+    tensor of int32 or int64. All methods may be called from many threads. The class raises a subclass of
+    `GdsCacheError` that names the part that cannot be opened; its methods `TokensError` for tokens or a `start`,
+    `SlotRangeError` or `SlotCountError` for slots, `InvalidValueError` for other arguments, and `EngineClosedError`.
 
     Ctrl-C inside a call that changes an engine ends the engine, cleanly; inside a wait it ends the wait. So does any
     other exception of a signal's handler. A handler must not call the engine, except `close`.
@@ -154,11 +154,6 @@ class CacheEngine(FromConfig[RankAddress]):
     def loader(self) -> Loader:
         self._check_open()
         return self._parts.loader
-
-    @property
-    def executor(self) -> NativeExecutor | RanksExecutor:
-        self._check_open()
-        return self._parts.executor
 
     @property
     def gpu(self) -> GpuTier:
@@ -322,6 +317,8 @@ class CacheEngine(FromConfig[RankAddress]):
 
     def tell(self, words: Callable[[], str]) -> None:
         """Have the log's next line on missing pages say this instead of the last lookup's misses."""
+        if not callable(words):
+            raise InvalidValueError(f"words is {arguments.shown(words)}", "pass a function that returns the text")
         self.manager.sample = words
 
     def observe_prefill(

@@ -116,10 +116,10 @@ class HybridEngine(FromConfig[Sequence[RankAddress]]):
                 "SSD alone",
                 "take tiers out",
             )
-        if ranks is not None and (planes is not None or len(ranks) != len(parts)):
+        told = len(ranks) if isinstance(ranks, Sequence) else 0
+        if ranks is not None and (planes is not None or told != len(parts)):
             raise InvalidValueError(
-                f"ranks of {len(ranks)} pools are given, for {len(parts)} pools and {len(planes or ())} layers of "
-                "planes",
+                f"ranks of {told} pools are given, for {len(parts)} pools and {len(planes or ())} layers of planes",
                 "make a Rank of each pool's planes in each process, and pass their addresses alone",
             )
         self.window_every = window_every(config)
@@ -300,7 +300,7 @@ class HybridEngine(FromConfig[Sequence[RankAddress]]):
             tables.append(engine.tables.block_table(np.array(blocks, np.int64)))
         for name, pages in hit.pages.items():
             if not pages and name in slots and len(host_indices(slots[name])):
-                raise SlotCountError(f"group {name!r}: slots are given, and the hit has no page", "pass hit.pages' own")
+                raise SlotCountError(f"group {name!r}: slots are given, and the hit has no page", "leave the group out")
         return tables
 
     def store(
@@ -352,8 +352,8 @@ class HybridEngine(FromConfig[Sequence[RankAddress]]):
 
     def window_ends(self, length: int, keep_at: Iterable[int]) -> set[int]:
         """The lengths at which windows and states are kept, including lengths behind `length` that need a page before
-        it."""
-        size = self.alignment
+        it. Raises `InvalidValueError`."""
+        size, length = self.alignment, arguments.whole(length, "length", 0, MAX_COUNT)
         try:
             given = [arguments.whole(one, "keep_at", 0, MAX_COUNT) for one in keep_at]
         except TypeError:  # also of a tensor without dimensions, which is an `Iterable`
@@ -417,7 +417,9 @@ class HybridEngine(FromConfig[Sequence[RankAddress]]):
     def give(self, group: str, blocks: Iterable[int]) -> None:
         """Give blocks of `take` back: integers, also in an array or a tensor. Raises `SlotRangeError` for one that is
         not taken, and takes none back then."""
-        pool, given = self._own_pool(group), host_indices([*blocks]).tolist()
+        pool = self._own_pool(group)
+        several = isinstance(blocks, Iterable) and not isinstance(blocks, (np.ndarray, torch.Tensor))
+        given = host_indices([*blocks] if several else blocks).tolist()
         with self._lock:
             if len(set(given)) < len(given) or not self._taken[pool].issuperset(given):
                 raise SlotRangeError(

@@ -103,6 +103,10 @@ class _Handle(Generic[Said]):
             yield from handle.__await__()
         return self.result()
 
+
+class _Releasing(_Handle[Said]):
+    """The handles of a call that uses the caller's slots."""
+
     def released(self, seconds: float | None = None) -> None:
         """Wait until the slots are the caller's again. Raises `DeadlineError`."""
         left = remaining(seconds)
@@ -110,7 +114,7 @@ class _Handle(Generic[Said]):
             handle.release_event.synchronize(left())
 
 
-class HybridLoad(_Handle[HybridReport]):
+class HybridLoad(_Releasing[HybridReport]):
     """The handle of a load, or of a batch of loads. Made by `HybridEngine.load` and `load_many`; thread-safe."""
 
     def __init__(self, engine: HybridEngine, hits: Sequence[HybridHit], loads: list[LayerwiseLoad | None]) -> None:
@@ -194,7 +198,7 @@ class HybridLoad(_Handle[HybridReport]):
             load.cancel()
 
 
-class HybridStore(_Handle[HybridStoreReport]):
+class HybridStore(_Releasing[HybridStoreReport]):
     """The handle of a store. Made by `HybridEngine.store`; thread-safe."""
 
     def __init__(self, names: Sequence[str], handles: Sequence[StoreHandle], order: Sequence[Chain]) -> None:

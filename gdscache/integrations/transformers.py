@@ -137,17 +137,18 @@ class PrefixCache:
                 f"transformers {transformers.__version__} is older than {OLDEST}",
                 f'pip install "transformers>={OLDEST}"',
             )
-        states = {n for g in getattr(engine, "groups", ()) if g.keeps == "state" for n in g.layers}
+        if not isinstance(engine, (CacheEngine, HybridEngine)) or not isinstance(model, torch.nn.Module):
+            raise UnsupportedRequestError(
+                f"the engine is of type {type(engine).__name__}, the model of type {type(model).__name__}",
+                "pass an engine, and the module whose forward is called with the cache",
+            )
+        states = {n for g in engine.groups if g.keeps == "state" for n in g.layers}
         for number, planes in enumerate(engine.config.model.layout().layers):
             if len(planes) != 2 and number not in states:
                 raise GeometryError(
                     f"layer {number} has {len(planes)} planes, a transformers cache keeps two tensors a layer",
                     "make the model section with model_section()",
                 )
-        if not isinstance(model, torch.nn.Module):
-            raise UnsupportedRequestError(
-                f"the model is of type {type(model).__name__}", "pass the module whose forward is called with the cache"
-            )
         self._parts = _check_groups(engine, model) if isinstance(engine, HybridEngine) else []
         self.engine = engine
         self.model = model

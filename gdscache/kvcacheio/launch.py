@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 import threading
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from gdscache.errors import CaptureUnsupportedError, TransferArgumentError
+from gdscache import arguments
+from gdscache.errors import CaptureUnsupportedError, InvalidValueError, TransferArgumentError
 from gdscache.kernels import jit
 
 SOURCE = "kvcacheio.cu"
@@ -247,9 +247,6 @@ def refuse_capture(device: torch.device, what: str, hint: str) -> None:
 def whole(name: str, value: int, least: int = 1) -> int:
     """`value` as an int of at least `least`; `TransferArgumentError` if it is not one."""
     try:
-        number = operator.index(value)
-    except TypeError as error:
-        raise TransferArgumentError(f"{name} is {value!r}, not an integer") from error
-    if number < least:
-        raise TransferArgumentError(f"{name} is {number}", f"give at least {least}")
-    return number
+        return arguments.whole(value, name, least, _LIMIT)
+    except InvalidValueError as error:
+        raise TransferArgumentError(error.message, error.hint) from None

@@ -35,7 +35,8 @@ class Gap:
 
 
 class LayerwiseLoad:
-    """The handle of one load, or of a batch of loads. Made by `CacheEngine.load` and `load_many`; thread-safe."""
+    """The handle of one load, or of a batch of loads. Made by `CacheEngine.load` and `load_many`; thread-safe.
+    `release_event` (`done`, `wait`, `synchronize`): nothing writes to the slots any more. `number`: in timelines."""
 
     def __init__(
         self,

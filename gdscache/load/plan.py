@@ -30,6 +30,7 @@ Behind = Literal["more", "busy", "missing", "no_room"]
 @dataclasses.dataclass(frozen=True)
 class LoadReport:
     """How a load ended. `tokens` counts the good prefix; `pages` has a status for each page that the load found.
+    `bytes_by_tier`: of good pages, by the tiers that they came from. `seconds`: from the call to the verdict.
 
     `reasons` says which tiers the tokens of a request come from, and why others have not come. A batch has its
     requests' reasons one after the other.

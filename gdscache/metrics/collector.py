@@ -14,7 +14,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from gdscache.errors import EngineClosedError, MetricsAddressError
+from gdscache.arguments import shown
+from gdscache.errors import EngineClosedError, InvalidValueError, MetricsAddressError
 from gdscache.histograms import Buckets
 from gdscache.metrics.table import FAMILIES, Family, Labels, parts_of
 
@@ -27,14 +28,17 @@ class EngineCollector(Collector):
     """Register it in a registry of your own. `engines`: one engine, or engines by the value of the label `engine`.
 
     The pools of a `HybridEngine` have the label `group`, the names of their groups; it is empty for whole hits, and for
-    engines without pools. A closed engine shows `gdscache_open` 0 and nothing else.
+    engines without pools. A closed engine shows `gdscache_open` 0 and nothing else. Raises `InvalidValueError`.
     """
 
     def __init__(self, engines: Source | Mapping[str, Source]) -> None:
         named = isinstance(engines, Mapping)
-        self._engines: dict[Labels, Source] = (
-            {(name,): engine for name, engine in engines.items()} if isinstance(engines, Mapping) else {(): engines}
-        )
+        given = engines if isinstance(engines, Mapping) else {"": engines}
+        for name, engine in given.items():
+            if not isinstance(name, str) or not hasattr(engine, "stats"):
+                message = f"engines has {shown(name)}: {shown(engine)}" if named else f"engines is {shown(engines)}"
+                raise InvalidValueError(message, "pass an engine, or a mapping of engines by names that are texts")
+        self._engines: dict[Labels, Source] = {(name,) if named else (): engine for name, engine in given.items()}
         self._named: Labels = ("engine",) if named else ()
         pools = any(getattr(engine, "pools", ()) for engine in self._engines.values())
         self._labels: Labels = (*self._named, "group") if pools else self._named

@@ -8,7 +8,7 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -212,7 +212,7 @@ class RankSet:
 
 
 def _check(addresses: Sequence[RankAddress]) -> None:
-    given = [*addresses]
+    given = [*addresses] if isinstance(addresses, Iterable) else []
     if not given or any(not isinstance(address, RankAddress) for address in given):
         kinds = ", ".join(sorted({type(address).__name__ for address in given})) or "nothing"
         raise RankError(f"ranks holds {kinds}, not RankAddress", "pass Rank.address of each process, as ranks=[...]")

@@ -518,7 +518,7 @@ class Rank:
         is bad, and each rank's engine has to be told. Never raises for a leader that has gone: its pages are
         `RANK_LOST`.
         """
-        fields, service, planes = wire.order(order, "requests"), self._service, self._planes
+        fields, service, planes = wire.unpack(order, "requests"), self._service, self._planes
         if service is not None:
             self._layout = service.layout
         layout = self._layout
@@ -543,7 +543,7 @@ class Rank:
         far. Every rank must call it once for each store; an empty order does nothing."""
         if not order:
             return
-        fields, service = wire.order(order, "store"), self._service
+        fields, service = wire.unpack(order, "store"), self._service
         if service is not None and service.leader == fields["leader"]:
             service.mark(fields["store"], record(self._planes[0][0].device))
 

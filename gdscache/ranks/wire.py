@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gdscache.arguments import shown
 from gdscache.arrays import Int64Array
 from gdscache.errors import RankProtocolError
 from gdscache.moves import Move, Priority, Way
@@ -50,8 +51,10 @@ def length(head: bytes | memoryview) -> int:
     return int(whole)
 
 
-def unpack(data: bytes | memoryview) -> Fields:
-    """The message in these bytes. Raises `RankProtocolError`."""
+def unpack(data: bytes | memoryview, of: str = "") -> Fields:
+    """The message in these bytes; `of`: a field of the order that it is to be. Raises `RankProtocolError`."""
+    if not isinstance(data, (bytes, bytearray, memoryview)):
+        raise RankProtocolError(f"an order is {shown(data)}", "pass an order unchanged: bytes")
     if length(data) != len(data):
         raise RankProtocolError(f"a message of {length(data)} bytes has {len(data)}", "pass an order unchanged")
     at = text = HEAD.size + HEAD.unpack_from(data)[1]
@@ -76,13 +79,9 @@ def unpack(data: bytes | memoryview) -> Fields:
         raise RankProtocolError(
             f"a message of {len(data)} bytes is damaged: {error}", "check other programs that connect"
         ) from error
-    return fields
-
-
-def order(data: bytes, key: str) -> Fields:
-    """A leader's order, which has this key. Raises `RankProtocolError`."""
-    if key not in (fields := unpack(data)):
-        raise RankProtocolError("this is the order of another call", "pass load.order to load, handle.order to store")
+    if of and of not in fields:
+        hint = "pass load.order to Rank.load, and handle.order of a store to Rank.store"
+        raise RankProtocolError(f"an order has {', '.join(fields)}, and no {of}", hint)
     return fields
 
 

@@ -114,7 +114,8 @@ class Calls(Caller):
         )
         self._watched: dict[int, weakref.ref[Any]] = {}
         self._numbers = itertools.count()
-        self._no_end = Flag()  # set when no handle ends any more
+        self._no_end = Flag()  # set when no handle ends any more, by `end_awaits`
+        self.end_awaits = self._no_end.set
         self.bell = Bell()  # rings when a load, a store or a prefetch has ended
 
     @property
@@ -245,10 +246,6 @@ class Calls(Caller):
     async def until(self, flag: Flag, seconds: float | None) -> bool:
         self.check()
         return await until(flag, self._no_end, seconds)
-
-    def end_awaits(self) -> None:
-        """No work ends any more."""
-        self._no_end.set()
 
 
 def _is_above(frame: FrameType | None, below: FrameType | None) -> bool:

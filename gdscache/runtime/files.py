@@ -4,6 +4,7 @@ kernels."""
 from __future__ import annotations
 
 import os
+import shlex
 import tempfile
 from pathlib import Path
 
@@ -23,6 +24,11 @@ def flush_directory(directory: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def start_empty(*directories: str | Path) -> str:
+    """Words of a hint, with a command that a shell takes for these directories and no others."""
+    return f"start empty: rm -r {shlex.join(map(str, directories))}"
 
 
 def user_cache() -> Path:

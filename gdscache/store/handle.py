@@ -26,7 +26,9 @@ class StoreReport:
 
 
 class StoreHandle:
-    """The handle of one store. Made by `CacheEngine.store` and `Sequence.commit`; thread-safe."""
+    """The handle of one store. Made by `CacheEngine.store` and `Sequence.commit`; thread-safe. `release_event` (`done`,
+    `wait`, `synchronize`): the blocks were read. `order`: for each rank (`Rank.store`), in the order of its own
+    steps; b"" without ranks."""
 
     def __init__(self, pages: int, calls: Caller | None = None) -> None:
         self._calls = Caller() if calls is None else calls
@@ -34,7 +36,7 @@ class StoreHandle:
         # Called by the storer: the blocks may be written again after the event that `lands(seconds)` waits for, or
         # after an event.
         self.reading, self.read = self.release_event.watch, self.release_event.signal
-        self.order = b""  # the bytes for each rank (`Rank.store`), in the order of its own steps
+        self.order = b""
         self._tiers: list[tuple[str, ...]] = [()] * pages
         self._dropped: dict[int, str] = {}
         self._left = pages

@@ -417,7 +417,8 @@ class SsdTier(DurableTier):
         damaged = self.io.check()
         with self._commit_lock:
             try:
-                rows, kept = self._catalog.rows(), _in_range(self._catalog.retentions())
+                rows, given = self._catalog.rows(), self._catalog.retentions()
+                kept = {slot: (min(max(priority, LOWEST), HIGHEST), ends) for slot, (priority, ends) in given.items()}
             except IOFailedError as error:
                 return [*damaged, error.message]
             with lock:
@@ -492,10 +493,6 @@ def _retentions(found: Recovered) -> dict[int, Retention]:
         if retention != DEFAULT:
             kept[position] = same.setdefault(retention, retention)
     return kept
-
-
-def _in_range(kept: Mapping[int, tuple[int, float | None]]) -> dict[int, tuple[int, float | None]]:
-    return {slot: (min(max(priority, LOWEST), HIGHEST), expires) for slot, (priority, expires) in kept.items()}
 
 
 def _kept(retention: Retention) -> tuple[int, float | None]:

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from gdscache import arguments
 from gdscache.errors import InvalidValueError
+from gdscache.limits import MAX_COUNT
 from gdscache.runtime.files import write_whole
 from gdscache.tracing.base import Span, Timeline, title
 
@@ -59,9 +61,7 @@ class TraceTimeline(Timeline):
 
     def __init__(self, *, limit: int = LIMIT, clock: Callable[[], int] = time.perf_counter_ns) -> None:
         """`clock`: nanoseconds; of CLOCK_MONOTONIC, so that spans of native threads fit."""
-        if limit < 1:
-            raise InvalidValueError(f"a timeline of {limit} events", "keep at least one")
-        self._limit = limit
+        self._limit = arguments.whole(limit, "limit", 1, MAX_COUNT)
         self._clock = clock
         self._zero = clock()
         self._next = itertools.count(1)

@@ -404,6 +404,8 @@ def test_ranks_are_of_each_pool(tmp_path: Path) -> None:
     config, address = hybrid_config(tmp_path, MODELS["apart"]), RankAddress("nobody", 0, 0)
     with pytest.raises(InvalidValueError, match="ranks of 1 pools"):
         HybridEngine.from_config(config, ranks=[[address]])
+    with pytest.raises(InvalidValueError, match="ranks of 0 pools"):
+        HybridEngine.from_config(config, ranks=address)  # type: ignore[arg-type]
     with pytest.raises(InvalidValueError, match="for 2 pools and 3 layers of planes"):
         HybridEngine.from_config(config, planes_of(3), ranks=[[address]] * 2)
 
@@ -458,12 +460,15 @@ def test_planes_of_its_own_and_their_blocks(tmp_path: Path) -> None:
         engine.store(PROMPT[:16], {"chunk": [-1, *slots["chunk"][:1]], "full": slots["full"], "window": [-1] * 4})
         engine.drain(WAIT)
         engine.give("full", slots["full"])
-        for given in (slots["full"], [slots["chunk"][0]] * 2, [1000]):
+        for given in (slots["full"], [slots["chunk"][0]] * 2, [1000], 1000, np.array(1000)):
             with pytest.raises(SlotRangeError, match="not taken"):
                 engine.give("chunk" if given is not slots["full"] else "full", given)
         for kind in (np.array, torch.tensor):
             engine.give("full", kind(engine.take("full", 2)))
             assert {type(block) for block in engine._free[1]} == {int}
+        for lengths in (-1, 1 << 63, "8"):  # the lengths at which windows are kept would fill the memory
+            with pytest.raises(InvalidValueError, match="length is"):
+                engine.window_ends(lengths, ())  # type: ignore[arg-type]
         with pytest.raises(InvalidValueError, match="pages is -1"):
             engine.take("full", -1)
         with pytest.raises(InvalidValueError, match="no group 'other'"):
@@ -570,6 +575,7 @@ def test_a_close_in_the_middle_ends_what_is_under_way(open_hybrid: OpenHybrid) -
         host.engine.close()
     assert host.finish(hit, load, slots, PROMPT).tokens in (0, 48)
     assert prefetch.verified == 0
+    assert not hasattr(prefetch, "released"), "a prefetch has none of the caller's slots"
     host.engine.close()
     calls: list[Callable[[], object]] = [
         lambda: host.engine.lookup(PROMPT),

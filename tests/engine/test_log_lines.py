@@ -303,6 +303,16 @@ def test_a_request_that_missed_pages_is_told_once_in_a_while(
     assert caplog.records[-1].levelname == "INFO"
 
 
+def test_words_for_that_line_are_a_function(open_host: OpenHost, caplog: pytest.LogCaptureFixture) -> None:
+    """A text would break off the thread that writes the line, later."""
+    host = open_host(cpu=8, ssd=None, log={"summary": 0, "requests": 50})
+    with pytest.raises(errors.InvalidValueError, match="words is 'mine'"):
+        host.engine.tell("mine")  # type: ignore[arg-type]
+    host.engine.tell(lambda: "mine")
+    host.keep(prompt(1, 2))
+    until(lambda: "missed pages: mine" in caplog.text, "the line")
+
+
 def test_both_may_be_off(open_host: OpenHost, caplog: pytest.LogCaptureFixture) -> None:
     host = open_host(cpu=8, ssd=24, log={"summary": 0, "requests": 0})
     pass_by = clock(host)

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 
 from gdscache import CacheEngine, HybridEngine
-from gdscache.errors import MetricsAddressError
+from gdscache.errors import InvalidValueError, MetricsAddressError
 from gdscache.metrics import FAMILIES, EngineCollector
 from gdscache.metrics.mirror import Differences, merged, unborn
 from gdscache.storage.base import Op
@@ -219,6 +219,13 @@ def test_engines_by_name(open_engine: OpenEngine, tmp_path: Any) -> None:
     assert value("gdscache_open", {"engine": "target"}) == 1
     text = generate_latest(registry).decode()
     assert text.count("# TYPE gdscache_stores_total counter") == 1
+
+
+def test_engines_that_cannot_be_read_are_refused_before_a_scrape(open_engine: OpenEngine) -> None:
+    engine = open_engine()
+    for wrong in ([engine], None, {0: engine}, {"a": engine, "b": None}):
+        with pytest.raises(InvalidValueError, match="engines "):
+            EngineCollector(wrong)  # type: ignore[arg-type]
 
 
 def test_one_registry_refuses_two_nameless_engines(open_engine: OpenEngine, tmp_path: Any) -> None:

@@ -425,7 +425,7 @@ def test_a_bad_path_is_refused(tmp_path: Path) -> None:
         timeline.write(tmp_path / "missing" / "t.json")
     with pytest.raises(InvalidValueError, match="Is a directory"):
         timeline.write(tmp_path)
-    with pytest.raises(InvalidValueError, match="at least one"):
+    with pytest.raises(InvalidValueError, match="limit is 0"):
         TraceTimeline(limit=0)
     tmp_path.chmod(0o500)
     if not os.access(tmp_path, os.W_OK):  # root may write everywhere

@@ -91,6 +91,17 @@ def test_a_reader_that_has_gone_is_told_nothing() -> None:
     assert (done.returncode, done.stderr) == (EXIT_FAILED, "")
 
 
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-"])
+def test_a_closed_output_changes_no_verdict(tmp_path: Path, closed: str) -> None:
+    for file, status in ((CONFIG, 0), (tmp_path / "missing.yaml", EXIT_REFUSED)):
+        command = [sys.executable, "-m", "gdscache", "config", "check", str(file)]
+        done = subprocess.run(
+            ["sh", "-c", f'"$@" {closed}', "sh", *command], stderr=subprocess.PIPE, text=True, timeout=120
+        )
+        assert done.returncode == status
+        assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_what_the_output_cannot_encode_is_written_escaped(run: Run, tmp_path: Path, encoding: str) -> None:
     file = tmp_path / "日本.yaml"

@@ -77,11 +77,11 @@ def test_doctor_takes_a_file_for_an_engine(init: Run, gdscache: Run, monkeypatch
 
 
 def test_the_file_is_what_a_connector_reads(init: Run) -> None:
-    status, out, err = init("vllm", "--cpu", "3GiB", "--ssd", "20 GiB", "--dir", "/mnt/fast: #1/kv")
+    status, out, err = init("vllm", "--cpu", "3GiB", "--ssd", "20 GiB", "--dir", "/mnt/fast: #1/😀")
     assert (status, err) == (0, "")
     file = Path("gdscache.yaml").resolve()
     config = load_config(file, model=MHA)
-    assert sizes(config) == (3 * GIB, 20 * GIB, "/mnt/fast: #1/kv")
+    assert sizes(config) == (3 * GIB, 20 * GIB, "/mnt/fast: #1/😀")
     assert (config.load.verify, config.load.gate) == ("once", "enforcing")
     assert "model" not in yaml.safe_load(file.read_text())
     *_, command = out.strip().splitlines()

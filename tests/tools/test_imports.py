@@ -96,7 +96,7 @@ def test_every_public_name_is_imported_from_where_it_is_defined() -> None:
 
 
 # What an engine is made of. Adapters and examples ask the engine itself.
-INSIDE = {"manager", "loader", "executor", "submit_store"}
+INSIDE = {"manager", "loader", "submit_store"}
 
 
 def test_adapters_and_examples_use_what_is_public_of_an_engine() -> None:

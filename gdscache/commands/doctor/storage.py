@@ -385,7 +385,7 @@ def _space_row(found: Place, places: Sequence[Place], ssd: SsdConfig | None) -> 
     if space is None:
         yield from answer("free space", found.space, "warn", "see the system log for the device")
         return
-    beside = [place for place in places if place is found or _same_file_system(place, found)]
+    beside = [place for place in places if place is found or place.mount.device == found.mount.device != ""]
     needed = ssd.capacity * len(beside) // len(places) if ssd else None
     slab = sum(place.space.value.slab for place in beside if place.space.value is not None)
     data = dataclasses.asdict(space) | {"capacity": needed}
@@ -401,10 +401,6 @@ def _space_row(found: Place, places: Sequence[Place], ssd: SsdConfig | None) -> 
     elif not space.free:
         verdict, hint = "warn", "free space there, or give another directory"
     yield Row("free space", value, verdict, hint, data)
-
-
-def _same_file_system(one: Place, other: Place) -> bool:
-    return one.mount.device == other.mount.device != ""
 
 
 def _trial_row(name: str, trial: Found[Moved], has_gpu: bool) -> Row:

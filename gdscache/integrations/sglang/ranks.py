@@ -19,6 +19,7 @@ from gdscache.config import Config
 from gdscache.config.pools import POOL_PREFIX, put_below, set_size, shared_sizes
 from gdscache.disk.catalog_file import CATALOG_NAME
 from gdscache.errors import ParallelismUnsupportedError, RankError, ShardsError
+from gdscache.runtime.files import start_empty
 
 _OPEN = datetime.timedelta(minutes=30)  # for all ranks, while files are allocated
 _MARK = "rank"  # a file with the owner of a directory
@@ -67,8 +68,8 @@ class RankPlace(NamedTuple):
         if others := sorted(found - {ranks}):
             raise ShardsError(
                 f"{path} holds pages in {others[0]} parts, one a rank, and this server has {ranks}",
-                "use as many GPUs (--tp-size) as wrote it, set another ssd.path for this number of them, or start "
-                f"empty: rm -r {path}",
+                "use as many GPUs (--tp-size) as wrote it, set another ssd.path for this number of them, or "
+                f"{start_empty(path)}",
             )
 
     def claim(self, path: Path) -> None:
@@ -81,7 +82,7 @@ class RankPlace(NamedTuple):
         if (found := told.read_text()) != mine:
             raise ShardsError(
                 f"{path} is of rank {found.strip()[:40]!r}, and this is rank {self.rank} of {self.ranks}",
-                f"give it its name back, or start empty: rm -r {path}",
+                f"give it its name back, or {start_empty(path)}",
             )
 
 

@@ -143,16 +143,17 @@ def test_checksums_of_shards_come_one_after_the_other(tmp_path: Path) -> None:
     """As rows, or as a matrix of shards and layers; a row of another number of them has none."""
     flat = page(1)._replace(checksums=np.arange(6, dtype=np.uint64))
     matrix = page(2)._replace(checksums=np.arange(10, 16, dtype=np.uint64).reshape(2, 3))
-    with open_catalog(tmp_path, shards=2) as catalog:
+    (place := tmp_path / "a cache").mkdir()
+    with open_catalog(place, shards=2) as catalog:
         catalog.commit([flat, matrix, page(3)], [], {})
-    with open_catalog(tmp_path, shards=2) as catalog:
+    with open_catalog(place, shards=2) as catalog:
         assert len(catalog.recover(8)) == 3
         slots, sums = catalog.checksum_rows([1, 2, 3], 3)
         assert (slots.tolist(), sums.tolist()) == ([1, 2], [[*range(6)], [*range(10, 16)]])
         assert catalog.checksum_rows([3], 2)[0].tolist() == [3]
     with pytest.raises(ShardsError, match="in 2 shards, and this engine has 1") as caught:
-        open_catalog(tmp_path)
-    assert f"rm -r {tmp_path}" in caught.value.hint
+        open_catalog(place)
+    assert f"rm -r '{place}'" in caught.value.hint
 
 
 def test_recovery_crosses_its_own_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import shlex
 import shutil
 import sqlite3
 import stat
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -155,6 +158,27 @@ def test_directories_that_are_not_what_they_were_are_refused_and_left(
     assert "rm -r" in caught.value.hint
     assert str(paths[0].parent) in caught.value.message
     assert snapshot(paths) == before
+
+
+def test_the_command_of_a_hint_deletes_these_directories_and_no_others(open_host: OpenHost, tmp_path: Path) -> None:
+    """A shell takes a name with a blank for two, and one with a quote for the begin of a text."""
+    paths = [tmp_path / "it's a cache", tmp_path / "the second"]
+    neighbours = [tmp_path / name for name in ("it", "a", "cache", "the", "second")]
+    filled(open_host, paths)
+    for neighbour in neighbours:
+        neighbour.mkdir()
+    for wrong in (paths[:1], paths[1:], paths[::-1], [paths[0], tmp_path / "third"]):
+        with pytest.raises(StripeError) as caught:
+            CacheEngine.from_config(make_config(**options(wrong)))
+        assert shlex.join(map(str, wrong)) in caught.value.hint
+    damage([paths[0], paths[0]])
+    for _ in paths:  # each names what it can
+        with pytest.raises(StripeError) as caught:
+            CacheEngine.from_config(make_config(**options(paths)))
+        command = re.sub("^.*(?=rm -r)| and the other.*$", "", caught.value.hint)
+        subprocess.run(command, shell=True, cwd=tmp_path, check=True)
+    assert open_host(**options(paths)).engine.check().ok
+    assert all(neighbour.is_dir() for neighbour in neighbours)
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])

@@ -305,7 +305,10 @@ def test_a_call_beside_a_thread_that_opens_or_closes_a_cache_is_left_alone(
             model(tokens(), past_key_values=cache)  # nor is a call with the cache itself let through unseen
 
 
-def test_a_prefix_cache_needs_the_model(engine: CacheEngine) -> None:
+def test_a_prefix_cache_needs_the_model(model: PreTrainedModel, engine: CacheEngine) -> None:
+    for other in (None, model):  # the two in another order
+        with pytest.raises(UnsupportedRequestError, match="the engine is of type"):
+            PrefixCache(other, model)  # type: ignore[arg-type]
     for wrong in (None, "llama", LlamaConfig(**SMALL)):
         with pytest.raises(UnsupportedRequestError, match="of type"):
             PrefixCache(engine, wrong)  # type: ignore[arg-type]

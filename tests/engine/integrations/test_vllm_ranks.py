@@ -230,7 +230,7 @@ def test_marks_are_forgotten(tmp_path: Path) -> None:
         ranks.engine.drain(30)
         services: list[Any] = [worker.ranks[0]._service for worker in ranks.workers]
         until(lambda: all(len(service._marks) < 100 for service in services), "old marks go")
-        executor: Any = ranks.engine.executor
+        executor: Any = ranks.engine._parts.executor
         until(lambda: len(executor._users) == 1, "the last step's is left")
 
 

@@ -69,7 +69,6 @@ def prefix_lm(group: Any) -> Any:
         ({"cache__kv_cache_groups": [prefix_lm(group(FullAttentionSpec))]}, "AttentionUnsupportedError", "leave"),
         ({"cache__kv_cache_groups": [prefix_lm(uniform(FullAttentionSpec))]}, "AttentionUnsupportedError", "leave"),
         ({"cache_config__prefix_caching_hash_algo": "xxhash"}, "HashSeedError", "PYTHONHASHSEED"),
-        ({"cache_config__calculate_kv_scales": True}, "DynamicScalesError", "kv_cache_dtype"),
         ({"cache_config__cache_dtype": "int4_per_token_head"}, "CacheTypeUnsupportedError", '"untried": true'),
         ({"model_config__enable_sleep_mode": True}, "SleepModeUnsupportedError", "leave it off"),
         ({"weight_transfer_config": object()}, "WeightUpdatesUnsupportedError", "leave it out"),

@@ -214,7 +214,7 @@ def test_an_engine_whose_own_disk_hangs_closes_in_time_and_keeps_what_is_touched
     for some in (kept, tokens)[: 2 if op == "read" else 1]:
         host.keep(some)
     drop_from(host.engine, *(["cpu"] if cpu else []))
-    moves = host.engine.executor.moves
+    moves = host.engine._parts.executor.moves
     hooks.fail(moves, integers([(-1, 0, 1 << 40, HANG, 0)]))
     if op == "read":
         load, blocks, keys = host.begin(tokens)

@@ -38,7 +38,7 @@ for transport in ("posix", "auto", "uring"):
             drop_from(engine, *gone)
             report = host.load(tokens)
             served.append([report.tokens, sorted(report.bytes_by_tier)])
-        disk = engine.executor.moves.disk
+        disk = engine._parts.executor.moves.disk
         said[transport] = [disk, engine.manager.ssd.io.transport.name, list(dropped), served]
 path = directory / "slab"
 path.write_bytes(bytes(range(256)) * (PAGES * EXTENT // 256))

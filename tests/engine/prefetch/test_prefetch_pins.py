@@ -296,13 +296,13 @@ def test_such_a_load_is_not_hashed_and_has_no_deadline(open_host: OpenHost, monk
     prefetch = host.engine.prefetch(tokens, pin=60.0)
     prefetch.result(WAIT)
     moves: list[Move] = []
-    begin = host.engine.executor.begin
+    begin = host.engine._parts.executor.begin
 
     def noted(move: Move, *rest: Any) -> Any:
         moves.append(move)
         return begin(move, *rest)
 
-    monkeypatch.setattr(host.engine.executor, "begin", noted)
+    monkeypatch.setattr(host.engine._parts.executor, "begin", noted)
     assert load(host, prefetch.hit()) == 16
     assert host.load(tokens).tokens == 16
     checked, usual = moves

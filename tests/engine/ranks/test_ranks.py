@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import gdscache
 from gdscache import CacheEngine, PageStatus, Rank
@@ -400,12 +401,12 @@ def test_what_late_reads_kept_is_free_when_they_end(tmp_path: Path, monkeypatch:
 def test_orders_of_another_call_are_refused(tmp_path: Path) -> None:
     with here(make_config(tmp_path), pool(layout_of(MHA))) as one:
         rank, handle = one.ranks[0], one.engine.store(prompt(1, 2), [0, 1])
-        with pytest.raises(RankProtocolError, match="order of another call"):
+        with pytest.raises(RankProtocolError, match="an order has .* and no"):
             rank.load(handle.order)
         rank.store(handle.order)
         handle.result(WAIT)
         load = one.begin(prompt(1, 2), range(2, 4))
-        with pytest.raises(RankProtocolError, match="order of another call"):
+        with pytest.raises(RankProtocolError, match="an order has .* and no"):
             rank.store(load.order)
         assert rank.load(load.order).result(WAIT).pages == (GOOD,) * 2
 
@@ -571,6 +572,17 @@ def test_an_order_of_another_leader_brings_nothing(ranks_host: Open) -> None:
     assert [statuses for statuses, _ in answers] == [[PageStatus.RANK_LOST.value] * 2] * 2
 
 
+def test_orders_that_are_mixed_up_are_refused_by_name(ranks_host: Open) -> None:
+    host, tokens = ranks_host([0]), prompt(1, 2)
+    load, store = host.engine.load(host.engine.lookup(tokens), []).order, host.engine.store(tokens, [0, 1]).order
+    with Rank([[torch.zeros(4, 4, 1, 64)]]) as rank:
+        calls = (rank.load, store), (rank.store, load), (rank.load, None), (rank.store, "text"), (rank.load, b"")
+        for call, wrong in calls:
+            with pytest.raises(RankProtocolError) as caught:
+                call(wrong)
+            assert caught.value.hint
+
+
 def test_what_ranks_cannot_do_is_refused_by_name(ranks_host: Open, tmp_path: Path) -> None:
     host = ranks_host([0, 1])
     some = host.addresses
@@ -578,8 +590,9 @@ def test_what_ranks_cannot_do_is_refused_by_name(ranks_host: Open, tmp_path: Pat
         CacheEngine.from_config(host.config, ranks=[some[0], some[0]])
     with pytest.raises(PlanesError, match="planes are of type list"):
         Rank([1])  # type: ignore[list-item]
-    with pytest.raises(RankError, match="ranks holds nothing, not RankAddress"):
-        CacheEngine.from_config(host.config, ranks=[])
+    for none in ([], some[0]):  # the address itself, without a list around it
+        with pytest.raises(RankError, match="ranks holds nothing, not RankAddress"):
+            CacheEngine.from_config(host.config, ranks=none)
     with pytest.raises(InvalidValueError, match="gds is on"):
         CacheEngine.from_config(host.config | {"ssd": host.config["ssd"] | {"gds": "on"}}, ranks=some)
     with pytest.raises(InvalidValueError, match="after is given"):
@@ -781,7 +794,7 @@ def test_memory_that_ranks_shared_goes_with_their_leader(tmp_path: Path) -> None
 
 
 def _answered(engine: CacheEngine, rank: int) -> bool:
-    return all(rank not in moving._waiting for moving in engine.executor._under_way.values())  # type: ignore[union-attr]
+    return all(rank not in moving._waiting for moving in engine._parts.executor._under_way.values())  # type: ignore[union-attr]
 
 
 def _memory_files() -> list[str]:

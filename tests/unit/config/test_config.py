@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import pickle
 import random
 import re
@@ -180,6 +181,9 @@ def test_paths_are_expanded_and_absolute(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("EMPTY", "")
     with pytest.raises(errors.InvalidValueError, match="must be a path"):
         path("$EMPTY")  # the current directory is not meant
+    assert path("/\udcff") == Path(os.fsdecode(b"/\xff"))
+    with pytest.raises(errors.InvalidValueError, match="surrogates not allowed"):
+        path("/\ud83d\ude00")  # as YAML reads what JSON writes for a character beyond 16 bits
 
 
 def test_switches_take_yaml_booleans(tmp_path: Path) -> None:
@@ -806,6 +810,8 @@ def test_a_file_may_label_the_model_of_an_engine(tmp_path: Path) -> None:
         ("model: [1]", errors.InvalidValueError, "`model` is list"),
         ("model: {weights: 3}", errors.InvalidValueError, "model.weights"),
         ("cpu: {capcity: 1GiB}", errors.UnknownKeyError, "did you mean `cpu.capacity`"),
+        ("cpu: {CAPACITY: 1GiB}", errors.UnknownKeyError, "did you mean `cpu.capacity`"),
+        ("SSD: {path: /kv}", errors.UnknownKeyError, "did you mean `ssd`"),
     ],
 )
 def test_what_a_file_for_an_engine_may_not_say(
