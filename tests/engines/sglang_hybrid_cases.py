@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
+from gdscache.ranks.agreement import Agreement
 from gdscache.storage.base import Op
 from tests.engines import sglang_hybrid_rig as rig
 from tests.engines.sglang_case import FAULTY, change_weights
@@ -56,6 +57,29 @@ def _come_back(ranks: Ranks, **more: Any) -> None:
             assert found.serve(rig.prompt(head, 110, rig.prompt(1, head))) == (0, hit), (kind, head)
             found.settle()
             found.close()
+
+
+@case
+def pages_of_one_token(ranks: Ranks) -> None:
+    """Of each length, after a restart too. SGLang keeps such models' states at the ends of chunks and requests alone,
+    so where prompts part none is kept, and a window alone is of no use."""
+    rig.PAGE = rig.sglang_rig.PAGE = 1
+    asked, of = list[Any](), Agreement.of
+    Agreement.of = lambda self, find: asked.append(find) or of(self, find)  # type: ignore[method-assign,func-returns-value]
+    for kind in KINDS:
+        found, head = ranks.hybrid(kind), rig.prompt(1, 45)
+        asked.clear()
+        first, second = rig.prompt(2, 57, head), rig.prompt(3, 70, head)
+        assert found.serve_and_flush(first) == (0, 0)
+        assert found.serve(rig.prompt(4, 100, first)) == (0, 57), kind
+        assert bool(asked) == (kind != "mamba"), "ranks agree about places where something can be kept"
+        found.settle()
+        found.close()
+        found = ranks.hybrid(kind)
+        assert found.serve_and_flush(second) == (0, 32), kind
+        assert found.serve_and_flush(rig.prompt(5, 60, head)) == (0, 45 if kind == "swa" else 32), kind
+        assert found.serve(rig.prompt(6, 77, second)) == (0, 70), kind
+        found.close()
 
 
 @case

@@ -18,6 +18,7 @@ from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateDType, 
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req, ScheduleBatch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
+from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.common import checkpoint_kv_cache, release_kv_cache
@@ -148,7 +149,7 @@ class HybridRig(sglang_rig.Linked):
             row[:begin] = path.to(row.dtype)
         row[begin:end] = self._allocate(end - begin).to(row.dtype)
         request.kv.kv_allocated_len = request.kv.kv_committed_len = end
-        tracked = self._tracked(request) if self.states is not None else None
+        tracked = self._tracked(request) if self.states is not None and self.tree.enable_mamba_extra_buffer else None
         index = self.tree.ready_to_load_host_cache()
         self.linker.layer_done_counter.set_consumer(index)
         if self.states is not None:
@@ -273,14 +274,15 @@ def params(components: Sequence[str], tokens: int, heads: int, dim: int, window:
         slots: Any = SWATokenToKVPoolAllocator(tokens, tokens, PAGE, torch.bfloat16, "cpu", pool, False)
     else:
         pool = HybridLinearKVPool(**size, mamba_pool=rows.mamba_pool)
-        slots = PagedTokenToKVPoolAllocator(tokens, PAGE, torch.bfloat16, "cpu", pool, False)
+        of_tokens = TokenToKVPoolAllocator(tokens, torch.bfloat16, "cpu", pool, False) if PAGE == 1 else None
+        slots = of_tokens or PagedTokenToKVPoolAllocator(tokens, PAGE, torch.bfloat16, "cpu", pool, False)
     return CacheInitParams(
         disable=False,
         req_to_token_pool=rows,
         token_to_kv_pool_allocator=slots,
         page_size=PAGE,
         sliding_window_size=window if windowed else None,
-        enable_mamba_extra_buffer="MAMBA" in components,
+        enable_mamba_extra_buffer="MAMBA" in components and PAGE > 1,  # as for LFM2, which has pages of one token
         tree_components=tuple(ComponentType[name] for name in components),
         tree_core_backend="python",
         tp_cache_group=group,
@@ -301,5 +303,5 @@ def _rows_with_states(tokens: int, dim: int) -> Any:
         enable_memory_saver=False,
         cache_params=Mamba2CacheParams(shape=shape, layers=LAYERS["mamba"], dtype=dtype),
         mamba_layer_ids=LAYERS["mamba"],
-        enable_mamba_extra_buffer=True,
+        enable_mamba_extra_buffer=PAGE > 1,
     )

@@ -246,8 +246,7 @@ class PoolPages:
             there = pool.present(keys[:whole], before) if isinstance(pool, HostPages) else bytes(whole)
             good = [n for n in range(1, whole + 1) if 0 not in there[max(0, n - (pages or n)) : n]]
             reach[name] = good[-1] if good else 0
-            kept = set(good)
-            found = [n for n in found if n in kept]
+            found = sorted({*found} & {*good})
         return reach, found
 
     def clear(self) -> None:

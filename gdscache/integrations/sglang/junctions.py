@@ -52,15 +52,16 @@ class Junctions:
         tree.insert = self._with_offers(tree, tree.insert)
 
     def _with_branches(self, tree: Any, match: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """`match_prefix` of a tree, with branching points in our pages."""
-        states = tree.components.get(ComponentType.MAMBA)
+        """`match_prefix` of a tree, with branching points in our pages. Without the extra buffer, SGLang keeps states
+        at the ends of chunks and requests alone."""
+        states = tree.components.get(ComponentType.MAMBA) if tree.enable_mamba_extra_buffer else None
         grids = {} if states is None else {"mamba_branching_seqlen": states.mamba_checkpoint_grid}
         grids |= {"swa_branching_seqlen": self._size} if ComponentType.SWA in tree.components else {}
 
         def matched(params: Any) -> Any:
             self.whole = None
             result = match(params)
-            found = 0 if self.whole is None else self._agreed(lambda: self.whole or 0)
+            found = self._agreed(lambda: self.whole or 0) if grids and self.whole is not None else 0
             whole = result.device_prefix_len + found * self._size
             reached = result.device_prefix_len + result.host_hit_length
             ends = {name: whole // grid * grid for name, grid in grids.items()}
@@ -81,7 +82,7 @@ class Junctions:
         return inserted
 
     def _offer(self, tree: Any, node: Any) -> None:
-        transfers = [one for one in (self._state(tree, node), self._window(tree, node)) if one is not None]
+        transfers = [self._transfer(tree, node, name, keys) for name, keys in self._lacking(self._kept(tree, node))]
         if transfers:
             lock = tree.inc_lock_ref(node).to_dec_params()
             if self._linker.offload(transfers):
@@ -89,29 +90,35 @@ class Junctions:
             else:
                 tree.dec_lock_ref(node, lock)
 
-    def _state(self, tree: Any, node: Any) -> PoolTransfer | None:
-        slot = _value(tree, node, ComponentType.MAMBA)
-        keys = [] if slot is None else tree.tree_core.get_hash_values(node)[-1:]
-        return (
-            PoolTransfer(PoolName.MAMBA, keys=keys, device_indices=slot) if self._lack(PoolName.MAMBA, keys) else None
-        )
+    def _kept(self, tree: Any, node: Any) -> list[tuple[PoolName, Sequence[str]]]:
+        """The keys of the state and of the window at the node's end, as far as the tree has them."""
+        keys, found = tree.tree_core.get_hash_values(node), list[tuple[PoolName, Sequence[str]]]()
+        if _value(tree, node, ComponentType.MAMBA) is not None:
+            found.append((PoolName.MAMBA, keys[-1:]))
+        if _value(tree, node, ComponentType.SWA) is not None:
+            path = keys if len(keys) >= self._pages else [*tree.get_prefix_hash_values(node), *keys]
+            found.append((PoolName.SWA, path[-self._pages :]))
+        return found
 
-    def _window(self, tree: Any, node: Any) -> PoolTransfer | None:
-        """The window before the node's end; dropped pages of it have slot 0."""
-        if _value(tree, node, ComponentType.SWA) is None:
-            return None
-        pages, keys = self._pages, tree.tree_core.get_hash_values(node)
-        keys = (keys if len(keys) >= pages else [*tree.get_prefix_hash_values(node), *keys])[-pages:]
-        if not self._lack(PoolName.SWA, keys):
-            return None
-        path = tree.path_device_indices(node)[-len(keys) * self._size :]
-        slots = tree.token_to_kv_pool_allocator.translate_swa_indices_for_transfer(path)
-        return PoolTransfer(PoolName.SWA, keys=keys, device_indices=slots)
+    def _lacking(self, ends: Sequence[tuple[PoolName, Sequence[str]]]) -> list[tuple[PoolName, Sequence[str]]]:
+        """Those of `ends` of which our tiers lack a page that is not on its way. All are one agreement."""
+        asked = [(name, keys, [key for key in keys if not self._under_way((name.value, key))]) for name, keys in ends]
+        asked = [one for one in asked if one[2]]
 
-    def _lack(self, name: PoolName, keys: Sequence[str]) -> bool:
-        """Whether our tiers lack one of these keys, and it is not on its way."""
-        asked = [key for key in keys if not self._under_way((name.value, key))]
-        return bool(asked) and bool(self._agreed(lambda: int(not self._have(name.value, asked))))
+        def lacking() -> int:  # a bit for each of `asked`
+            return sum((not self._have(name.value, some)) << n for n, (name, _, some) in enumerate(asked))
+
+        found = self._agreed(lacking) if asked else 0
+        return [(name, keys) for n, (name, keys, _) in enumerate(asked) if found >> n & 1]
+
+    def _transfer(self, tree: Any, node: Any, name: PoolName, keys: Sequence[str]) -> PoolTransfer:
+        """Dropped pages of a window have slot 0."""
+        if name == PoolName.MAMBA:
+            slots = _value(tree, node, ComponentType.MAMBA)
+        else:
+            path = tree.path_device_indices(node)[-len(keys) * self._size :]
+            slots = tree.token_to_kv_pool_allocator.translate_swa_indices_for_transfer(path)
+        return PoolTransfer(name, keys=[*keys], device_indices=slots)
 
 
 def _value(tree: Any, node: Any, kind: ComponentType) -> Any:

@@ -39,7 +39,7 @@ from gdscache.integrations.sglang.linker_ranks import LEFT_S, LinkerRanks, RankF
 from gdscache.integrations.sglang.loads import STOPPED_S, LoadTable, QueuedLoad, RankTable
 from gdscache.integrations.sglang.metrics import ToldMetrics
 from gdscache.integrations.sglang.moves import LayerLoads, Offloads
-from gdscache.integrations.sglang.pages import PageLinks, digest
+from gdscache.integrations.sglang.pages import PageLinks
 from gdscache.integrations.sglang.planes import GROUPS, KV, device_planes, grouped_planes
 from gdscache.integrations.sglang.ranks import place_in, together
 from gdscache.integrations.sglang.served import BlockReader, LinkedFetch, PoolLoads, SeveralPools, SinglePool
@@ -58,10 +58,7 @@ class _Lead(NamedTuple):
 
 
 class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
-    """See the module. Raises the `GdsCacheError` of the first unsupported setting of SGLang.
-
-    Many methods: SGLang's `UnifiedCacheLinker` names the public ones.
-    """
+    """See the module. Raises the `GdsCacheError` of the first unsupported setting of SGLang."""
 
     def __init__(
         self,
@@ -141,9 +138,9 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         undo.callback(offloads.close)
         undo.callback(self._end_transfers)
         if planes.groups:
-            agreed = self._agreement.of
+            have = leading.has if isinstance(leading, SeveralPools) else lambda *asked: False  # the leader's is asked
             about = params.page_size, params.swa_retain_window
-            self._junctions = Junctions(self, *about, self._has, offloads.reads, agreed)
+            self._junctions = Junctions(self, *about, have, offloads.reads, self._agreement.of)
         undo.callback(CallWatch(UnifiedRadixCache, ["init_cache_linker"], after=self._linked).close)
         if PoolName.MAMBA in self.pools:  # SGLang registers it only with pools of tokens
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
@@ -282,12 +279,6 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         requests = [(one.hit(), one.blocks()) for one in queued]
         free = record_on(torch.cuda.current_stream(self._device)) if self._device.type == "cuda" else None
         return self._lead.pools.load_many(requests, free)
-
-    def _has(self, name: str, keys: Sequence[str]) -> bool:
-        lead = self._lead
-        assert lead is not None, "the leader knows"
-        assert isinstance(lead.pools, SeveralPools), "junctions are of hybrid models"
-        return lead.pools.has(name, [digest(key) for key in keys])
 
     def _name(self, keys: Sequence[str]) -> None:
         """KV events may name these hashes of SGLang's."""

@@ -155,9 +155,6 @@ class Offloads:
         self._numbers = itertools.count(-1, -1)  # equal on all ranks
         self._thread = Workers(1, "gdscache-offloads")
 
-    def __len__(self) -> int:
-        return len(self._offloads)
-
     def start(
         self,
         hashes: PageHashes | Sequence[str],

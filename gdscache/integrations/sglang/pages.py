@@ -30,15 +30,16 @@ class PageLinks:
 
     def named(self, keys: Sequence[str], before: Sequence[str] = ()) -> PageHashes:
         """The pages of consecutive keys. `before`: keys of the pages before them, if known. Raises `InvalidValueError`
-        for an invalid key."""
+        for an invalid key, and for one that is there twice."""
         hashes = [digest(key) for key in keys]
         parent, depth = parent_of(before), len(before)
         with self._lock:
             known = self._before.get(hashes[0]) if hashes else None
             if known is not None:
                 parent, depth = parent or known[0], max(depth, known[1])
+            found = PageHashes(hashes, parent=parent, before=depth)  # raises before anything is remembered
             self._remember(parent, depth, hashes)
-        return PageHashes(hashes, parent=parent, before=depth)
+        return found
 
     def _remember(self, parent: bytes | None, depth: int, hashes: Sequence[bytes]) -> None:
         links, last = self._before, parent

@@ -23,6 +23,7 @@ from gdscache.errors import LoadOrderError
 from gdscache.groups.base import kept, needed
 from gdscache.groups.names import GroupNames
 from gdscache.integrations.fetching import GroupFetch, PinningCache
+from gdscache.integrations.sglang.pages import digest
 from gdscache.integrations.sglang.planes import KV, PoolPlanes
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.moves import PageStatus
@@ -184,10 +185,11 @@ class SeveralPools(PinningCache):
 
         return all_begun(begin())
 
-    def has(self, name: str, digests: Sequence[bytes]) -> bool:
+    def has(self, name: str, keys: Sequence[str]) -> bool:
+        """Whether the tiers have these pages of a group."""
         names = self._hybrid.group_names(self.salt, self._size)
-        names.extend(digests)
-        chains = names.chain([range(len(digests) * (group.name == name)) for group in self._hybrid.groups])
+        names.extend([digest(key) for key in keys])
+        chains = names.chain([range(len(keys) * (group.name == name)) for group in self._hybrid.groups])
         pages = zip(self.engines, chains, strict=True)
         return all(one.cause == CACHED for engine, chain in pages for one in engine.told(chain.pages))
 

@@ -294,7 +294,7 @@ class Linked:
 
     def drain(self) -> None:
         """What was offloaded is stored."""
-        until(lambda: self.offloads.completed() == len(self.offloads), "it is read")
+        self.offloads.wait()
         self.engine.drain(WAIT)
 
     def store(self, keys: list[str], blocks: list[int], mark: int) -> None:

@@ -401,12 +401,12 @@ def test_what_late_reads_kept_is_free_when_they_end(tmp_path: Path, monkeypatch:
 def test_orders_of_another_call_are_refused(tmp_path: Path) -> None:
     with here(make_config(tmp_path), pool(layout_of(MHA))) as one:
         rank, handle = one.ranks[0], one.engine.store(prompt(1, 2), [0, 1])
-        with pytest.raises(RankProtocolError, match="an order has .* and no"):
+        with pytest.raises(RankProtocolError, match=r"an order has .* and no"):
             rank.load(handle.order)
         rank.store(handle.order)
         handle.result(WAIT)
         load = one.begin(prompt(1, 2), range(2, 4))
-        with pytest.raises(RankProtocolError, match="an order has .* and no"):
+        with pytest.raises(RankProtocolError, match=r"an order has .* and no"):
             rank.store(load.order)
         assert rank.load(load.order).result(WAIT).pages == (GOOD,) * 2
 

@@ -280,6 +280,10 @@ def test_keys_and_links() -> None:
     depths = [(links, 0, []), (links, 3, []), (PageLinks(), 3, KEYS[:3]), (PageLinks(), 3, [])]
     assert [links.named(KEYS[at:], before).before for links, at, before in depths] == [0, 3, 3, 0]
     assert len(PageLinks().named([])) == 0
+    links = PageLinks()
+    with pytest.raises(InvalidValueError, match="twice"):
+        links.named([KEYS[0], KEYS[1], KEYS[0]])
+    assert links.named(KEYS[:2]).pages(namespace) == whole[:2], "nothing of a refused call is remembered"
     for wrong in ("", "ab", "x" * 64, None, KEYS[0] + "00"):
         with pytest.raises(InvalidValueError, match="not the key of a page"):
             digest(wrong)  # type: ignore[arg-type]
