@@ -42,7 +42,7 @@ SMALL = dataclasses.replace(
     Settings.of(quick=True, device="cpu", everything=True), prompts=(96,), page_tokens=8, repeat=1
 )
 KEYS = [
-    "schema", "machine", "settings", "complete", "interrupted", "left", "done", "cannot", "failed",
+    "schema", "machine", "place", "settings", "complete", "interrupted", "left", "done", "cannot", "failed",
     "model", "cells",
 ]  # fmt: skip
 
@@ -223,7 +223,7 @@ def test_a_failing_baseline_fails_its_cells(
 
 @pytest.fixture(params=[SMALL])
 def client(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TransformersClient]:
-    made = TransformersClient(request.param, 96, tmp_path)
+    made = TransformersClient(request.param, tmp_path)
     try:
         assert made.prime(96) > 0
         yield made

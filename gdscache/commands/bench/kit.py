@@ -22,9 +22,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import errno
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 import time
@@ -40,10 +42,12 @@ from gdscache.commands import EXIT_FAILED, EXIT_INTERRUPTED
 from gdscache.commands.bench import machine
 from gdscache.commands.bench.figures import Ratios, Row, Values, draw
 from gdscache.commands.console import Progress, Table, progress_bar, reason_of, show, silent
+from gdscache.cuda.host_memory import host_bytes
 from gdscache.errors import (
     GdsCacheError,
     InvalidValueError,
     MissingPackageError,
+    NoSpaceError,
     TransportUnavailableError,
 )
 from gdscache.runtime.files import write_whole
@@ -54,6 +58,8 @@ Keep = Callable[[dict[str, Any]], None]
 """Called with the report so far, after every case."""
 
 ERRORS = (GdsCacheError, RuntimeError, OSError, MemoryError)
+RAM_DISK = Path("/dev/shm")
+ELSEWHERE = "name a directory with more room: --dir"
 _PLOT_FORMATS = (".png", ".svg", ".pdf")
 
 
@@ -81,6 +87,26 @@ class Settings:
 
     def check(self) -> None:
         """Raises `InvalidValueError` for settings without a measurement."""
+
+    @property
+    def needed(self) -> int:
+        """Bytes of the files in the directory."""
+        return 0
+
+    def check_room(self, directory: Path, hint: str = ELSEWHERE) -> None:
+        """Raises `NoSpaceError` for a directory without room for the files."""
+        if (free := shutil.disk_usage(directory).free) < self.needed:
+            raise NoSpaceError(f"{directory} has {about(free)} free, {about(self.needed)} are needed", hint)
+
+    def place(self, other: Path = Path()) -> tuple[Path, str]:
+        """The directory where none is named, and the reason: a RAM disk with room for the files, else `other`."""
+        if not (RAM_DISK.is_dir() and os.access(RAM_DISK, os.W_OK) and machine.in_memory(RAM_DISK)):
+            return other, f"The files lie in {other.absolute()}, since no RAM disk is at {RAM_DISK}."
+        room = min(there for there in (shutil.disk_usage(RAM_DISK).free, host_bytes()) if there is not None)
+        if room < self.needed:
+            lacks = f"{RAM_DISK} has room for {about(room)} of {about(self.needed)}"
+            return other, f"The files lie in {other.absolute()}, since {lacks}."
+        return RAM_DISK, f"The files lie in {RAM_DISK}, a RAM disk with room for {about(self.needed)}."
 
 
 class NoTimeLeftError(Exception):
@@ -202,6 +228,8 @@ class Bench:
             run.found["interrupted"] = True
         except ERRORS as error:
             if not run.found["left"] or (isinstance(error, GdsCacheError) and not run.found["done"]):
+                if _is_full(error) and ELSEWHERE not in str(error):
+                    raise NoSpaceError(_line(error), ELSEWHERE) from error
                 raise
             for name in run.found["left"]:
                 run.note("failed", name, cause_of(error))
@@ -209,16 +237,20 @@ class Bench:
         return run.found
 
     def command(
-        self, directory: Path = Path(), json_file: Path | None = None, plot: Path | None = None, **options: Any
+        self, directory: Path | None = Path(), json_file: Path | None = None, plot: Path | None = None, **options: Any
     ) -> None:
-        """The command, by its options: a progress bar, tables, the JSON file, the plot, the exit status."""
-        settings = self.settings.of(**options)
+        """The command, by its options: a progress bar, tables, the JSON file, the plot, the exit status. `directory`:
+        None for one that the settings choose."""
+        settings, why = self.settings.of(**options), ""
         settings.check()
+        if directory is None:
+            directory, why = settings.place()
+            typer.echo(why, err=True)
         matplotlib = None if plot is None else require_matplotlib(plot)
         check_writable(plot, "--plot")
         check_directory(directory, "--dir")
         check_writable(json_file, "--report")
-        head = self.head(settings, directory)
+        head = self.head(settings, directory, why)
 
         def keep(found: Report) -> None:
             if json_file is not None and _is_kept(json_file):
@@ -247,9 +279,10 @@ class Bench:
         good = counted(report)
         return [*(panel.table() for panel in self.panels(good)), *(self.details(good) if everything else ())]
 
-    def head(self, settings: Settings, directory: Path) -> dict[str, Any]:
-        """A report's first keys."""
-        return {"schema": self.schema, "machine": machine.describe(directory), "settings": dataclasses.asdict(settings)}
+    def head(self, settings: Settings, directory: Path, why: str) -> dict[str, Any]:
+        """A report's first keys. `why`: the directory that the settings chose, and the reason."""
+        about = {"machine": machine.describe(directory), "place": why or None}
+        return {"schema": self.schema, **about, "settings": dataclasses.asdict(settings)}
 
 
 @contextlib.contextmanager
@@ -272,9 +305,18 @@ def _terminable() -> Iterator[None]:
 
 
 def cause_of(error: BaseException) -> str:
-    """An error in one line."""
+    """An error in one line; of a full file system also the option that names another."""
+    return f"{_line(error)}; {ELSEWHERE}" if _is_full(error) else _line(error)
+
+
+def _line(error: BaseException) -> str:
     message = error.message if isinstance(error, GdsCacheError) else str(error)
     return " ".join(message.split()) or type(error).__name__
+
+
+def _is_full(error: BaseException) -> bool:
+    """Whether a file system has no room."""
+    return isinstance(error, NoSpaceError) or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
 
 
 def check_directory(path: Path, option: str) -> None:

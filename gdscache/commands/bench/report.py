@@ -49,13 +49,13 @@ figure svg { width: 100%; min-width: 34rem; height: auto }
 
 
 class Part(NamedTuple):
-    """A bench of the report. `share`: of the time. `options`: of its command. `lacks`: the cause if this machine cannot
-    run it."""
+    """A bench of the report. `share`: of the time. `directory`: None for a RAM disk with room for the bench's files,
+    else that of the report. `options`: of its command. `lacks`: the cause if this machine cannot run it."""
 
     bench: kit.Bench
     title: str
     share: float
-    directory: Path
+    directory: Path | None
     options: Mapping[str, Any]
     lacks: str = ""
 
@@ -69,7 +69,7 @@ def parts(directory: Path, *, quick: bool) -> list[Part]:
     device, pairs = {"device": "cuda:0" if gpus else "cpu"}, {} if quick else {"pairs": PAIRS}
     every = {"everything": True}
     return [
-        Part(ttft.BENCH, "Time to first token", 0.4, ttft.place(None), device),
+        Part(ttft.BENCH, "Time to first token", 0.4, None, device),
         Part(bench_io.BENCH, "The SSD tier and the disk", 0.4, directory, every),
         Part(copy.BENCH, "Copies between host memory and the GPU", 0.15, Path(), every | pairs, no_gpu),
         Part(links.BENCH, "Links of several GPUs at once", 0.05, Path(), {}, one_link),
@@ -102,9 +102,10 @@ def measure(directory: Path, out: Path, seconds: float, progress: Progress, *, q
         share, shares = part.share / shares, shares - part.share
         try:
             settings = part.bench.settings.of(quick=quick, **part.options)
-            keep = functools.partial(_keep, out, found, part.bench.name, part.bench.head(settings, part.directory))
+            place, why = settings.place(directory) if part.directory is None else (part.directory, "")
+            keep = functools.partial(_keep, out, found, part.bench.name, part.bench.head(settings, place, why))
             told = functools.partial(_told, progress, part.title)
-            rows = part.bench.run(settings, part.directory, told, keep, seconds=(until - began) * share)
+            rows = part.bench.run(settings, place, told, keep, seconds=(until - began) * share)
         except kit.ERRORS as error:
             found["cannot"][part.bench.name] = cause_of(error)
             continue
@@ -146,6 +147,7 @@ def page(found: kit.Report, parts: Sequence[Part], matplotlib: Any) -> str:
         body.append(f"<h2>{_text(part.title)}</h2>")
         good = kit.counted(report)
         body += [f'<p class="bottom">{_text(line)}</p>' for line in bench.bottom(good)]
+        body += [f'<p class="quiet">{_text(why)}</p>'] if (why := report.get("place")) else []
         body.append(f"<figure>{_svg(bench.panels(good), matplotlib)}</figure>")
         body += map(_part, bench.tables(report))
         if details := "".join(map(_part, bench.details(good))):
