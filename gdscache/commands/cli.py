@@ -15,7 +15,7 @@ from gdscache import __version__
 from gdscache.commands import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED
 from gdscache.commands.bench.commands import bench_app
 from gdscache.commands.config_init import init, load_any, print_shipped
-from gdscache.commands.console import App, Table, progress_bar, say
+from gdscache.commands.console import App, Table, progress_bar, say, terminable
 from gdscache.commands.replay.commands import plan_tiers, replay
 from gdscache.commands.top import top
 from gdscache.config import Config, config_schema, load_config
@@ -101,7 +101,8 @@ def doctor(
 
     asked = checks.defaults() if file is None else checks.Asked(load_any(file)[0])
     asked = dataclasses.replace(asked, directory=directory)
-    report = checks.examine(checks.find(asked, recalibrate=recalibrate), asked)
+    with terminable():
+        report = checks.examine(checks.find(asked, recalibrate=recalibrate), asked)
     failed = ", ".join(row.name for row in report.failed)
     end = f"{file or 'the defaults'}: {f'not as asked for: {failed}' if failed else 'no check fails'}"
     say(report.describe(), [*checks.tables(report), end], as_json=as_json)

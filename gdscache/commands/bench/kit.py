@@ -27,7 +27,6 @@ import json
 import math
 import os
 import shutil
-import signal
 import sys
 import time
 from collections import Counter
@@ -41,7 +40,7 @@ import typer
 from gdscache.commands import EXIT_FAILED, EXIT_INTERRUPTED
 from gdscache.commands.bench import machine
 from gdscache.commands.bench.figures import Ratios, Row, Values, draw
-from gdscache.commands.console import Progress, Table, progress_bar, reason_of, show, silent
+from gdscache.commands.console import Progress, Table, progress_bar, reason_of, show, silent, terminable
 from gdscache.cuda.host_memory import host_bytes
 from gdscache.errors import (
     GdsCacheError,
@@ -220,7 +219,7 @@ class Bench:
         settings.check()
         run = Run(self.sections, progress, keep, seconds, judged=settings.profile != "quick")
         try:
-            with _terminable():
+            with terminable():
                 self.measure(run, settings, directory)
         except NoTimeLeftError:
             pass  # the report names the cases that are left
@@ -283,25 +282,6 @@ class Bench:
         """A report's first keys. `why`: the directory that the settings chose, and the reason."""
         about = {"machine": machine.describe(directory), "place": why or None}
         return {"schema": self.schema, **about, "settings": dataclasses.asdict(settings)}
-
-
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """End the bench on SIGTERM and SIGHUP as on an error, so that its files and processes go too. Further signals
-    leave that alone, and `nohup` holds."""
-    some = (signal.SIGTERM, signal.SIGHUP)
-
-    def end(number: int, _: object) -> None:
-        for one in some:
-            signal.signal(one, signal.SIG_IGN)
-        sys.exit(128 + number)
-
-    before = {one: signal.signal(one, end) for one in some if signal.getsignal(one) is not signal.SIG_IGN}
-    try:
-        yield
-    finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
 
 
 def cause_of(error: BaseException) -> str:
