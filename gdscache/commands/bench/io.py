@@ -8,6 +8,7 @@ import errno
 import functools
 import itertools
 import os
+import shutil
 import statistics
 import tempfile
 import time
@@ -29,6 +30,7 @@ from gdscache.config import Config, SsdConfig
 from gdscache.cuda.driver import Driver
 from gdscache.cuda.host_memory import HostBuffer
 from gdscache.errors import (
+    CapacityError,
     DeviceError,
     InvalidValueError,
     IOFailedError,
@@ -78,10 +80,6 @@ class Settings(kit.Settings):
     threads: int | None = None
     transports: tuple[str, ...] = ()
     require_gds: bool = False
-
-    @property
-    def needed(self) -> int:
-        return 3 * self.total + GIB
 
     @classmethod
     def defaults(cls, *, quick: bool = False, everything: bool = False, **options: Any) -> dict[str, Any]:
@@ -361,9 +359,12 @@ def _model(page_bytes: int) -> dict[str, Any]:
 
 def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
     """Measure all cases, the most important first. Files go into a temporary directory, which is deleted. Raises
-    `NoSpaceError` if the disk has too little room."""
+    `CapacityError` if the disk has too little room."""
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    settings.check_room(directory, f"{kit.ELSEWHERE}, or lower --total")
+    needed, free = 3 * settings.total + GIB, shutil.disk_usage(directory).free
+    if free < needed:
+        message = f"{directory} has {about(free)} free, {about(needed)} are needed"
+        raise CapacityError(message, f"{kit.ELSEWHERE}, or lower --total")
     some: dict[str, Callable[[Place], list[Row]]] = {}
     for transport, size in itertools.product(("", *settings.transports), TARGETS):
         given: dict[str, Any] = {"page_bytes": size, "transport": transport, "require_gds": settings.require_gds}

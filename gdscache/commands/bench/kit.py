@@ -89,23 +89,20 @@ class Settings:
 
     @property
     def needed(self) -> int:
-        """Bytes of the files in the directory."""
+        """Bytes of the files, if a RAM disk may have them."""
         return 0
-
-    def check_room(self, directory: Path, hint: str = ELSEWHERE) -> None:
-        """Raises `NoSpaceError` for a directory without room for the files."""
-        if (free := shutil.disk_usage(directory).free) < self.needed:
-            raise NoSpaceError(f"{directory} has {about(free)} free, {about(self.needed)} are needed", hint)
 
     def place(self, other: Path = Path()) -> tuple[Path, str]:
         """The directory where none is named, and the reason: a RAM disk with room for the files, else `other`."""
-        if not (RAM_DISK.is_dir() and os.access(RAM_DISK, os.W_OK) and machine.in_memory(RAM_DISK)):
-            return other, f"The files lie in {other.absolute()}, since no RAM disk is at {RAM_DISK}."
-        room = min(there for there in (shutil.disk_usage(RAM_DISK).free, host_bytes()) if there is not None)
-        if room < self.needed:
-            lacks = f"{RAM_DISK} has room for {about(room)} of {about(self.needed)}"
-            return other, f"The files lie in {other.absolute()}, since {lacks}."
-        return RAM_DISK, f"The files lie in {RAM_DISK}, a RAM disk with room for {about(self.needed)}."
+        if not self.needed:
+            return other, ""
+        needed, lacks = self.needed, f"no RAM disk is at {RAM_DISK}"
+        if RAM_DISK.is_dir() and os.access(RAM_DISK, os.W_OK) and machine.in_memory(RAM_DISK):
+            room = min(there for there in (shutil.disk_usage(RAM_DISK).free, host_bytes()) if there is not None)
+            if room >= needed:
+                return RAM_DISK, f"The files lie in {RAM_DISK}, a RAM disk with room for {about(needed)}."
+            lacks = f"{RAM_DISK} has room for {about(room)} of {about(needed)}"
+        return other, f"The files lie in {other.absolute()}, since {lacks}."
 
 
 class NoTimeLeftError(Exception):
@@ -227,7 +224,7 @@ class Bench:
             run.found["interrupted"] = True
         except ERRORS as error:
             if not run.found["left"] or (isinstance(error, GdsCacheError) and not run.found["done"]):
-                if _is_full(error) and ELSEWHERE not in str(error):
+                if _is_full(error):
                     raise NoSpaceError(_line(error), ELSEWHERE) from error
                 raise
             for name in run.found["left"]:
