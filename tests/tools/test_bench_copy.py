@@ -523,7 +523,7 @@ def test_the_command_writes_what_was_measured(gdscache, monkeypatch: pytest.Monk
     written = json.loads((tmp_path / "r.json").read_text())
     head = ["complete", "interrupted", "left", "done", "cannot", "failed"]
     sections = ["mover", "copies", "checksums", "beside"]
-    assert list(written) == ["schema", "machine", "place", "settings", *head, *sections]
+    assert list(written) == ["schema", "machine", "settings", *head, *sections]
     assert written["settings"] == dataclasses.asdict(SMALL) | {"everything": False, "total": 16 * MIB, "pairs": 3}
     assert written["mover"]["copy_engine"] == "batch_13"
     assert written["copies"]

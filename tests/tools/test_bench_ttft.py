@@ -42,7 +42,7 @@ SMALL = dataclasses.replace(
     Settings.of(quick=True, device="cpu", everything=True), prompts=(96,), page_tokens=8, repeat=1
 )
 KEYS = [
-    "schema", "machine", "place", "settings", "complete", "interrupted", "left", "done", "cannot", "failed",
+    "schema", "machine", "settings", "complete", "interrupted", "left", "done", "cannot", "failed",
     "model", "cells",
 ]  # fmt: skip
 

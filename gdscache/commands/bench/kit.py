@@ -225,7 +225,7 @@ class Bench:
         except ERRORS as error:
             if not run.found["left"] or (isinstance(error, GdsCacheError) and not run.found["done"]):
                 if _is_full(error):
-                    raise NoSpaceError(_line(error), ELSEWHERE) from error
+                    raise NoSpaceError(getattr(error, "message", str(error)), ELSEWHERE) from error
                 raise
             for name in run.found["left"]:
                 run.note("failed", name, cause_of(error))
@@ -237,7 +237,7 @@ class Bench:
     ) -> None:
         """The command, by its options: a progress bar, tables, the JSON file, the plot, the exit status. `directory`:
         None for one that the settings choose."""
-        settings, why = self.settings.of(**options), ""
+        settings = self.settings.of(**options)
         settings.check()
         if directory is None:
             directory, why = settings.place()
@@ -246,7 +246,7 @@ class Bench:
         check_writable(plot, "--plot")
         check_directory(directory, "--dir")
         check_writable(json_file, "--report")
-        head = self.head(settings, directory, why)
+        head = self.head(settings, directory)
 
         def keep(found: Report) -> None:
             if json_file is not None and _is_kept(json_file):
@@ -275,20 +275,16 @@ class Bench:
         good = counted(report)
         return [*(panel.table() for panel in self.panels(good)), *(self.details(good) if everything else ())]
 
-    def head(self, settings: Settings, directory: Path, why: str) -> dict[str, Any]:
-        """A report's first keys. `why`: the directory that the settings chose, and the reason."""
-        about = {"machine": machine.describe(directory), "place": why or None}
-        return {"schema": self.schema, **about, "settings": dataclasses.asdict(settings)}
+    def head(self, settings: Settings, directory: Path) -> dict[str, Any]:
+        """A report's first keys."""
+        return {"schema": self.schema, "machine": machine.describe(directory), "settings": dataclasses.asdict(settings)}
 
 
 def cause_of(error: BaseException) -> str:
     """An error in one line; of a full file system also the option that names another."""
-    return f"{_line(error)}; {ELSEWHERE}" if _is_full(error) else _line(error)
-
-
-def _line(error: BaseException) -> str:
     message = error.message if isinstance(error, GdsCacheError) else str(error)
-    return " ".join(message.split()) or type(error).__name__
+    line = " ".join(message.split()) or type(error).__name__
+    return f"{line}; {ELSEWHERE}" if _is_full(error) else line
 
 
 def _is_full(error: BaseException) -> bool:

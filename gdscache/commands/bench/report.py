@@ -102,8 +102,10 @@ def measure(directory: Path, out: Path, seconds: float, progress: Progress, *, q
         try:
             settings = part.bench.settings.of(quick=quick, **part.options)
             place, why = settings.place(directory)
-            keep = functools.partial(_keep, out, found, part.bench.name, part.bench.head(settings, place, why))
+            keep = functools.partial(_keep, out, found, part.bench.name, part.bench.head(settings, place))
             told = functools.partial(_told, progress, part.title)
+            if why:
+                told(0, 1, why)
             rows = part.bench.run(settings, place, told, keep, seconds=(until - began) * share)
         except kit.ERRORS as error:
             found["cannot"][part.bench.name] = cause_of(error)
@@ -146,7 +148,6 @@ def page(found: kit.Report, parts: Sequence[Part], matplotlib: Any) -> str:
         body.append(f"<h2>{_text(part.title)}</h2>")
         good = kit.counted(report)
         body += [f'<p class="bottom">{_text(line)}</p>' for line in bench.bottom(good)]
-        body += [f'<p class="quiet">{_text(why)}</p>'] if (why := report.get("place")) else []
         body.append(f"<figure>{_svg(bench.panels(good), matplotlib)}</figure>")
         body += map(_part, bench.tables(report))
         if details := "".join(map(_part, bench.details(good))):
