@@ -15,7 +15,7 @@ from gdscache import __version__
 from gdscache.commands import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED
 from gdscache.commands.bench.commands import bench_app
 from gdscache.commands.config_init import init, load_any, print_shipped
-from gdscache.commands.console import App, Table, progress_bar, say
+from gdscache.commands.console import App, Table, progress_bar, say, terminable
 from gdscache.commands.replay.commands import plan_tiers, replay
 from gdscache.commands.top import top
 from gdscache.config import Config, config_schema, load_config
@@ -101,7 +101,8 @@ def doctor(
 
     asked = checks.defaults() if file is None else checks.Asked(load_any(file)[0])
     asked = dataclasses.replace(asked, directory=directory)
-    report = checks.examine(checks.find(asked, recalibrate=recalibrate), asked)
+    with terminable():
+        report = checks.examine(checks.find(asked, recalibrate=recalibrate), asked)
     failed = ", ".join(row.name for row in report.failed)
     end = f"{file or 'the defaults'}: {f'not as asked for: {failed}' if failed else 'no check fails'}"
     say(report.describe(), [*checks.tables(report), end], as_json=as_json)
@@ -125,7 +126,8 @@ def inspect_directory(
     Pages of one namespace are interchangeable. Its lines name the model, the weights and the settings. If no page hits
     after an upgrade, the lines in which the last two namespaces differ say why, or those of two others by --compare.
     """
-    from gdscache.commands.inspect import compare, directories_of, inspect, tables
+    from gdscache.commands.inspect import tables
+    from gdscache.commands.inspect.reading import directories_of, inspect
 
     with progress_bar() as progress:
         reports = [inspect(one, progress) for one in directories_of(directory)]
@@ -133,7 +135,7 @@ def inspect_directory(
         _show(reports, tables.inspect_tables, as_json=as_json)
     else:
         every = [namespace for report in reports for namespace in report["namespaces"]]
-        found = compare(every, pair)
+        found = tables.compare(every, pair)
         say(found, [tables.made_of_table(found["namespaces"])], as_json=as_json)
 
 
@@ -157,7 +159,7 @@ def explain_request(
     Digests are keys of pages, as in the log, or the hashes of an inference engine's blocks.
     """
     from gdscache.commands.explain import explain, explain_tables, read_ids
-    from gdscache.commands.inspect import directories_of
+    from gdscache.commands.inspect.reading import directories_of
 
     asked, config = read_ids(ids), None if file is None else load_config(file)
     with progress_bar() as progress:
@@ -176,7 +178,9 @@ def verify_directory(
 
     Exit status 0: all pages are good. 1: bad pages were found. 2: not every page could be checked.
     """
-    from gdscache.commands.inspect import directories_of, tables, verify
+    from gdscache.commands.inspect import tables
+    from gdscache.commands.inspect.reading import directories_of
+    from gdscache.commands.inspect.verification import verify
 
     try:
         with progress_bar() as progress:

@@ -17,6 +17,7 @@ import json
 import math
 import os
 import re
+import signal
 import sys
 import textwrap
 import time
@@ -161,6 +162,25 @@ def _lines(begun: float) -> Progress:
         last = text
 
     return progress
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """End the command on SIGTERM and SIGHUP as on an error, so that its files and processes go too. Further signals
+    leave that alone, and `nohup` holds."""
+    some = (signal.SIGTERM, signal.SIGHUP)
+
+    def end(number: int, _: object) -> None:
+        for one in some:
+            signal.signal(one, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    before = {one: signal.signal(one, end) for one in some if signal.getsignal(one) is not signal.SIG_IGN}
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
 
 
 def size_of(text: str, option: str) -> int:

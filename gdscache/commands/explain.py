@@ -73,6 +73,7 @@ def read_ids(given: str) -> Asked:
 
 def _ids(text: str) -> Asked:
     """Raises `TokensError`."""
+    text = text.removeprefix("\ufeff")
     try:
         words = json.loads(text)
     except (ValueError, RecursionError):

@@ -212,8 +212,8 @@ FAMILIES = (
         hybrid=True,
     ),
     # Loads
-    _counter("loaded_pages", "Pages loaded, by source.", "loaded.<tier>", _tiers),
-    _counter("loaded_bytes", "Bytes of pages loaded, by source.", "bytes_loaded.<tier>", _tiers),
+    _counter("loaded_pages", "Pages loaded or prefetched, by source.", "loaded.<tier>", _tiers),
+    _counter("loaded_bytes", "Bytes of pages loaded or prefetched, by source.", "bytes_loaded.<tier>", _tiers),
     _histogram(
         "load_duration_seconds",
         "From the begin of a load, or of a chunk of a prefetch, to its verdict, by its slowest tier and its size.",

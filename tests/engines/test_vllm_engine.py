@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from gdscache.commands.inspect import inspect
+from gdscache.commands.inspect.reading import inspect
 from gdscache.disk.catalog_file import slab_extent
 from tests.engines import vllm_parts as parts
 from tests.engines.vllm_script import DRAIN, METRICS, RESET, TELL, Answers, ask, at_rest

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from gdscache.commands.inspect import directories_of, inspect
+from gdscache.commands.inspect.reading import directories_of, inspect
 from gdscache.config.pools import PLAIN_DIRECTORY
 from tests.engines import vllm_parts as parts
 from tests.engines.vllm_parts import BRANCH, EXACT, LONG, OTHER

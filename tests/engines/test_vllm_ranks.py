@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from gdscache.commands.inspect import inspect
+from gdscache.commands.inspect.reading import inspect
 from tests.engines import vllm_parts as parts
 from tests.engines.vllm_script import DRAIN, METRICS, RESET, TELL, ask, at_rest
 

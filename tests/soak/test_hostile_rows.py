@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from gdscache.commands.inspect import inspect, verify
+from gdscache.commands.inspect.reading import inspect
+from gdscache.commands.inspect.verification import verify
 from gdscache.errors import GdsCacheError
 from tests.support.disk_parts import COLUMNS, PACK, SLOTS, opened, raw, served, store
 

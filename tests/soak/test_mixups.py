@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from gdscache.commands.inspect import verify
+from gdscache.commands.inspect.verification import verify
 from gdscache.errors import GdsCacheError
 from tests.support.disk_parts import PACK, SALTS, SLOTS, document, opened, raw, served, store
 from tests.support.helpers import SEED

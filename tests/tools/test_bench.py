@@ -8,12 +8,14 @@ import gc
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
@@ -25,6 +27,7 @@ from gdscache.errors import (
     InvalidValueError,
     IOFailedError,
     MissingPackageError,
+    NoSpaceError,
     TransportUnavailableError,
 )
 from gdscache.storage.base import Op
@@ -113,6 +116,57 @@ def test_an_error_of_gdscache_outside_the_cases_costs_no_figure_before_it(
         dataclasses.replace(toy({}), measure=short).command(directory=tmp_path)
     shown = capsys.readouterr().out
     assert (ended.value.exit_code, "load of a" in shown, "no room" in shown) == (1, True, True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Large(kit.Settings):
+    @property
+    def needed(self) -> int:
+        return 80 * MIB
+
+
+@pytest.mark.parametrize(
+    ("free", "memory", "fits"),
+    [(64, None, False), (100, 1000, True), (100, None, True), (100, 64, False), (0, 0, None)],
+)
+def test_files_lie_on_a_ram_disk_where_they_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], free: int, memory: int | None,
+    fits: bool | None,
+) -> None:  # fmt: skip
+    """Containers have one of 64 MiB. Its bytes are host memory, which a machine may have less of. `fits` None: there is
+    no RAM disk. The command says which directory it takes, and why."""
+    ram, other = tmp_path / "ram", tmp_path / "other"
+    for one in (ram, other):
+        one.mkdir()
+    monkeypatch.chdir(other)
+    monkeypatch.setattr(kit, "RAM_DISK", ram)
+    monkeypatch.setattr(kit, "host_bytes", lambda: None if memory is None else memory * MIB)
+    monkeypatch.setattr(machine, "in_memory", lambda directory: directory == ram and fits is not None)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=(free if path == ram else 200) * MIB))
+    bench = dataclasses.replace(toy({"a": lambda: 1.0}), settings=Large)
+    bench.command(directory=None)
+    said = capsys.readouterr().err.splitlines()[0]
+    assert f"The files lie in {ram if fits else other}, " in said
+    assert ("80 MiB" in said, str(ram) in said) == (fits is not None, True)
+
+
+def test_a_full_disk_is_said_with_the_option_that_names_another(tmp_path: Path) -> None:
+    """In a case, and outside the cases."""
+
+    def no_room(error: Exception, *, outside: bool) -> kit.Report:
+        def case() -> NoReturn:
+            raise error
+
+        bench = toy({"a": lambda: 1.0, "b": case})
+        if outside:
+            bench = dataclasses.replace(bench, measure=lambda run, settings, directory: case())
+        return bench.run(kit.Settings(), tmp_path)
+
+    for error in (NoSpaceError("a slab needs more", "lower ssd.capacity"), OSError(28, "No space left on device")):
+        [row] = no_room(error, outside=False)["failed"]
+        assert row["cause"].endswith("--dir")
+        with pytest.raises(NoSpaceError, match=r"(needs more|No space left)[^\n]*\n +hint: name a directory.*--dir"):
+            no_room(error, outside=True)
 
 
 def test_a_machine_that_does_not_name_its_processor(tmp_path: Path) -> None:

@@ -48,10 +48,10 @@ def some(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]
     """Have a report made of these toys, and of a bench that cannot run."""
 
     def put(**benches: dict[str, Callable[[], float]]) -> None:
-        found = [report.Part(toy(of, name), f"The {name}", 0.5, tmp_path, {}) for name, of in benches.items()]
+        found = [report.Part(toy(of, name), f"The {name}", 0.5, {}) for name, of in benches.items()]
         lacking = toy({"g": lambda: pytest.fail("it cannot run")}, "gpu")
-        found.append(report.Part(lacking, "The GPU", 0.5, tmp_path, {}, "torch sees no GPU"))
-        monkeypatch.setattr(report, "parts", lambda directory, *, quick: found)
+        found.append(report.Part(lacking, "The GPU", 0.5, {}, "torch sees no GPU"))
+        monkeypatch.setattr(report, "parts", lambda *, quick: found)
 
     return put
 
@@ -133,7 +133,7 @@ def test_what_a_bench_leaves_of_its_time_goes_to_the_next(
 
 
 def test_this_machine_has_parts() -> None:
-    found = report.parts(Path(), quick=True)
+    found = report.parts(quick=True)
     assert [part.bench.name for part in found] == ["ttft", "io", "copy", "links"]
     assert sum(part.share for part in found) == pytest.approx(1)
     assert not any(part.lacks for part in found[:2])

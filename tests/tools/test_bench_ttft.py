@@ -223,7 +223,7 @@ def test_a_failing_baseline_fails_its_cells(
 
 @pytest.fixture(params=[SMALL])
 def client(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TransformersClient]:
-    made = TransformersClient(request.param, 96, tmp_path)
+    made = TransformersClient(request.param, tmp_path)
     try:
         assert made.prime(96) > 0
         yield made

@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import json
 import os
+import signal
 import tarfile
 import time
 from collections.abc import Callable
@@ -35,6 +36,24 @@ pytestmark = pytest.mark.suite
 
 MODEL = {"name": "m", "layers": 4, "kv_heads": 8, "head_dim": 128}
 NO_ROOT = pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signals_that_end_the_command_leave_no_files(
+    gdscache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def ended(place: Path) -> None:
+        assert list(tmp_path.iterdir())
+        signal.raise_signal(number)
+
+    before = signal.signal(number, signal.default_int_handler)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(storage, "probe_direct_io", ended)
+            status, _, _ = gdscache("doctor", "--dir", tmp_path)
+    finally:
+        signal.signal(number, before)
+    assert (status, list(tmp_path.iterdir())) == (128 + number, [])
 
 
 def put(root: Path, files: dict[str, str]) -> None:

@@ -263,6 +263,7 @@ def test_a_copy_is_left_out_where_the_log_began_anew(tmp_path: Path, monkeypatch
         ("[1, 2, 3]", [1, 2, 3], 0),
         ("1 2\n3", [1, 2, 3], 0),
         ("1,2, 3", [1, 2, 3], 0),
+        ("\ufeff[1, 2]", [1, 2], 0),  # as shells of Windows write a file
         ("7", [7], 0),
         ("a" * 64, None, 1),
         (f"0x{'A' * 64} {'b' * 64}", None, 2),

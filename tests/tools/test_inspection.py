@@ -17,8 +17,10 @@ import pytest
 
 from gdscache import CacheEngine, errors
 from gdscache.commands.bench import machine
-from gdscache.commands.inspect import inspect, reading, tables, verification, verify
+from gdscache.commands.inspect import reading, tables, verification
 from gdscache.commands.inspect.owner import Owner, find_owner
+from gdscache.commands.inspect.reading import inspect
+from gdscache.commands.inspect.verification import verify
 from gdscache.disk import directory
 from gdscache.disk.catalog_file import NEW_NAME
 from gdscache.disk.directory import LOCK_NAME, CacheDirectory

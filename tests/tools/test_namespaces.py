@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gdscache import CacheEngine
-from gdscache.commands.inspect import inspect
+from gdscache.commands.inspect.reading import inspect
 from gdscache.commands.inspect.tables import made_of
 from tests.support.helpers import make_config, prompt, run, settle, until
 

@@ -46,6 +46,13 @@ def test_several_files_are_one_trace_in_the_order_of_time(tmp_path: Path) -> Non
     assert [r.blocks for r in read_trace([second, first])] == [(1, 3), (1, 2, 4), (1, 2), (1,)]
 
 
+def test_a_mark_of_the_byte_order_is_no_part_of_the_first_request(tmp_path: Path) -> None:
+    """Editors and shells of Windows write one."""
+    plain = write(tmp_path / "a.jsonl", line([1, 2]), line([1]))
+    (marked := tmp_path / "b.jsonl").write_bytes(b"\xef\xbb\xbf" + plain.read_bytes())
+    assert read_trace([marked]) == read_trace([plain])
+
+
 GOOD = json.dumps(line([1, 2]))
 
 

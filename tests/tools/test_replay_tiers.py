@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import random
+import signal
 import time
 from pathlib import Path
 from typing import Any, get_args
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from gdscache.commands.replay import clock
 from gdscache.commands.replay import report as reports
 from gdscache.commands.replay.clock import Clock, DiskModel, Done, MachineModel, Pipe, Process
-from gdscache.commands.replay.hierarchy import Hierarchy, open_pools
+from gdscache.commands.replay.hierarchy import Hierarchy, Ledger, open_pools
 from gdscache.commands.replay.setup import MODELS, base_of, config_of, page_tokens_of
 from gdscache.commands.replay.trace import Workload, expand
 from gdscache.commands.replay.traffic import Found, Outcome, Traffic
@@ -477,6 +478,24 @@ def tiny(tmp_path: Path) -> Path:
 def trace(tmp_path: Path) -> Path:
     prompts = [[1, 2, 3], [4], [1, 2, 3], [5], [4]]
     return write(tmp_path / "trace.jsonl", *[line(blocks, timestamp=1000 * i) for i, blocks in enumerate(prompts)])
+
+
+@pytest.mark.parametrize("serial", [[], ["--serial"]])
+def test_ctrl_c_breaks_no_decision_off(
+    gdscache, trace: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch, serial: list[str]
+) -> None:
+    """An engine's threads get none, and its code would tell what it could not end, in tracebacks."""
+    finish = Ledger.finish
+
+    def interrupted(self: Ledger, *given: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        finish(self, *given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Ledger, "finish", interrupted)
+        ended = gdscache("replay", trace, "--config", tiny, "--cpu", "12KiB", "--ssd", "20KiB", *serial)
+    assert ended == (130, "", "interrupted: the replay is not complete\n")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_the_report_as_json(gdscache, trace: Path, tiny: Path) -> None:

@@ -112,7 +112,8 @@ def io(
 def ttft(
     ctx: typer.Context,
     directory: Annotated[
-        Path | None, _option("Directory of the SSD tier. Default: /dev/shm, if it is a RAM disk.", "--dir")
+        Path | None,
+        _option("Directory of the SSD tier. Default: /dev/shm, if it is a RAM disk and has the room.", "--dir"),
     ] = None,
     engine: Annotated[str, _option("Engine that computes: transformers, vllm or sglang.")] = "transformers",
     preset: Annotated[
@@ -154,7 +155,6 @@ def ttft(
     from gdscache.cuda.streams import resolve_device
 
     del options["ctx"]
-    options["directory"] = ttft.place(directory)
     if engine == _TRANSFORMERS:
         _refuse(ctx, _SERVERS)
         ttft.BENCH.command(**options | {"device": str(resolve_device(device or "auto", "--device"))})

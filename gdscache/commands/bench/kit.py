@@ -22,10 +22,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import errno
 import json
 import math
 import os
-import signal
+import shutil
 import sys
 import time
 from collections import Counter
@@ -39,11 +40,13 @@ import typer
 from gdscache.commands import EXIT_FAILED, EXIT_INTERRUPTED
 from gdscache.commands.bench import machine
 from gdscache.commands.bench.figures import Ratios, Row, Values, draw
-from gdscache.commands.console import Progress, Table, progress_bar, reason_of, show, silent
+from gdscache.commands.console import Progress, Table, progress_bar, reason_of, show, silent, terminable
+from gdscache.cuda.host_memory import host_bytes
 from gdscache.errors import (
     GdsCacheError,
     InvalidValueError,
     MissingPackageError,
+    NoSpaceError,
     TransportUnavailableError,
 )
 from gdscache.runtime.files import write_whole
@@ -54,6 +57,8 @@ Keep = Callable[[dict[str, Any]], None]
 """Called with the report so far, after every case."""
 
 ERRORS = (GdsCacheError, RuntimeError, OSError, MemoryError)
+RAM_DISK = Path("/dev/shm")
+ELSEWHERE = "name a directory with more room: --dir"
 _PLOT_FORMATS = (".png", ".svg", ".pdf")
 
 
@@ -81,6 +86,23 @@ class Settings:
 
     def check(self) -> None:
         """Raises `InvalidValueError` for settings without a measurement."""
+
+    @property
+    def needed(self) -> int:
+        """Bytes of the files, if a RAM disk may have them."""
+        return 0
+
+    def place(self, other: Path = Path()) -> tuple[Path, str]:
+        """The directory where none is named, and the reason: a RAM disk with room for the files, else `other`."""
+        if not self.needed:
+            return other, ""
+        needed, lacks = self.needed, f"no RAM disk is at {RAM_DISK}"
+        if RAM_DISK.is_dir() and os.access(RAM_DISK, os.W_OK) and machine.in_memory(RAM_DISK):
+            room = min(there for there in (shutil.disk_usage(RAM_DISK).free, host_bytes()) if there is not None)
+            if room >= needed:
+                return RAM_DISK, f"The files lie in {RAM_DISK}, a RAM disk with room for {about(needed)}."
+            lacks = f"{RAM_DISK} has room for {about(room)} of {about(needed)}"
+        return other, f"The files lie in {other.absolute()}, since {lacks}."
 
 
 class NoTimeLeftError(Exception):
@@ -194,7 +216,7 @@ class Bench:
         settings.check()
         run = Run(self.sections, progress, keep, seconds, judged=settings.profile != "quick")
         try:
-            with _terminable():
+            with terminable():
                 self.measure(run, settings, directory)
         except NoTimeLeftError:
             pass  # the report names the cases that are left
@@ -202,6 +224,8 @@ class Bench:
             run.found["interrupted"] = True
         except ERRORS as error:
             if not run.found["left"] or (isinstance(error, GdsCacheError) and not run.found["done"]):
+                if _is_full(error):
+                    raise NoSpaceError(getattr(error, "message", str(error)), ELSEWHERE) from error
                 raise
             for name in run.found["left"]:
                 run.note("failed", name, cause_of(error))
@@ -209,11 +233,15 @@ class Bench:
         return run.found
 
     def command(
-        self, directory: Path = Path(), json_file: Path | None = None, plot: Path | None = None, **options: Any
+        self, directory: Path | None = Path(), json_file: Path | None = None, plot: Path | None = None, **options: Any
     ) -> None:
-        """The command, by its options: a progress bar, tables, the JSON file, the plot, the exit status."""
+        """The command, by its options: a progress bar, tables, the JSON file, the plot, the exit status. `directory`:
+        None for one that the settings choose."""
         settings = self.settings.of(**options)
         settings.check()
+        if directory is None:
+            directory, why = settings.place()
+            typer.echo(why, err=True)
         matplotlib = None if plot is None else require_matplotlib(plot)
         check_writable(plot, "--plot")
         check_directory(directory, "--dir")
@@ -252,29 +280,16 @@ class Bench:
         return {"schema": self.schema, "machine": machine.describe(directory), "settings": dataclasses.asdict(settings)}
 
 
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """End the bench on SIGTERM and SIGHUP as on an error, so that its files and processes go too. Further signals
-    leave that alone, and `nohup` holds."""
-    some = (signal.SIGTERM, signal.SIGHUP)
-
-    def end(number: int, _: object) -> None:
-        for one in some:
-            signal.signal(one, signal.SIG_IGN)
-        sys.exit(128 + number)
-
-    before = {one: signal.signal(one, end) for one in some if signal.getsignal(one) is not signal.SIG_IGN}
-    try:
-        yield
-    finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
-
-
 def cause_of(error: BaseException) -> str:
-    """An error in one line."""
+    """An error in one line; of a full file system also the option that names another."""
     message = error.message if isinstance(error, GdsCacheError) else str(error)
-    return " ".join(message.split()) or type(error).__name__
+    line = " ".join(message.split()) or type(error).__name__
+    return f"{line}; {ELSEWHERE}" if _is_full(error) else line
+
+
+def _is_full(error: BaseException) -> bool:
+    """Whether a file system has no room."""
+    return isinstance(error, NoSpaceError) or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
 
 
 def check_directory(path: Path, option: str) -> None:

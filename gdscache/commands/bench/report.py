@@ -55,12 +55,11 @@ class Part(NamedTuple):
     bench: kit.Bench
     title: str
     share: float
-    directory: Path
     options: Mapping[str, Any]
     lacks: str = ""
 
 
-def parts(directory: Path, *, quick: bool) -> list[Part]:
+def parts(*, quick: bool) -> list[Part]:
     """The benches in reading order. They are measured in the other order: the short ones leave their time to the long
     ones."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -69,10 +68,10 @@ def parts(directory: Path, *, quick: bool) -> list[Part]:
     device, pairs = {"device": "cuda:0" if gpus else "cpu"}, {} if quick else {"pairs": PAIRS}
     every = {"everything": True}
     return [
-        Part(ttft.BENCH, "Time to first token", 0.4, ttft.place(None), device),
-        Part(bench_io.BENCH, "The SSD tier and the disk", 0.4, directory, every),
-        Part(copy.BENCH, "Copies between host memory and the GPU", 0.15, Path(), every | pairs, no_gpu),
-        Part(links.BENCH, "Links of several GPUs at once", 0.05, Path(), {}, one_link),
+        Part(ttft.BENCH, "Time to first token", 0.4, device),
+        Part(bench_io.BENCH, "The SSD tier and the disk", 0.4, every),
+        Part(copy.BENCH, "Copies between host memory and the GPU", 0.15, every | pairs, no_gpu),
+        Part(links.BENCH, "Links of several GPUs at once", 0.05, {}, one_link),
     ]
 
 
@@ -89,7 +88,7 @@ def measure(directory: Path, out: Path, seconds: float, progress: Progress, *, q
         "cannot": {},
         "interrupted": False,
     }
-    some = parts(directory, quick=quick)
+    some = parts(quick=quick)
     until, shares = time.monotonic() + (1 - PAGE_SHARE) * seconds, sum(part.share for part in some if not part.lacks)
     for part in reversed(some):
         if part.lacks:
@@ -102,9 +101,12 @@ def measure(directory: Path, out: Path, seconds: float, progress: Progress, *, q
         share, shares = part.share / shares, shares - part.share
         try:
             settings = part.bench.settings.of(quick=quick, **part.options)
-            keep = functools.partial(_keep, out, found, part.bench.name, part.bench.head(settings, part.directory))
+            place, why = settings.place(directory)
+            keep = functools.partial(_keep, out, found, part.bench.name, part.bench.head(settings, place))
             told = functools.partial(_told, progress, part.title)
-            rows = part.bench.run(settings, part.directory, told, keep, seconds=(until - began) * share)
+            if why:
+                told(0, 1, why)
+            rows = part.bench.run(settings, place, told, keep, seconds=(until - began) * share)
         except kit.ERRORS as error:
             found["cannot"][part.bench.name] = cause_of(error)
             continue

@@ -153,6 +153,22 @@ class Settings(kit.Settings):
             return found | {"preset": "tiny", "tokens": 1024, "turns": 1, "stages": 2}
         return found if probed.gpus else found | {"preset": "tiny", "tokens": 4096}
 
+    @property
+    def prompt_bytes(self) -> int:
+        """Bytes of a prompt's pages, rounded up for small models and states."""
+        least = GIB if self.preset == "tiny" else 6 * GIB if self.preset in STATES else 0
+        return max(self.tokens * token_bytes(self.preset), least)
+
+    @property
+    def ssd_bytes(self) -> int:
+        """Bytes of a way's files."""
+        return GIB if self.preset == "tiny" else (2 * self.repeat + 5) * self.prompt_bytes // 2
+
+    @property
+    def needed(self) -> int:
+        ways = {way.way for stage in chosen(self) for way, _ in stage if not way.second}
+        return len(ways - {"none", "cpu"}) * self.ssd_bytes
+
     def check(self) -> None:
         """Raises `InvalidValueError` for settings without a measurement."""
         known = {way.way for stage in STAGES[self.engine] for way in stage}
@@ -266,7 +282,7 @@ class Serving:
         small = settings.preset == "tiny"
         of, where = model_config(settings.preset), self._where(folder)
         states = settings.preset in STATES
-        prompt = GIB if small else max(settings.tokens * token_bytes(settings.preset), 6 * GIB if states else 0)
+        prompt = settings.prompt_bytes
         policy = settings.policy or ("wait_complete" if where == "ram" else "best_effort")  # a disk may be slow
         self._started += 1
         step = max(128, settings.page_tokens)  # no page is cached in part
@@ -287,7 +303,7 @@ class Serving:
             "kv_cache": 9 * prompt // 4 // settings.tp,  # of each GPU
             "gpu_tokens": 9 * settings.tokens // 4,  # of SGLang's GPU cache: two prompts, so the third evicts the first
             "cpu": GIB if small else (2 * settings.repeat + 3) * prompt // 2,  # it holds all prompts of first tokens
-            "ssd": GIB if small else (2 * settings.repeat + 5) * prompt // 2,
+            "ssd": settings.ssd_bytes,
             "host_buffer": "64MiB" if small else "512MiB",
             "threads": settings.threads if where == "ram" else 8,  # the default, 8, keeps a disk busy and no RAM disk
         }
@@ -350,6 +366,7 @@ class Serving:
             typer.echo(f"{one.label}\n{log[-TAIL:]}", err=True)
             late = f"it measured for more than {MEASURE_S:g} s" if ready else f"it was not open after {OPEN_S:g} s"
             wrong = late if status is None else f"exit status {status}"
+            wrong += f"; {kit.ELSEWHERE}" if "NoSpaceError" in log else ""
         self.run.add(one.label, {"rows": [row]}, wrong=wrong)
         self.run.save()  # a machine may be gone before the last run ends
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import os
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gdscache.commands.bench import kit, machine
+from gdscache.commands.bench import kit
 from gdscache.commands.bench.figures import (
     Bar,
     Ratios,
@@ -51,7 +50,6 @@ if TYPE_CHECKING:
 Ways = dict[Any, Callable[[], Any]]
 """Ways that take turns: each measures once."""
 
-RAM_DISK = Path("/dev/shm")
 LONG = 32 << 10  # tokens: from this length on hits are compared with the ideal
 LEAST_CACHED = 50  # percent
 IDEAL_TARGETS = {"cpu": 0.90, "ssd_via_cpu": 0.85}  # max(c, t) / measured
@@ -59,25 +57,16 @@ MISS_TARGET = 0.02  # of the time without a cache
 OTHER_TOKENS = "it gave other tokens than without a cache"
 
 
-def place(directory: Path | None) -> Path:
-    """The directory of the SSD tier's files: the named one, or a RAM disk, or the working directory."""
-    if directory is not None:
-        return directory
-    usable = RAM_DISK.is_dir() and os.access(RAM_DISK, os.W_OK) and machine.in_memory(RAM_DISK)
-    return RAM_DISK if usable else Path()
-
-
 def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
     """Measure the chosen cells. Files go into a temporary directory, which is deleted. Raises `InvalidValueError`,
-    `MissingPackageError` and `CapacityError`."""
+    `MissingPackageError`, `NoSpaceError` and `CapacityError`."""
     from gdscache.commands.bench.ttft_transformers import TransformersClient  # needs the extra hf
 
     cells = chosen(settings)
     run.plan([cell.label for cell in cells])
-    longest = max(cell.prompt_tokens for cell in cells)
     with (
         tempfile.TemporaryDirectory(prefix="gdscache-bench-", dir=directory) as made,
-        contextlib.closing(TransformersClient(settings, longest, Path(made))) as client,
+        contextlib.closing(TransformersClient(settings, Path(made))) as client,
     ):
         run.found["model"] = {"engine": "transformers", "name": settings.preset, **LLAMAS[settings.preset]}
         for length, of_length in itertools.groupby(cells, lambda cell: cell.prompt_tokens):

@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gdscache.commands.bench import kit
-from gdscache.commands.bench.shapes import LLAMAS
+from gdscache.commands.bench.shapes import LLAMAS, token_bytes
 from gdscache.errors import InvalidValueError
 from gdscache.pages.layout import PLAIN
+from gdscache.sizes import MIB
 
 CACHED = (90, 99, 0, 50)  # percent of a prompt, down to a page; in the order of measuring
 PLACES = ("gpu", "cpu", "ssd_via_cpu")
@@ -54,6 +55,22 @@ class Settings(kit.Settings):
         small = {"prompts": (256,), "repeat": 2, "ceiling_bytes": 8 << 20}
         tiny = {"preset": "tiny", "dtype": dtype, "page_tokens": 16}  # with small pages shares are what labels say
         return tiny | (small if quick else {"prompts": (2048, 512, 8192)})
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt that is measured."""
+        return max(cell.prompt_tokens for cell in chosen(self))
+
+    @property
+    def tier_pages(self) -> int:
+        """Pages of a tier with room for two of the longest prompts."""
+        whole = self.longest // self.page_tokens
+        return 2 * whole + whole // 8 + 16
+
+    @property
+    def needed(self) -> int:
+        tokens = self.tier_pages * self.page_tokens * (2 if self.dtype == "float32" else 1)
+        return tokens * token_bytes(self.preset) * 5 // 4 + 32 * MIB  # the SSD tier, and its catalogue with its log
 
     @property
     def near_tie(self) -> float:

@@ -53,8 +53,8 @@ _CHUNKS = 4  # of a miss: three of them are stored during the next one
 class TransformersClient:
     """The model, its planes and a cache, while open."""
 
-    def __init__(self, settings: Settings, longest: int, directory: Path) -> None:
-        """`longest`: tokens of the longest prompt; each tier has room for two. Raises as `CacheEngine.from_config`."""
+    def __init__(self, settings: Settings, directory: Path) -> None:
+        """Raises as `CacheEngine.from_config`."""
         self.settings, self.device = settings, torch.device(settings.device)
         self._ssd = directory / "ssd"
         self.in_memory = machine.in_memory(directory)  # the SSD tier lies on a RAM disk
@@ -66,10 +66,10 @@ class TransformersClient:
         section["pack"] = "on" if settings.pack else "off"
         self._vocab = self.model.config.vocab_size
         self.layout = Config.from_dict({"model": section}).model.layout()
-        whole, pages = longest // size, -(-longest // size)
+        pages = -(-settings.longest // size)
         self._request, self._document = list(range(pages)), list(range(pages, 2 * pages))
         self.planes = PagedPlanes.allocate(self.layout, 2 * pages, self.device).tensors
-        config = self._config(section, (2 * whole + whole // 8 + 16) * self.layout.extent_bytes)
+        config = self._config(section, settings.tier_pages * self.layout.extent_bytes)
         self.cache = CacheEngine.from_config(config, planes=self.planes)
         costs = {overlap: Costs() for overlap in (True, False)}
         self._gates = {

@@ -5,12 +5,14 @@ A process is a generator that yields a `Done` to wait for. It continues at the t
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import heapq
 import math
+import signal
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 # Bytes read for each byte written while both wait: the native library gives writes at least this share.
@@ -47,6 +49,7 @@ class Clock:
         self.past.happened = True
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = 0
+        self._interrupted = False
 
     def time(self) -> float:
         """The time, as a clock function."""
@@ -72,10 +75,29 @@ class Clock:
                 done.waiting.append(process)
                 return
 
+    @contextlib.contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Ctrl-C is raised by `run` between two steps. The engine's decisions, which its threads take, expect none. A
+        second Ctrl-C is raised at once."""
+        if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # as with `nohup`
+            yield
+            return
+        signal.signal(signal.SIGINT, self._interrupt)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _interrupt(self, *_: object) -> None:
+        self._interrupted = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
     def run(self, until: float = math.inf) -> None:
         """Run all events up to and including time `until`, or until no event is left."""
         ready, events = self.ready, self._events
         while True:
+            if self._interrupted:
+                raise KeyboardInterrupt
             while ready:
                 self.start(ready.popleft())
             if not events or events[0][0] > until:

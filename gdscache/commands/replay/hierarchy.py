@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
@@ -36,8 +36,6 @@ from gdscache.tiers.base import NO_RETENTIONS, DurableTier, Tier
 from gdscache.tiers.manager import TierManager
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from gdscache.cuda.streams import Event, Landed
 
 

@@ -8,6 +8,7 @@ each request's prompt.
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import hashlib
 import zlib
@@ -80,6 +81,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
             packed = raw.peek(len(_GZIP_MAGIC)).startswith(_GZIP_MAGIC)  # a pipe cannot seek
             with gzip.GzipFile(fileobj=raw) if packed else raw as file:
                 while line := file.readline(MAX_LINE_BYTES + 1):
+                    line = line if number else line.removeprefix(codecs.BOM_UTF8)
                     number += 1
                     total += len(line)
                     if len(line) > MAX_LINE_BYTES or total > MAX_TRACE_BYTES:

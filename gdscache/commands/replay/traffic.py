@@ -91,15 +91,16 @@ class Traffic:
         clock, outcome, total = self._clock, self.outcome, len(self._work.prompts)
         outcome.first_token = [0.0] * total
         begin = self._times[0] if total else 0.0
-        for i in range(total):
-            if i % _REPORT_EVERY == 0:
-                progress(i, total, "replaying")
-            if self._serial:
-                self._one(i)
-            else:
-                clock.run(until=self._times[i] - begin)
-                clock.start(self._request(i))
-        clock.run()
+        with clock.interruptible():
+            for i in range(total):
+                if i % _REPORT_EVERY == 0:
+                    progress(i, total, "replaying")
+                if self._serial:
+                    self._one(i)
+                else:
+                    clock.run(until=self._times[i] - begin)
+                    clock.start(self._request(i))
+            clock.run()
         outcome.seconds = clock.now
         progress(total, total, "replaying")
         return outcome

@@ -19,7 +19,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from gdscache.commands.inspect import inspect
+from gdscache.commands.inspect.reading import inspect
 from gdscache.disk import catalog_file, slab
 from gdscache.disk.catalog import Catalog, PageRecord, Recovered
 from gdscache.errors import IOFailedError, NoSpaceError

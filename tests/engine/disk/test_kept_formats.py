@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gdscache.commands.inspect import inspect
+from gdscache.commands.inspect.reading import inspect
 from gdscache.commands.inspect.verification import verify
 from tests.support.helpers import OpenHost, prompt, settle
 

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from gdscache import PageStatus
-from gdscache.commands.inspect import inspect
+from gdscache.commands.inspect.reading import inspect
 from gdscache.errors import (
     DirectoryInUseError,
     DirectoryPermissionsError,

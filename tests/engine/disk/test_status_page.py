@@ -16,7 +16,7 @@ import pytest
 import xxhash
 
 from gdscache.commands import cli
-from gdscache.commands.inspect import inspect
+from gdscache.commands.inspect.reading import inspect
 from gdscache.commands.top import Watched
 from gdscache.disk import kept, status_page
 from gdscache.disk.directory import CacheDirectory

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from gdscache import CacheEngine, PageStatus
-from gdscache.commands.inspect import inspect, verify
+from gdscache.commands.inspect.reading import inspect
+from gdscache.commands.inspect.verification import verify
 from gdscache.config import Config
 from gdscache.disk import slab
 from gdscache.disk import slab as slab_module

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from gdscache import CacheEngine
-from gdscache.commands.inspect import inspect
+from gdscache.commands.inspect.reading import inspect
 from gdscache.errors import InvalidValueError, IOFailedError
 from gdscache.index.index import PageIndex
 from gdscache.index.retention import DEFAULT, LONGEST_TTL, PRIORITIES, Retention

@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 import xxhash
 
-from gdscache.commands.inspect import inspect, verify
+from gdscache.commands.inspect.reading import inspect
 from gdscache.commands.inspect.tables import inspect_tables
+from gdscache.commands.inspect.verification import verify
 from gdscache.disk import catalog_file, slab
 from gdscache.disk.catalog import Catalog, PageRecord
 from gdscache.disk.directory import CacheDirectory
