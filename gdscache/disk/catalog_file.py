@@ -327,7 +327,7 @@ def lacking_room(directory: Path, slots: int, sums: int) -> int:
         found = os.statvfs(directory)
     except OSError:
         return 0
-    return max(0, wanted - found.f_bavail * found.f_frsize)
+    return max(0, wanted - found.f_bavail * found.f_frsize) if found.f_blocks else 0
 
 
 def last_written(directory: Path) -> float:
