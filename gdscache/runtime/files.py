@@ -17,8 +17,7 @@ def text_of(path: Path) -> str:
 
 
 def located(path: Path) -> Path:
-    """The absolute path. `..` leads where the system says, which behind a link is not where the text says. Raises
-    `OSError`."""
+    """The absolute path; `..` leads where the system says, also behind a link. Raises `OSError`."""
     path = path.absolute()
     return Path(os.path.realpath(path)) if ".." in path.parts else path
 

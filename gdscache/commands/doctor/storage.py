@@ -36,7 +36,7 @@ from gdscache.commands.doctor.facts import (
 from gdscache.commands.inspect.owner import find_owner
 from gdscache.commands.inspect.reading import caches_below
 from gdscache.config import SsdConfig
-from gdscache.disk.catalog_file import FORMAT_VERSION, OLD_VERSION, format_version
+from gdscache.disk.catalog_file import FORMAT_VERSION, OLD_VERSION, format_version, system_errors
 from gdscache.errors import DirectoryNotWritableError, GdsCacheError
 from gdscache.runtime.files import located, text_of
 from gdscache.sizes import MIB, about, format_size
@@ -172,13 +172,9 @@ def directory_row(about: dict[str, Any]) -> Row:
 def scratch(place: Path) -> Iterator[Path]:
     """A temporary directory in `place`, removed at the end with its content. Raises `DirectoryNotWritableError` with
     the cause."""
-    try:
+    hint = "set ssd.path to a directory that this user may write, on a file system that is not read-only or full"
+    with system_errors(place, "written", hint, DirectoryNotWritableError):
         inside = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX, dir=place))
-    except OSError as error:
-        raise DirectoryNotWritableError(
-            f"{place} cannot be written: {error.strerror}",
-            "set ssd.path to a directory that this user may write, on a file system that is not read-only or full",
-        ) from error
     try:
         yield inside
     finally:

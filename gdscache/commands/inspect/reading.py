@@ -132,16 +132,13 @@ def slab_directories(directory: Path) -> tuple[Path, ...]:
 
 @contextlib.contextmanager
 def os_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except FileNotFoundError as error:
-        tier = path.name == CATALOG_NAME and path.parent.is_dir()
-        lacks = f"{path.parent} has no SSD tier: no {CATALOG_NAME} is in it" if tier else f"{path} does not exist"
-        raise IOFailedError(lacks, "name the ssd.path of a config", errno.ENOENT) from error
-    except OSError as error:
-        raise IOFailedError(
-            f"{path} cannot be read: {error.strerror}", "read it as its owner; see the kernel log", error.errno
-        ) from error
+    with catalog_file.system_errors(path, "read", "read it as its owner; see the kernel log"):
+        try:
+            yield
+        except FileNotFoundError as error:
+            tier = path.name == CATALOG_NAME and path.parent.is_dir()
+            lacks = f"{path.parent} has no SSD tier: no {CATALOG_NAME} is in it" if tier else f"{path} does not exist"
+            raise IOFailedError(lacks, "name the ssd.path of a config", errno.ENOENT) from error
 
 
 def read(directory: Path, progress: Progress) -> Contents:
