@@ -18,8 +18,10 @@ import numpy as np
 import pytest
 import xxhash
 
+from gdscache import Config
 from gdscache.commands.inspect import inspect, verify
 from gdscache.commands.inspect.tables import inspect_tables
+from gdscache.config.pools import pool_parts
 from gdscache.disk import catalog_file, slab
 from gdscache.disk.catalog import Catalog, PageRecord
 from gdscache.disk.directory import CacheDirectory
@@ -30,6 +32,7 @@ from gdscache.pages.keys import as_tokens, namespace_digest, page_keys
 from gdscache.pages.layout import PageLayout, Plane
 from tests.support.disk_parts import sums_of
 from tests.support.helpers import Host, expected, make_config, narrowed, prompt
+from tests.support.hybrid import MODELS
 from tests.support.packed_pages import unpack
 from tests.support.places import ROOT
 
@@ -86,6 +89,22 @@ def test_namespace_digest() -> None:
     assert namespace_digest(FIELDS).hex() == NAMESPACE
     assert hashlib.blake2b(CANONICAL.encode("ascii"), digest_size=32, person=b"gdscache-ns").hexdigest() == NAMESPACE
     assert namespace_digest(dict(reversed(FIELDS.items()))).hex() == NAMESPACE
+
+
+def test_namespaces_of_groups_with_directories_of_their_own() -> None:
+    parts = pool_parts(Config.from_dict({"model": MODELS["apart"] | {"salt": "ü"}, "cpu": {}}))
+    rest = '"keeps": "all", "span": 0, "page_tokens": 4}', '"keeps": "window", "span": 10, "page_tokens": 4}'
+    whole = f'{{"name": "full", "layers": [1], {rest[0]}, {{"name": "window", "layers": [0, 2], {rest[1]}'
+    salt = f'{{"salt": "\\u00fc", "model_layers": 3, "model_groups": [{whole}]}}'
+    own = f'{{"name": "full", "layers": [0], {rest[0]}', f'{{"name": "window", "layers": [0, 1], {rest[1]}'
+    for part, text in zip(parts, own, strict=True):
+        group = json.loads(text)
+        planes = [[[name, [4, 32], "bfloat16"] for name in "kv"] for _ in group["layers"]]
+        fields = {"name": "tiny", "weights": "", "planes": planes, "page_tokens": 4, "first_layer": 0}
+        fields |= {"layers": len(planes), "head_group": 0, "head_groups": 1, "salt": salt, "request_salt": "tenant"}
+        (described,) = part.config.model.layer_groups()
+        found = part.config.model.namespace_fields("tenant", group=described)
+        assert namespace_digest(found) == namespace_digest(fields | {"groups": [group], "group": group})
 
 
 @pytest.mark.parametrize("field", FIELDS)
