@@ -126,7 +126,7 @@ def _of_memory() -> tuple[int, str]:
 
 
 def _of_disk(directory: str) -> tuple[int, str]:
-    place = os.path.abspath(os.path.expanduser(os.path.expandvars(directory)))
+    place = os.path.realpath(os.path.expanduser(os.path.expandvars(directory)))
     while not os.path.exists(place):  # `/` is there
         place = os.path.dirname(place)
     status = os.statvfs(place)

@@ -29,6 +29,7 @@ from gdscache.config.model import ModelConfig as ModelConfig
 from gdscache.config.model import PlaneConfig as PlaneConfig
 from gdscache.errors import CapacityError, ConfigError, ConfigFileError, GeometryError, InvalidValueError
 from gdscache.limits import MAX_COUNT, MAX_SECONDS
+from gdscache.runtime.files import located
 from gdscache.sizes import GIB, MIB, SIZE_SCHEMA, Size, format_size, parse_size
 
 
@@ -73,8 +74,7 @@ def _expand(value: object) -> Path:
     if braces := re.search(r"\{[^}]*\}?", text):
         raise ValueError(f"{braces[0]} is not replaced; $VARS are, such as $RANK")
     try:
-        path = Path(text).expanduser()
-        return path if path.is_absolute() else Path.cwd() / path
+        return located(Path(text).expanduser())
     except RuntimeError as error:  # a `~name` without a home directory
         raise ValueError(str(error)) from None
     except OSError as error:

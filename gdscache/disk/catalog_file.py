@@ -101,16 +101,9 @@ def _copy(path: Path, copy: Path, progress: Progress) -> None:
             progress(done, max(total, done), "bytes of the catalogue")
 
 
-@contextlib.contextmanager
-def _room(what: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise IOFailedError(
-            f"a copy of the catalogue cannot be {what} in the directory for temporary files: {error.strerror}",
-            "set TMPDIR to a directory with as much room as the catalogue and its log take",
-            error.errno,
-        ) from error
+def _room(what: str) -> contextlib.AbstractContextManager[None]:
+    hint = "set TMPDIR to a directory with as much room as the catalogue and its log take"
+    return system_errors("a copy of the catalogue", f"{what} in the directory for temporary files", hint)
 
 
 log = logging.getLogger("gdscache.disk.catalog")
@@ -219,7 +212,7 @@ class CorruptCatalogError(Exception):
 
 @contextlib.contextmanager
 def system_errors(
-    path: Path,
+    path: Path | str,
     what: str,
     hint: str = "check ssd.path: its space and its owner",
     cause: type[StorageError] = IOFailedError,
@@ -328,7 +321,7 @@ def lacking_room(directory: Path, slots: int, sums: int) -> int:
         found = os.statvfs(directory)
     except OSError:
         return 0
-    return max(0, wanted - found.f_bavail * found.f_frsize)
+    return max(0, wanted - found.f_bavail * found.f_frsize) if found.f_blocks else 0
 
 
 def last_written(directory: Path) -> float:

@@ -233,8 +233,8 @@ def _prepare(path: Path, total: int, descriptors: contextlib.ExitStack, undo: co
     status = os.fstat(fd)
     before = 0 if created else status.st_size
     undo.callback(_restore, path, fd, created, before)
-    needed, free = total - min(status.st_blocks * 512, total), shutil.disk_usage(path.parent).free
-    if needed > free:
+    needed, (size, _, free) = total - min(status.st_blocks * 512, total), shutil.disk_usage(path.parent)
+    if needed > free and size:  # ramfs, and a tmpfs without a size, report none
         short = -(-(needed - free) // MIB) * MIB
         raise NoSpaceError(
             f"{path} needs {about(needed)} more ({about(total)} in all), and the file system has {about(free)} free",

@@ -36,7 +36,7 @@ MISFIT = -600
 GONE = -704
 LEASED = -706
 LEASE_OVER = -707
-TRANSFER_FAILED = -800  # the process with the bytes does not send or take them
+TRANSFER_FAILED = -800  # the process with the bytes does not send or take them, or the object is too short
 NO_MASTER = -900
 CODES = {
     NO_SPACE: "the pool is full",
@@ -132,6 +132,10 @@ class MooncakeClient:
 
     def get(self, names: Sequence[str], pieces: Sequence[Sequence[tuple[int, int]]]) -> list[int]:
         return list(self._store.batch_get_into_multi_buffers(list(names), *_columns(pieces)))
+
+    def size(self, name: str) -> int:
+        """The bytes of an object, or a code."""
+        return int(self._store.get_size(name))
 
     def remove(self, names: Sequence[str]) -> list[int]:
         return list(self._store.batch_remove(list(names), True))

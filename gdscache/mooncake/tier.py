@@ -38,6 +38,7 @@ from gdscache.mooncake.client import (
     MISFIT,
     NO_MASTER,
     NO_SPACE,
+    TRANSFER_FAILED,
     Connect,
     Lines,
     MooncakeAddress,
@@ -241,13 +242,20 @@ class MooncakeFiles(Transport):
     def _get(self, slots: range, places: list[int], area: int) -> list[_End]:
         layout, pages = self._layout, [self._page(slot) for slot in slots]
         names, objects = [self._name_of(page) for page in pages], self._objects(places, area)
-        codes = self._lines.call("gets", lambda client: client.get(names, objects))
+        whole = layout.extent_bytes + TRAILER_BYTES
+
+        def get(client: MooncakeClient) -> list[int]:
+            codes = client.get(names, objects)
+            short = codes == [TRANSFER_FAILED] and 0 <= client.size(names[0]) < whole  # else its owner is gone
+            return [MISFIT] if short else codes
+
+        codes = self._lines.call("gets", get)
         self._lines.answered(codes)
         if len(codes) != len(slots):
             raise TierAnswerError(
                 f"{len(codes)} answers came for {len(slots)} objects", "see the package of the pool's client"
             )
-        came = [n for n, code in enumerate(codes) if code == layout.extent_bytes + TRAILER_BYTES]
+        came = [n for n, code in enumerate(codes) if code == whole]
         sums = layer_sums(np.array([places[n] for n in came], np.uint64), integers(layout.layer_bounds))
         found, ends = dict(zip(came, sums, strict=True)), list[_End]()
         for n, code in enumerate(codes):

@@ -17,6 +17,12 @@ def text_of(path: Path) -> str:
         return ""
 
 
+def located(path: Path) -> Path:
+    """The absolute path; `..` leads where the system says, also behind a link. Raises `OSError`."""
+    path = path.absolute()
+    return Path(os.path.realpath(path)) if ".." in path.parts else path
+
+
 def flush_directory(directory: Path) -> None:
     """Make the names in a directory survive a loss of power. Raises `OSError`."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -233,17 +233,11 @@ def _counted(what: str, refused: Callable[[], str]) -> ProbeResult:
 def _file(directory: Path) -> Iterator[str]:
     """The path of an allocated temporary file there. Raises `IOFailedError`."""
     try:
-        file, name = tempfile.mkstemp(prefix=PROBE_PREFIX, dir=directory)
+        with tempfile.NamedTemporaryFile(prefix=PROBE_PREFIX, dir=directory) as file:
+            os.posix_fallocate(file.fileno(), 0, PROBE_BYTES)
+            yield file.name
     except OSError as error:
         raise failed("probe", str(directory), 0, error) from error
-    try:
-        os.posix_fallocate(file, 0, PROBE_BYTES)
-        yield name
-    except OSError as error:
-        raise failed("probe", name, 0, error) from error
-    finally:
-        os.close(file)
-        os.unlink(name)
 
 
 def gds_operations() -> tuple[int, int]:

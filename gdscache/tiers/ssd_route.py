@@ -131,16 +131,13 @@ def _move(
     io: SlabIO, op: Op, slots: Int64Array, extents: HostExtents | DeviceExtents, undo: contextlib.ExitStack
 ) -> None:
     """`undo` frees the memory, after any late I/O."""
-    size, memory = extents.layout.extent_bytes, _memory(extents)
+    size, flat = extents.layout.extent_bytes, extents.flat
+    memory: Memory = flat if isinstance(flat, memoryview) else memory_of(flat)
     pieces = (
         (file, offset, part(memory, first * size, (first + count) * size))
         for file, offset, first, count in io.stretches(slots, _PIECE_BYTES)
     )
     carry(io.transport, op, pieces, _DEADLINE_S, undo)
-
-
-def _memory(extents: HostExtents | DeviceExtents) -> Memory:
-    return extents.flat if isinstance(extents.flat, memoryview) else memory_of(extents.flat)
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

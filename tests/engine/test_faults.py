@@ -246,14 +246,21 @@ def test_a_catalogue_that_breaks_in_use_is_a_miss(open_host: OpenHost, slab: Pat
     assert not our_threads()
 
 
-@pytest.mark.parametrize(("free", "said"), [(1 << 20, True), (1 << 40, False)])
+@pytest.mark.parametrize(("free", "said", "blocks"), [(1 << 20, True, 1), (1 << 40, False, 1), (0, False, 0)])
 def test_room_for_the_catalogue_is_looked_for(
-    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, free: int, said: bool
+    open_host: OpenHost,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    free: int,
+    said: bool,
+    blocks: int,
 ) -> None:
     right = os.statvfs
 
     def found(path: Any) -> Any:
-        return os.statvfs_result([*right(path)[:1], 1, *right(path)[2:4], free, *right(path)[5:]])  # units of a byte
+        return os.statvfs_result(
+            [*right(path)[:1], 1, blocks, *right(path)[3:4], free, *right(path)[5:]]
+        )  # units of a byte
 
     monkeypatch.setattr(catalog_file.os, "statvfs", found)
     with caplog.at_level(logging.WARNING, "gdscache"):

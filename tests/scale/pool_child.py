@@ -52,6 +52,14 @@ class Child:
         quiet(self.host.engine)
         drop_from(self.host.engine, "cpu")
 
+    def replace(self, seed: int, page: int, nbytes: int) -> None:
+        """Another program puts an object of `nbytes` under a page's name."""
+        tier = self.host.engine.manager.tiers["mooncake"]
+        store = tier._lines._clients[0]._store
+        name = tier._name_of(self.host.engine.pages(prompt(seed, page + 1, self.tokens))[page])
+        assert store.remove(name, True) == 0
+        assert store.put(name, bytes(nbytes)) == 0
+
     def lookups(self, seed: int, pages: int, rounds: int) -> dict[str, float]:
         """The 99th percentiles of lookups and of loads of what lies here, in seconds."""
         tokens = prompt(seed, pages, self.tokens)

@@ -131,6 +131,20 @@ def test_an_owner_that_stands_still(pool: RealPool) -> None:
     eventually("it is got", lambda: second.call("fetch", seed=1, pages=PAGES)["good"] == PAGES)
 
 
+def test_objects_of_another_size_make_room_for_good_ones(pool: RealPool) -> None:
+    pool.new_owner()
+    first, second = pool.new_engine(), pool.new_engine()
+    assert stored_in_both(first.call("store", seed=1, pages=PAGES))
+    for page, nbytes in enumerate((1, EXTENT, EXTENT + TRAILER_BYTES - 1, EXTENT + TRAILER_BYTES + 1)):
+        first.call("replace", seed=1, page=page, nbytes=nbytes)
+    found = second.call("fetch", seed=1, pages=PAGES)
+    assert (found["good"], found["pages"]) == (0, {"loaded": PAGES - 4, "checksum": 4})
+    second.call("forget")
+    assert stored_in_both(second.call("store", seed=1, pages=4))
+    second.call("forget")
+    assert second.call("fetch", seed=1, pages=PAGES)["good"] == PAGES
+
+
 def test_a_full_pool_evicts_and_goes_on(pool: RealPool) -> None:
     mib = 32
     pool.new_owner(mib)

@@ -115,13 +115,16 @@ class FakeClient(MooncakeClient):
         if name in self.pool.lost:
             ctypes.memset(pieces[0][0], 0xEE, pieces[0][1] // 2)  # half of it came
             return TRANSFER_FAILED
-        if len(found) != sum(nbytes for _, nbytes in pieces):
-            return MISFIT
+        if len(found) != (wanted := sum(nbytes for _, nbytes in pieces)):
+            return MISFIT if len(found) > wanted else TRANSFER_FAILED
         at = 0
         for place, nbytes in pieces:
             ctypes.memmove(place, found[at : at + nbytes], nbytes)
             at += nbytes
         return at
+
+    def size(self, name: str) -> int:
+        return len(self.pool.objects[name]) if name in self.pool.objects else GONE
 
     def remove(self, names: Sequence[str]) -> list[int]:
         if not self._begin("remove", names):

@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "extents": "cuda pages",
     "storage": "cuda native pages runtime",
     "testing": "cuda pages storage",
-    "config": "groups pages",
+    "config": "groups pages runtime",
     "kernels": "cuda extents native pages runtime",
     "disk": "gate pages policies runtime storage",
     "moves": "cuda native pages runtime storage tracing",

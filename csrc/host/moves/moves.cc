@@ -22,7 +22,8 @@ void append(Way* way, const Way& more) {
 
 Moves::Moves(const Limits& limits, std::vector<Space> spaces, int32_t reserve_space, Reserve reserve)
     : limits_(limits), spaces_(std::move(spaces)), reserve_space_(reserve_space), reserve_(std::move(reserve)) {
-    several_disks_ = std::ranges::any_of(spaces_, [](const Space& space) { return space.disk != 0; });
+    for (const Space& space : spaces_) disks_ = std::max(disks_, space.disk + 1);
+    if (disks_ > 1 && reserve_.slots() >= disks_) share_ = std::max<int64_t>(1, round_slots() / (disks_ - 1));
 }
 
 Moves::~Moves() = default;

@@ -118,10 +118,14 @@ public:
     // Slots of the reserve that late reads hold.
     int64_t held_slots() const { return held_slots_; }
     int64_t free_slots() const { return reserve_.free(); }
-    // Slots that a disk's reads may take, if they are free. Reads that are slow or hang leave other disks a round.
+    // Slots that a disk's reads may take, if they are free. Reads that are slow or hang leave the other disks a round, in
+    // equal shares.
     int64_t room(int32_t disk) const {
-        const int64_t others = several_disks_ && reserve_.slots() > 1 ? round_slots() : 0;
-        return reserve_.slots() - others - traffic_[disk].slots;
+        int64_t left = reserve_.slots() - traffic_[disk].slots;
+        for (int32_t other = 0; other < disks_; ++other) {
+            if (other != disk) left -= std::max(share_, traffic_[other].slots);
+        }
+        return left;
     }
 
     // --- for threads that move them
@@ -206,7 +210,8 @@ private:
     std::vector<Space> spaces_;
     int32_t reserve_space_;
     Reserve reserve_;
-    bool several_disks_;
+    int32_t disks_ = 1;
+    int64_t share_ = 0;  // slots of the reserve that each disk finds free, whatever the others do
     Status refusal_ = Status::kPending;
     int64_t begun_ = 0, next_job_ = 1;
     Traffic traffic_[kMostDisks];

@@ -354,20 +354,21 @@ private:
     std::set<std::pair<int64_t, int32_t>> ends_;  // ended moves, and ready groups, as found by their waiters
 };
 
-// An executor of a memory, and files of two disks, whose second one's calls have 32 MiB; of planes, and a reserve of
-// eight slots.
-struct TwoDisks {
-    explicit TwoDisks(int64_t extent_bytes) {
+// An executor of a memory, and files of two disks (spaces 1 and 2) or three (5), whose second one's calls have 32 MiB;
+// of planes, and a reserve.
+struct Disks {
+    explicit Disks(int64_t extent_bytes, int32_t disks = 2, int64_t slots = 8) {
         limits.extent_bytes = extent_bytes;
         limits.layers = 1;
         limits.bounds = {0, extent_bytes};
-        std::vector<Space> spaces(5, {Kind::kFiles});
+        std::vector<Space> spaces(6, {Kind::kFiles});
         spaces[0].kind = spaces[4].kind = Kind::kMemory;
         spaces[0].sums = spaces[4].sums = sums;
         spaces[3].kind = Kind::kPlanes;
         spaces[2].disk = 1;
+        spaces[5].disk = disks - 1;
         spaces[2].io_bytes = 32 << 20;
-        moves.emplace(limits, spaces, 4, Reserve(0, 8, 0));
+        moves.emplace(limits, spaces, 4, Reserve(0, slots, 0));
     }
 
     void begin(int64_t id, Priority priority, int32_t source, int32_t target, int64_t pages) {
@@ -404,7 +405,7 @@ struct TwoDisks {
 TEST_CASE("a load waits for no write, and no disk for another") {
     for (const int64_t extent : {4 << 20, 64 << 20}) {  // the larger one's writes are two
         for (const int32_t files : {1, 2}) {
-            TwoDisks rig(extent);
+            Disks rig(extent);
             rig.begin(1, Priority::kDemotion, 0, files, 64);
             REQUIRE(rig.take_all(files - 1) >= std::min<int64_t>(extent * 2, 32 << 20));
             for (const int32_t from : {1, 2}) {
@@ -413,7 +414,7 @@ TEST_CASE("a load waits for no write, and no disk for another") {
             }
         }
         for (const int32_t files : {1, 2}) {
-            TwoDisks rig(extent);
+            Disks rig(extent);
             rig.begin(1, Priority::kPrefetch, files, 0, 1000);
             REQUIRE(rig.take_all(files - 1) == 64 << 20);
             rig.begin(2, Priority::kDemotion, 0, 3 - files, 1);
@@ -424,7 +425,7 @@ TEST_CASE("a load waits for no write, and no disk for another") {
 
 TEST_CASE("reads of one disk leave other disks a round of the reserve") {
     for (const int32_t slow : {1, 2}) {
-        TwoDisks rig(4 << 20);
+        Disks rig(4 << 20);
         rig.begin(1, Priority::kLoad, slow, 3, 32);
         REQUIRE(rig.take_all(slow - 1) == int64_t{6} * (4 << 20));
         rig.begin(2, Priority::kLoad, 3 - slow, 3, 32);
@@ -432,6 +433,21 @@ TEST_CASE("reads of one disk leave other disks a round of the reserve") {
         REQUIRE(rig.moves->free_slots() == 0);
         rig.moves->expire(std::numeric_limits<Nanoseconds>::max());  // late reads keep their slots
         REQUIRE(rig.moves->room(slow - 1) == 0);
+    }
+}
+
+TEST_CASE("two slow disks leave a third one slots of the reserve") {
+    for (const int64_t slots : {3, 8, 16}) {
+        Disks rig(4 << 20, 3, slots);
+        int64_t taken = 0;
+        for (const int32_t slow : {1, 2}) {
+            rig.begin(slow, Priority::kLoad, slow, 3, 100);
+            taken += rig.take_all(slow - 1);
+        }
+        rig.begin(3, Priority::kLoad, 5, 3, 100);
+        const int64_t left = rig.take_all(2);
+        REQUIRE(left >= std::max<int64_t>(1, slots / 8) * (4 << 20));
+        REQUIRE((taken + left == slots * (4 << 20) && rig.moves->free_slots() == 0));
     }
 }
 

@@ -36,9 +36,9 @@ from gdscache.commands.doctor.facts import (
 from gdscache.commands.inspect.owner import find_owner
 from gdscache.commands.inspect.reading import caches_below
 from gdscache.config import SsdConfig
-from gdscache.disk.catalog_file import FORMAT_VERSION, OLD_VERSION, format_version
+from gdscache.disk.catalog_file import FORMAT_VERSION, OLD_VERSION, format_version, system_errors
 from gdscache.errors import DirectoryNotWritableError, GdsCacheError
-from gdscache.runtime.files import text_of
+from gdscache.runtime.files import located, text_of
 from gdscache.sizes import MIB, about, format_size
 from gdscache.storage import choose_and_open
 from gdscache.storage.base import Switch
@@ -120,7 +120,7 @@ def find_route(asked: Asked, chosen: Moved, device: str) -> str:
 
 def nearest(directory: Path) -> Path:
     """The directory, or the nearest existing parent (which may be no directory)."""
-    directory = Path(os.path.abspath(directory))
+    directory = located(directory)
     return next(path for path in (directory, *directory.parents) if os.path.lexists(path))
 
 
@@ -137,7 +137,7 @@ def find_directory(directory: Path, place: Path) -> Row:
         problem, hint = error.message, error.hint
     except OSError as error:
         problem, hint = f"{place} cannot be looked at: {error.strerror}", "set ssd.path to a directory"
-    exists = place == Path(os.path.abspath(directory))
+    exists = place == located(directory)
     caches = caches_below(place) if exists and not problem else []
     for owner in map(find_owner, caches):
         if owner.state == "in use":
@@ -172,13 +172,9 @@ def directory_row(about: dict[str, Any]) -> Row:
 def scratch(place: Path) -> Iterator[Path]:
     """A temporary directory in `place`, removed at the end with its content. Raises `DirectoryNotWritableError` with
     the cause."""
-    try:
+    hint = "set ssd.path to a directory that this user may write, on a file system that is not read-only or full"
+    with system_errors(place, "written", hint, DirectoryNotWritableError):
         inside = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX, dir=place))
-    except OSError as error:
-        raise DirectoryNotWritableError(
-            f"{place} cannot be written: {error.strerror}",
-            "set ssd.path to a directory that this user may write, on a file system that is not read-only or full",
-        ) from error
     try:
         yield inside
     finally:
@@ -188,6 +184,8 @@ def scratch(place: Path) -> Iterator[Path]:
 def find_space(directory: Path, place: Path, number: int = 0) -> FreeSpace:
     """Free space for this user, and bytes of the slab files in directory `number`. Raises `OSError`."""
     system = os.statvfs(place)
+    if not system.f_blocks:
+        raise OSError("the file system does not report its size")
     slab = 0
     for path in (file for own in caches_below(directory) for file in own.glob(f"slab-{number}.*bin")):  # of all shards
         with contextlib.suppress(OSError):

@@ -34,6 +34,7 @@ from gdscache.disk.slab import Slab, first_missing, slab_files, stretch_slots
 from gdscache.errors import GdsCacheError, IOFailedError, NotADirectoryPathError, NotARegularFileError, StripeError
 from gdscache.pages.keys import namespace_digest
 from gdscache.pages.layout import EXTENT_ALIGNMENT, PageLayout, Plane
+from gdscache.runtime.files import located
 
 SCHEMA = "gdscache.inspect/6"
 ATTEMPTS = 20  # of reading a catalogue that an engine opens or closes
@@ -88,7 +89,7 @@ def directories_of(directory: Path) -> list[Path]:
 
 def existing(directory: Path) -> Path:
     """The absolute path of a directory with a catalogue. Raises `NotADirectoryPathError`, `IOFailedError`."""
-    directory = Path(os.path.abspath(directory))
+    directory = located(directory)
     with os_errors(directory):
         if not stat.S_ISDIR(os.stat(directory).st_mode):
             raise NotADirectoryPathError(f"{directory} is not a directory", "name the ssd.path of a config")
@@ -131,16 +132,13 @@ def slab_directories(directory: Path) -> tuple[Path, ...]:
 
 @contextlib.contextmanager
 def os_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except FileNotFoundError as error:
-        tier = path.name == CATALOG_NAME and path.parent.is_dir()
-        lacks = f"{path.parent} has no SSD tier: no {CATALOG_NAME} is in it" if tier else f"{path} does not exist"
-        raise IOFailedError(lacks, "name the ssd.path of a config", errno.ENOENT) from error
-    except OSError as error:
-        raise IOFailedError(
-            f"{path} cannot be read: {error.strerror}", "read it as its owner; see the kernel log", error.errno
-        ) from error
+    with catalog_file.system_errors(path, "read", "read it as its owner; see the kernel log"):
+        try:
+            yield
+        except FileNotFoundError as error:
+            tier = path.name == CATALOG_NAME and path.parent.is_dir()
+            lacks = f"{path.parent} has no SSD tier: no {CATALOG_NAME} is in it" if tier else f"{path} does not exist"
+            raise IOFailedError(lacks, "name the ssd.path of a config", errno.ENOENT) from error
 
 
 def read(directory: Path, progress: Progress) -> Contents:

@@ -18,10 +18,12 @@ from pathlib import Path
 import pytest
 
 from gdscache import errors
+from gdscache.commands.inspect import inspect, verify
 from gdscache.commands.inspect.owner import find_owner
 from gdscache.commands.inspect.verification import _own
 from gdscache.disk import directory
 from gdscache.disk.directory import CacheDirectory
+from tests.support.disk_parts import PAGES, opened, served, store
 from tests.support.helpers import raising, until
 
 PACKAGE = Path(directory.__file__).parent.parent
@@ -292,6 +294,19 @@ def test_a_linked_directory_is_the_same_directory(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("real")
     with CacheDirectory.open(tmp_path / "link"), pytest.raises(errors.DirectoryInUseError):
         CacheDirectory.open(tmp_path / "real")
+
+
+def test_dots_behind_a_link_lead_where_the_system_says(tmp_path: Path) -> None:
+    (tmp_path / "far" / "below").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("far/below")
+    path = tmp_path / "link" / ".." / "cache"
+    with opened(path) as host:
+        store(host, range(2))
+    assert not (tmp_path / "cache").exists()
+    with opened(tmp_path / "far" / "cache") as host:
+        assert served(host, range(2)) == dict.fromkeys(range(2), PAGES)
+    for look in (inspect, verify):
+        assert look(path)["path"] == str(tmp_path / "far" / "cache")
 
 
 @pytest.mark.parametrize("make", ["link", "directory", "fifo"])

@@ -284,6 +284,17 @@ def test_a_flipped_bit_is_a_miss_and_the_object_goes(opens: OpenHost, host: Host
     assert fetched(third, tokens) == PAGES
 
 
+@pytest.mark.parametrize("more", [-EXTENT, -1, 1])
+def test_an_object_of_another_size_is_a_miss_and_goes(opens: OpenHost, host: Host, pool: FakePool, more: int) -> None:
+    tokens, other = stored(host), opens()
+    victim = next(name for name in pool.objects if name.endswith(host.engine.pages(tokens)[1].key.hex()))
+    pool.objects[victim] = (pool.objects[victim] + bytes(1))[: EXTENT + TRAILER_BYTES + more]
+    assert other.engine.prefetch(tokens).result(WAIT).pages == {"loaded": PAGES - 1, "checksum": 1}
+    until(lambda: victim not in pool.objects, "it goes, so that a good one finds its place")
+    stored(other)
+    assert fetched(opens(), tokens) == PAGES
+
+
 def test_a_page_under_another_pages_name_is_a_miss(opens: OpenHost, host: Host, pool: FakePool) -> None:
     tokens, others = stored(host, 1), stored(host, 2)
     swapped = [host.engine.pages(some)[0].key.hex() for some in (tokens, others)]

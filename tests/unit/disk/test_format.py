@@ -18,9 +18,11 @@ import numpy as np
 import pytest
 import xxhash
 
+from gdscache import Config
 from gdscache.commands.inspect.reading import inspect
 from gdscache.commands.inspect.tables import inspect_tables
 from gdscache.commands.inspect.verification import verify
+from gdscache.config.pools import pool_parts
 from gdscache.disk import catalog_file, slab
 from gdscache.disk.catalog import Catalog, PageRecord
 from gdscache.disk.directory import CacheDirectory
@@ -30,6 +32,9 @@ from gdscache.pages.checksum import bound, first_bad_layer, layer_checksums, unb
 from gdscache.pages.keys import as_tokens, namespace_digest, page_keys
 from gdscache.pages.layout import PageLayout, Plane
 from tests.support.disk_parts import sums_of
+from tests.support.helpers import Host, expected, make_config, narrowed, prompt
+from tests.support.hybrid import MODELS
+from tests.support.packed_pages import unpack
 from tests.support.places import ROOT
 
 DOCUMENT = ROOT / "docs" / "format.md"
@@ -85,6 +90,22 @@ def test_namespace_digest() -> None:
     assert namespace_digest(FIELDS).hex() == NAMESPACE
     assert hashlib.blake2b(CANONICAL.encode("ascii"), digest_size=32, person=b"gdscache-ns").hexdigest() == NAMESPACE
     assert namespace_digest(dict(reversed(FIELDS.items()))).hex() == NAMESPACE
+
+
+def test_namespaces_of_groups_with_directories_of_their_own() -> None:
+    parts = pool_parts(Config.from_dict({"model": MODELS["apart"] | {"salt": "ü"}, "cpu": {}}))
+    rest = '"keeps": "all", "span": 0, "page_tokens": 4}', '"keeps": "window", "span": 10, "page_tokens": 4}'
+    whole = f'{{"name": "full", "layers": [1], {rest[0]}, {{"name": "window", "layers": [0, 2], {rest[1]}'
+    salt = f'{{"salt": "\\u00fc", "model_layers": 3, "model_groups": [{whole}]}}'
+    own = f'{{"name": "full", "layers": [0], {rest[0]}', f'{{"name": "window", "layers": [0, 1], {rest[1]}'
+    for part, text in zip(parts, own, strict=True):
+        group = json.loads(text)
+        planes = [[[name, [4, 32], "bfloat16"] for name in "kv"] for _ in group["layers"]]
+        fields = {"name": "tiny", "weights": "", "planes": planes, "page_tokens": 4, "first_layer": 0}
+        fields |= {"layers": len(planes), "head_group": 0, "head_groups": 1, "salt": salt, "request_salt": "tenant"}
+        (described,) = part.config.model.layer_groups()
+        found = part.config.model.namespace_fields("tenant", group=described)
+        assert namespace_digest(found) == namespace_digest(fields | {"groups": [group], "group": group})
 
 
 @pytest.mark.parametrize("field", FIELDS)
@@ -317,9 +338,9 @@ def test_a_directory_of_two_shards_is_read(tmp_path: Path) -> None:
         found = catalog.recover(slab.valid_slots)
         slots, sums = catalog.checksum_rows([0, 1], 2)
     assert (len(found), slots.tolist(), sums.shape) == (1, [1], (1, 4))
-    for shard, expected in enumerate(unbound(sums, [bytes.fromhex(KEYS[0])]).reshape(2, 2)):
+    for shard, wanted in enumerate(unbound(sums, [bytes.fromhex(KEYS[0])]).reshape(2, 2)):
         data = slab.of(shard).path.read_bytes()[4096:]
-        assert first_bad_layer(memoryview(data), LAYOUT.layer_bounds, expected) is None
+        assert first_bad_layer(memoryview(data), LAYOUT.layer_bounds, wanted) is None
     report, said = inspect(tmp_path), verify(tmp_path)
     assert (report["shards"], report["slots"], report["pages"], report["capacity_bytes"]) == (2, 2, 1, 16384)
     assert (said["shards"], said["good_pages"], said["bytes"]) == (2, 1, 8192)
@@ -340,6 +361,39 @@ def test_another_number_of_shards_is_refused(tmp_path: Path, write: Callable[[Pa
     with pytest.raises(ExtentSizeError, match=r"of 4,096 bytes.*8,192"):
         Catalog(tmp_path, extent_bytes=8192, durability="process")
     assert (tmp_path / "catalog.sqlite").read_bytes() == before
+
+
+def test_packed_planes_of_opaque_bytes(tmp_path: Path) -> None:
+    """Runs that take turns have a part each, and the namespace says so."""
+    parts, described = (64, 128), ["kv", [96], "int8", "bfloat16", [64, 128]]
+    plane = dict(zip(("name", "shape", "dtype", "values", "parts"), described, strict=True))
+    model = {"name": "tiny", "layers": 2, "page_tokens": 4, "planes": [plane], "pack": "on"}
+    host = Host(make_config(tmp_path, model=model, cpu=None, bounce=32))
+    host.data = lambda key: narrowed(expected(host.layout, key))  # type: ignore[method-assign]
+    host.keep(prompt(1, 1))
+    (page,) = host.engine.pages(prompt(1, 1))
+    host.engine.close()
+    fields = {
+        "name": "tiny",
+        "weights": "",
+        "planes": [[described]] * 2,
+        "page_tokens": 4,
+        "first_layer": 0,
+        "layers": 2,
+    }
+    fields |= {"head_group": 0, "head_groups": 1, "salt": "", "request_salt": "", "packed": 1}
+    assert page.namespace == namespace_digest(fields)
+    extent = np.frombuffer((tmp_path / "slab-0.bin").read_bytes(), np.uint8)
+    at, found = 0, []
+    for _ in range(2):
+        runs = []
+        for nbytes in parts:
+            values = nbytes * 2 // 2  # two turns
+            size = -(-values // 256) * 384 + 128
+            runs.append(unpack(extent[at : at + size], values).view(np.uint8).reshape(2, nbytes))
+            at += size
+        found.append(np.concatenate(runs, axis=1).reshape(-1))
+    assert np.array_equal(np.concatenate(found), host.data(page.key))
 
 
 def test_a_packed_page_is_refused_and_its_directory_is_not(tmp_path: Path) -> None:

@@ -89,16 +89,18 @@ def test_more_than_the_disk_has_is_refused_before_writing(tmp_path: Path) -> Non
 
 def test_both_figures_count_what_the_slab_already_occupies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = fill(Slab.open(tmp_path, EXTENT, 4))
-    monkeypatch.setattr(slab_module.shutil, "disk_usage", lambda _: Usage(0, 0, EXTENT))
+    monkeypatch.setattr(slab_module.shutil, "disk_usage", lambda _: Usage(1, 0, EXTENT))
     assert Slab.open(tmp_path, EXTENT, 5).valid_slots == 4  # one more slot fits exactly
-    monkeypatch.setattr(slab_module.shutil, "disk_usage", lambda _: Usage(0, 0, EXTENT - 1))
+    monkeypatch.setattr(slab_module.shutil, "disk_usage", lambda _: Usage(1, 0, EXTENT - 1))
     with pytest.raises(errors.NoSpaceError, match=f"needs {about(EXTENT)} more .* {about(EXTENT - 1)} free") as caught:
         Slab.open(tmp_path, EXTENT, 6)
     assert "free 1 MiB there" in caught.value.hint  # a part of ssd.capacity: its bytes say nothing of the whole
     slab = Slab.open(tmp_path, EXTENT, 5)
     assert slab.path.read_bytes() == data + bytes(EXTENT)
-    monkeypatch.setattr(slab_module.shutil, "disk_usage", lambda _: Usage(0, 0, 0))
+    monkeypatch.setattr(slab_module.shutil, "disk_usage", lambda _: Usage(1, 0, 0))
     assert Slab.open(tmp_path, EXTENT, 5).valid_slots == 5  # a full disk does not keep a slab from reopening
+    monkeypatch.setattr(slab_module.shutil, "disk_usage", lambda _: Usage(0, 0, 0))
+    assert Slab.open(tmp_path, EXTENT, 6).slots == 6  # ramfs does not report its size
 
 
 @pytest.mark.parametrize(
@@ -209,7 +211,7 @@ def test_growing_and_shrinking_keep_the_bytes_of_each_slot(tmp_path: Path, befor
 
 def test_one_directory_that_is_too_small_undoes_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, *others = directories(tmp_path)
-    usage = lambda path: Usage(0, 0, 0 if path == others[1] else 1 << 40)  # noqa: E731
+    usage = lambda path: Usage(1, 0, 0 if path == others[1] else 1 << 40)  # noqa: E731
     monkeypatch.setattr(slab_module.shutil, "disk_usage", usage)
     descriptors = set(os.listdir("/proc/self/fd"))
     with pytest.raises(errors.NoSpaceError, match="disk2"):
