@@ -59,6 +59,7 @@ from gdscache.gate.gate import Gate
 from gdscache.groups.base import Group, alignment, complete, kept, lengths, marks, needed
 from gdscache.groups.names import Chain, GroupNames
 from gdscache.groups.pools import Pool
+from gdscache.index.retention import LONGEST_TTL
 from gdscache.limits import LIMITS, MAX_COUNT, EngineLimits
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.pages.hit import Hit
@@ -368,6 +369,7 @@ class HybridEngine(FromConfig[Sequence[RankAddress]]):
         `PageHashes`, for their longest hit without a gate; or a `HybridHit`, which has its own `start` and `salt`.
         `pin`: seconds for which they are kept there: see `CacheEngine.prefetch`. Where pins have no room for all of the
         pages, none is brought or pinned."""
+        pin = self.engines[0].pin_seconds(pin)  # here: a call that raises is no lookup
         if isinstance(tokens, HybridHit):
             arguments.hit_alone(start, salt)
             self._check_own([hit := tokens])
@@ -384,6 +386,7 @@ class HybridEngine(FromConfig[Sequence[RankAddress]]):
 
     def pin(self, tokens: Any, seconds: float, salt: str = "") -> HybridPin:
         """Keep the pages of the longest hit from eviction on every tier that has them, for `seconds` at most."""
+        seconds = arguments.span(seconds, "seconds", LONGEST_TTL)  # here: a call that raises is no lookup
         names, length = self._request(tokens, salt)
         hit = self._find(names, length, 0)
         pins: list[tuple[Pin, int]] = []
@@ -417,7 +420,11 @@ class HybridEngine(FromConfig[Sequence[RankAddress]]):
     def give(self, group: str, blocks: Iterable[int]) -> None:
         """Give blocks of `take` back: integers, also in an array or a tensor. Raises `SlotRangeError` for one that is
         not taken, and takes none back then."""
-        pool, given = self._own_pool(group), host_indices([*blocks]).tolist()
+        pool = self._own_pool(group)
+        try:
+            given = host_indices([*blocks]).tolist()
+        except TypeError:  # also of a tensor without dimensions, which is an `Iterable`
+            raise SlotRangeError(f"blocks are {arguments.shown(blocks)}", "pass a list of blocks") from None
         with self._lock:
             if len(set(given)) < len(given) or not self._taken[pool].issuperset(given):
                 raise SlotRangeError(
@@ -456,8 +463,8 @@ class HybridEngine(FromConfig[Sequence[RankAddress]]):
     def on_events(self, callback: Callable[[str, KVEventBatch], object]) -> Callable[[], None]:
         """Call `callback(names, batch)` for each batch of KV events: see `CacheEngine.on_events`.
 
-        `names`: of the pool's groups, as in `by_groups`. Batches are numbered pool by pool, and a batch's
-        `AllBlocksCleared` is of its pool. Returns a function that removes it.
+        `names`: of the pool's groups, as in `by_groups`. Batches are numbered pool by pool. Of several pools none tells
+        `AllBlocksCleared`: a clear is told as `BlockRemoved` of its pages. Returns a function that removes it.
         """
         with contextlib.ExitStack() as undo:
             for names, engine in self.by_groups.items():

@@ -214,7 +214,9 @@ class Parts:
         if self.status is not None:
             undo.callback(self.status.close)
         if config.events is not None:
-            self.events = _open_events(config.events, layout.page_tokens)
+            self.events = _open_events(
+                config.events, layout.page_tokens, alone=self._pool is None or self._pool.share == 1
+            )
             undo.callback(self.events.close)
             _name_groups(self.events, config, below.ssd)
             with self._lock:
@@ -512,13 +514,13 @@ def _outlets(below: _Tiers, offers: int, log: LimitedLog) -> list[Outlet]:
     return found
 
 
-def _open_events(config: EventsConfig, page_tokens: int) -> KVEventHub:
+def _open_events(config: EventsConfig, page_tokens: int, *, alone: bool) -> KVEventHub:
     publisher = None
     if config.endpoint is not None:
         from gdscache.events.socket import ZmqPublisher
 
         publisher = ZmqPublisher(config.endpoint, config.replay, config.topic)
-    return KVEventHub(page_tokens, publisher)
+    return KVEventHub(page_tokens, publisher, alone=alone)
 
 
 def _name_groups(events: KVEventHub, config: Config, ssd: SsdTier | None) -> None:

@@ -14,7 +14,7 @@ import logging
 import operator
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdscache.pages.keys import Page
@@ -116,15 +116,20 @@ class KVEventHub:
     and those of the pages that are there when it begins to watch. Further ones are dropped and counted. They are seen
     as a missing number behind the batch of those that waited, with an empty batch behind it."""
 
-    def __init__(self, page_tokens: int, publisher: ZmqPublisher | None = None, queue: int = QUEUE) -> None:
+    def __init__(
+        self, page_tokens: int, publisher: ZmqPublisher | None = None, queue: int = QUEUE, *, alone: bool = True
+    ) -> None:
+        """`alone`: the tiers are all of the engine's. One of several pools has no `AllBlocksCleared`: its clears name
+        their pages."""
         self.dropped = 0  # pages
+        self._alone = alone
         self._all = GroupFacts(page_tokens)
         self._groups: dict[bytes, GroupFacts] = {}  # by namespace
         self._limit = queue
         self._publisher = publisher
         self._lock = threading.Lock()
         self._callbacks: tuple[Callable[[KVEventBatch], object], ...] = ()
-        self._noted: list[tuple[Place, str, Sequence[Any]]] = []
+        self._noted: list[tuple[Place, str, Collection[Any]]] = []
         self._pages = 0
         self._lost = False
         self._seq = 0
@@ -159,18 +164,21 @@ class KVEventHub:
 
         return remove
 
-    def note(self, place: Place, what: str, some: Sequence[Any]) -> None:
+    def note(self, place: Place, what: str, some: Collection[Any]) -> None:
         """Note an event: see `PageIndex.on_change`. Never waits."""
-        if what == "cleared":
-            place = _ALL
+        pages = len(some)
+        if what == "cleared" and self._alone:
+            place, some, pages = _ALL, (), 0
         elif not some:
             return
+        elif what == "cleared":
+            what, pages = "removed", 0  # perhaps more than may wait, and their keys are in memory already
         with self._lock:
-            if self._lost or self._pages + len(some) > self._limit:  # none behind a lost one before its number
-                self.dropped += len(some)
+            if self._lost or self._pages + pages > self._limit:  # none behind a lost one before its number
+                self.dropped += pages
                 self._lost = True
                 return
-            self._pages += len(some)
+            self._pages += pages
             self._noted.append((place, what, some))
         if not self._wake.is_set():
             self._wake.set()
@@ -213,7 +221,7 @@ class KVEventHub:
         if self._publisher is not None:
             self._publisher.publish(batch)
 
-    def _events(self, noted: Sequence[tuple[Place, str, Sequence[Any]]]) -> Iterator[KVEvent]:
+    def _events(self, noted: Sequence[tuple[Place, str, Collection[Any]]]) -> Iterator[KVEvent]:
         for (place, what), alike in itertools.groupby(noted, operator.itemgetter(0, 1)):
             yield from self._events_of(what, place, [*itertools.chain.from_iterable(some for _, _, some in alike)])
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import itertools
 import json
 import threading
 import time
@@ -796,3 +798,37 @@ def test_events_say_the_group_its_kind_and_its_window(open_hybrid: OpenHybrid, m
                     assert event.kv_cache_spec_sliding_window == (group.span if group.keeps == "window" else None)
         remove()
         host.engine.close()
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_router_that_puts_the_events_of_all_pools_together_knows_what_a_clear_of_one_leaves(
+    open_hybrid: OpenHybrid, model: str
+) -> None:
+    host = open_hybrid(model, events={})
+    view, numbers, turn = CacheView(), itertools.count(), threading.Lock()
+
+    def hear(_: str, batch: KVEventBatch) -> None:
+        with turn:
+            view.apply(dataclasses.replace(batch, seq=next(numbers)))
+
+    host.engine.on_events(hear)
+
+    def agrees() -> bool:
+        there = {
+            (entry.key, name)
+            for engine in host.engine.engines
+            for name, tier in engine.manager.tiers.items()
+            for entry in tier.index
+        }
+        with turn:
+            return {(key, name) for key, names in view._pages.items() for name in names} == there
+
+    host.store(PROMPT)
+    until(agrees, "all is told")
+    for engine in host.engine.engines:
+        engine.clear()
+        until(agrees, "the pages of the other pools are still known")
+    assert not len(view)
+    host.store(PROMPT)
+    assert any(host.engine.clear().values())
+    until(lambda: not len(view), "all have gone")
