@@ -14,10 +14,12 @@ import logging
 import operator
 import threading
 import time
+import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdscache.pages.keys import Page
+from gdscache.runtime.limited_log import LimitedLog
 from gdscache.runtime.threads import failure_of, log_failure, start
 
 if TYPE_CHECKING:
@@ -123,6 +125,7 @@ class KVEventHub:
         their pages."""
         self.dropped = 0  # pages
         self._alone = alone
+        self._said = LimitedLog()  # a callback that raises does so at each batch
         self._all = GroupFacts(page_tokens)
         self._groups: dict[bytes, GroupFacts] = {}  # by namespace
         self._limit = queue
@@ -199,6 +202,7 @@ class KVEventHub:
                 time.sleep(GATHER_S)
             self._wake.clear()
             log_failure(failure_of(self._publish))
+        self._said.flush(last=True)
         if self._publisher is not None:
             self._publisher.close()
 
@@ -217,7 +221,10 @@ class KVEventHub:
 
     def _pass_on(self, batch: KVEventBatch, callbacks: Iterable[Callable[[KVEventBatch], object]]) -> None:
         for callback in callbacks:
-            log_failure(failure_of(functools.partial(callback, batch)))
+            if (error := failure_of(functools.partial(callback, batch))) is not None:
+                told = "".join(traceback.format_exception(error))
+                self._said.say(_log, logging.ERROR, "callback", "a callback of KV events raised:\n%s", told)
+        self._said.flush()
         if self._publisher is not None:
             self._publisher.publish(batch)
 

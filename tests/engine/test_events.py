@@ -195,10 +195,14 @@ def test_a_callback_that_raises_harms_no_other(caplog: pytest.LogCaptureFixture)
     hub.note(CPU, "stored", [page(0)])
     until(lambda: len(heard) == 1, "the other hears")
     remove()
-    hub.note(CPU, "stored", [page(1)])
+    for n in range(1, 4):  # each a batch
+        hub.note(CPU, "stored", [page(n)])
+        until(lambda n=n: hub.describe()["batches"] == n + 1, "it is told")
     hub.close()
     assert len(heard) == 1
-    assert "background work broke off" in caplog.text
+    first, others = (record.getMessage() for record in caplog.records)
+    assert "ValueError: no" in first
+    assert "(2 more of this cause within 1 s)" in others
 
 
 def test_a_callback_that_was_added_twice_is_removed_once() -> None:
