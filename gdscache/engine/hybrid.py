@@ -190,11 +190,10 @@ class HybridEngine(FromConfig[Sequence[RankAddress]]):
         most = min(most, names.tokens) // self.alignment * self.alignment
         managers = [engine.manager for engine in self.engines]  # not the engines, which may be dropped
         told = {g: managers[p].told for g, p in self._pool_of.items()}
-        about = told, names, start, most
-        if decided.pages < sum(len(part.pages) for part in hit.parts):
-            why = functools.partial(group_reasons, *about, hit.tokens)
-            return dataclasses.replace(self.nothing(start), parted=hit.parted, declined=hit.tokens, why=why)
-        why = functools.partial(group_reasons, *about, 0)
+        declined = hit.tokens if decided.pages < sum(len(part.pages) for part in hit.parts) else 0
+        why = functools.partial(group_reasons, told, names, start, most, declined)
+        if declined:
+            return dataclasses.replace(self.nothing(start), parted=hit.parted, declined=declined, why=why)
         if start + hit.tokens < most:
             managers[0].sample = lambda: group_words(why())
         return dataclasses.replace(hit, seconds=decided.seconds, recompute_seconds=decided.recompute_seconds, why=why)
@@ -468,11 +467,7 @@ class HybridEngine(FromConfig[Sequence[RankAddress]]):
         """
         with contextlib.ExitStack() as undo:
             for names, engine in self.by_groups.items():
-
-                def told(batch: KVEventBatch, names: str = names) -> None:
-                    callback(names, batch)
-
-                undo.callback(engine.on_events(told))
+                undo.callback(engine.on_events(functools.partial(callback, names)))
             return undo.pop_all().close
 
     def clear(self) -> dict[str, int]:

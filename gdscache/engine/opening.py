@@ -238,7 +238,7 @@ class Parts:
         """End prefetches, stores (finished with `drain`, else dropped) and loads; then close the tiers and free the
         buffers. Each step runs even if earlier ones raise."""
         with contextlib.ExitStack() as last_to_first:
-            last_to_first.callback(self.journal.close)
+            last_to_first.callback(self._log.flush, last=True)
             for bounce in self.bounces:
                 last_to_first.callback(bounce.close)
             last_to_first.callback(self.manager.close, self.executor.close)

@@ -169,13 +169,11 @@ class KVEventHub:
 
     def note(self, place: Place, what: str, some: Collection[Any]) -> None:
         """Note an event: see `PageIndex.on_change`. Never waits."""
-        pages = len(some)
-        if what == "cleared" and self._alone:
-            place, some, pages = _ALL, (), 0
-        elif not some:
+        pages = 0 if what == "cleared" else len(some)  # of a clear they may be more than may wait
+        if what == "cleared":
+            place, what, some = (_ALL, what, ()) if self._alone else (place, "removed", some)
+        if not some and what != "cleared":
             return
-        elif what == "cleared":
-            what, pages = "removed", 0  # perhaps more than may wait, and their keys are in memory already
         with self._lock:
             if self._lost or self._pages + pages > self._limit:  # none behind a lost one before its number
                 self.dropped += pages
@@ -230,23 +228,20 @@ class KVEventHub:
 
     def _events(self, noted: Sequence[tuple[Place, str, Collection[Any]]]) -> Iterator[KVEvent]:
         for (place, what), alike in itertools.groupby(noted, operator.itemgetter(0, 1)):
-            yield from self._events_of(what, place, [*itertools.chain.from_iterable(some for _, _, some in alike)])
+            some = [*itertools.chain.from_iterable(pages for _, _, pages in alike)]
+            if what == "cleared":
+                yield AllBlocksCleared()
+            elif what == "removed":
+                for at in range(0, len(some), BATCH_PAGES):
+                    yield BlockRemoved(some[at : at + BATCH_PAGES], *place)
+            else:
+                yield from (self._stored(run, place) for run in _runs(some))
 
-    def _events_of(self, what: str, place: Place, some: Sequence[Any]) -> Iterator[KVEvent]:
-        if what == "cleared":
-            yield AllBlocksCleared()
-        elif what == "removed":
-            for at in range(0, len(some), BATCH_PAGES):
-                yield BlockRemoved(list(some[at : at + BATCH_PAGES]), *place)
-        else:
-            for run in _runs(some):
-                first = run[0]
-                parent = None if first.parent == first.namespace else first.parent
-                keys = [page.key for page in run]
-                medium, locality, ownership = place
-                facts = self._groups.get(first.namespace, self._all)
-                where, group = (medium, None, locality, ownership), (facts.number, facts.kind, facts.window)
-                yield BlockStored(keys, parent, [], facts.page_tokens, None, *where, *group)
+    def _stored(self, run: Sequence[Page], place: Place) -> BlockStored:
+        _, parent, namespace = run[0]
+        tokens, number, kind, window = self._groups.get(namespace, self._all)
+        keys, before = [page.key for page in run], None if parent == namespace else parent
+        return BlockStored(keys, before, [], tokens, None, place.medium, None, *place[1:], number, kind, window)
 
 
 def _runs(pages: Sequence[Page]) -> Iterator[list[Page]]:

@@ -187,12 +187,9 @@ class TierManager:
             elif at < declined or gap:
                 told[at] = Told("gate" if at < declined else "behind", one.tier)
             else:
-                told[at] = Told("stored_since", one.tier, self._before(pages[first + at].key))
+                with self.lock:
+                    told[at] = Told("stored_since", one.tier, self.fates.told(pages[first + at].key).cause)
         return joined(start + first * page_tokens, page_tokens, told)
-
-    def _before(self, key: bytes) -> str:
-        with self.lock:
-            return self.fates.told(key).cause
 
     def missed(self, pages: int) -> None:
         """Count the pages behind a hybrid model's hit as misses: only the hit's pages are passed to `lookup`."""

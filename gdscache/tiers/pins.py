@@ -115,10 +115,6 @@ class Claim(Pin):
     def cut(self, pages: int) -> None:
         del self.pages[pages:], self.tiers[pages:], self.slots[pages:]
 
-    def gone(self) -> None:
-        self.slots = []
-        self._good = 0
-
     def _held_from(self, first: int) -> int:
         return next(itertools.filterfalse(self.holds, range(first, len(self.slots))), len(self.slots))
 
@@ -311,7 +307,7 @@ class Pins:
             self._unhold(index, pages, slots)
         if isinstance(pin, Claim):
             self._forgo(pin, *pin.promised)
-            pin.gone()
+            pin.slots, pin._good = [], 0
         pin._pages = []
         self.manager.end(pin._lease)
         if len(self._ends) > 2 * len(self._pins) + 16:
