@@ -342,9 +342,8 @@ class HybridEngine(FromConfig[Sequence[RankAddress]]):
         for engine, chain in zip(self.engines, chains, strict=True):
             rows = [some[g][number - firsts[g]] for g, number in zip(chain.groups, chain.numbers, strict=True)]
             tables.append(np.array(rows, np.int64).reshape(len(chain), engine.tables.blocks_per_page))
-        kept_for: dict[str, Any] = {"priority": priority, "ttl": ttl}
         stores = (
-            engine.store_pages(chain.pages, table, salt, after, **kept_for)
+            engine.store_pages(chain.pages, table, salt, after, priority=priority, ttl=ttl)
             for engine, chain, table in zip(self.engines, chains, tables, strict=True)
         )
         handles = all_begun(stores, wait=bool(self.planes))

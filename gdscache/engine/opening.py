@@ -214,9 +214,7 @@ class Parts:
         if self.status is not None:
             undo.callback(self.status.close)
         if config.events is not None:
-            self.events = _open_events(
-                config.events, layout.page_tokens, alone=self._pool is None or self._pool.share == 1
-            )
+            self.events = _open_events(config.events, layout.page_tokens, self._pool)
             undo.callback(self.events.close)
             _name_groups(self.events, config, below.ssd)
             with self._lock:
@@ -514,13 +512,13 @@ def _outlets(below: _Tiers, offers: int, log: LimitedLog) -> list[Outlet]:
     return found
 
 
-def _open_events(config: EventsConfig, page_tokens: int, *, alone: bool) -> KVEventHub:
+def _open_events(config: EventsConfig, page_tokens: int, pool: PoolPart | None) -> KVEventHub:
     publisher = None
     if config.endpoint is not None:
         from gdscache.events.socket import ZmqPublisher
 
         publisher = ZmqPublisher(config.endpoint, config.replay, config.topic)
-    return KVEventHub(page_tokens, publisher, alone=alone)
+    return KVEventHub(page_tokens, publisher, alone=pool is None or pool.share == 1)
 
 
 def _name_groups(events: KVEventHub, config: Config, ssd: SsdTier | None) -> None:

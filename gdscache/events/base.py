@@ -121,8 +121,7 @@ class KVEventHub:
     def __init__(
         self, page_tokens: int, publisher: ZmqPublisher | None = None, queue: int = QUEUE, *, alone: bool = True
     ) -> None:
-        """`alone`: the tiers are all of the engine's. One of several pools has no `AllBlocksCleared`: its clears name
-        their pages."""
+        """`alone`: False for one of several pools: its clears are told as removed pages, since others stay."""
         self.dropped = 0  # pages
         self._alone = alone
         self._said = LimitedLog()  # a callback that raises does so at each batch

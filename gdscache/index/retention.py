@@ -212,8 +212,7 @@ class Orders:
     def remove(self, key: bytes) -> None:
         self.bring_in()
         self._change(self._of(key).remove, key)
-        if key in self.retained:
-            self._forget(key)
+        self._forget(key)
 
     def evict(self, gone: Sequence[tuple[bytes, bytes | None]]) -> None:
         self.bring_in()
@@ -222,8 +221,7 @@ class Orders:
             return
         for key, freed in gone:
             self._change(self._of(key).evict_all, ((key, None),))
-            if key in self.retained:
-                self._forget(key)
+            self._forget(key)
             if freed is not None:
                 self.hasten(freed)
 
@@ -322,8 +320,7 @@ class Orders:
         """A present page gets this retention. With another priority it is new in that priority's order."""
         self.bring_in()
         key, before = page.key, self._of(page.key)
-        if key in self.retained:
-            self._forget(key)
+        self._forget(key)
         if retention != DEFAULT:
             self._keep(key, retention)
         if self._of(key) is not before:
@@ -347,7 +344,7 @@ class Orders:
             self.expiries.add(key, retention.expires)
 
     def _forget(self, key: bytes) -> None:
-        expires = self.retained.pop(key).expires
+        expires = self.retained.pop(key, DEFAULT).expires
         if expires is not None:
             self.expiries.remove(key, expires)
 

@@ -463,6 +463,9 @@ def test_planes_of_its_own_and_their_blocks(tmp_path: Path) -> None:
         for given in (slots["full"], [slots["chunk"][0]] * 2, [1000]):
             with pytest.raises(SlotRangeError, match="not taken"):
                 engine.give("chunk" if given is not slots["full"] else "full", given)
+        for nothing in (None, 3, torch.tensor(3)):
+            with pytest.raises(SlotRangeError, match="blocks are"):
+                engine.give("full", nothing)  # type: ignore[arg-type]
         for kind in (np.array, torch.tensor):
             engine.give("full", kind(engine.take("full", 2)))
             assert {type(block) for block in engine._free[1]} == {int}
@@ -798,6 +801,18 @@ def test_events_say_the_group_its_kind_and_its_window(open_hybrid: OpenHybrid, m
                     assert event.kv_cache_spec_sliding_window == (group.span if group.keeps == "window" else None)
         remove()
         host.engine.close()
+
+
+def test_arguments_that_are_refused_are_no_lookup(open_hybrid: OpenHybrid) -> None:
+    engine = open_hybrid("apart").engine
+    calls: list[Callable[[], object]] = [
+        lambda: engine.prefetch(PROMPT, pin=-1),  # also where no page is found
+        lambda: engine.pin(PROMPT, float("nan")),
+    ]
+    for call in calls:
+        with pytest.raises(InvalidValueError, match=r"(seconds|pin) is"):
+            call()
+    assert engine.stats()["tokens"]["asked"] == 0
 
 
 @pytest.mark.parametrize("model", MODELS)
