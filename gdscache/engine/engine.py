@@ -548,13 +548,15 @@ class CacheEngine(FromConfig[RankAddress]):
                 pages, start = list(tokens.pages), tokens.start
             else:
                 pages = self.pages(tokens, salt)[arguments.start_page(start, self.layout.page_tokens) :]
-            if pin is not None:
-                self._check_attached()
-                pin = arguments.span(pin, "pin", LONGEST_TTL)
-                if self.manager.landing is None:
-                    message = "pin is given, and there is no CPU tier"
-                    raise InvalidValueError(message, "add a cpu section, or leave pin out")
-            return self._parts.prefetcher.start(pages, int(start), pin, whole=whole)
+            return self._parts.prefetcher.start(pages, int(start), self.pin_seconds(pin), whole=whole)
+
+    def pin_seconds(self, pin: Any) -> float | None:
+        """The seconds of a prefetch's pins. Raises the errors of `prefetch` that are about them."""
+        if pin is None:
+            return None
+        if self._check_attached().landing is None:
+            raise InvalidValueError("pin is given, and there is no CPU tier", "add a cpu section, or leave pin out")
+        return arguments.span(pin, "pin", LONGEST_TTL)
 
     def pin(self, tokens: Any, seconds: float, salt: str = "") -> Pin:
         """Keep the cached prefix of `tokens` from eviction, on every tier that has pages of it, for `seconds` at most.

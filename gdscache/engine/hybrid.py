@@ -59,6 +59,7 @@ from gdscache.gate.gate import Gate
 from gdscache.groups.base import Group, alignment, complete, kept, lengths, marks, needed
 from gdscache.groups.names import Chain, GroupNames
 from gdscache.groups.pools import Pool
+from gdscache.index.retention import LONGEST_TTL
 from gdscache.limits import LIMITS, MAX_COUNT, EngineLimits
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.pages.hit import Hit
@@ -189,11 +190,10 @@ class HybridEngine(FromConfig[Sequence[RankAddress]]):
         most = min(most, names.tokens) // self.alignment * self.alignment
         managers = [engine.manager for engine in self.engines]  # not the engines, which may be dropped
         told = {g: managers[p].told for g, p in self._pool_of.items()}
-        about = told, names, start, most
-        if decided.pages < sum(len(part.pages) for part in hit.parts):
-            why = functools.partial(group_reasons, *about, hit.tokens)
-            return dataclasses.replace(self.nothing(start), parted=hit.parted, declined=hit.tokens, why=why)
-        why = functools.partial(group_reasons, *about, 0)
+        declined = hit.tokens if decided.pages < sum(len(part.pages) for part in hit.parts) else 0
+        why = functools.partial(group_reasons, told, names, start, most, declined)
+        if declined:
+            return dataclasses.replace(self.nothing(start), parted=hit.parted, declined=declined, why=why)
         if start + hit.tokens < most:
             managers[0].sample = lambda: group_words(why())
         return dataclasses.replace(hit, seconds=decided.seconds, recompute_seconds=decided.recompute_seconds, why=why)
@@ -342,9 +342,8 @@ class HybridEngine(FromConfig[Sequence[RankAddress]]):
         for engine, chain in zip(self.engines, chains, strict=True):
             rows = [some[g][number - firsts[g]] for g, number in zip(chain.groups, chain.numbers, strict=True)]
             tables.append(np.array(rows, np.int64).reshape(len(chain), engine.tables.blocks_per_page))
-        kept_for: dict[str, Any] = {"priority": priority, "ttl": ttl}
         stores = (
-            engine.store_pages(chain.pages, table, salt, after, **kept_for)
+            engine.store_pages(chain.pages, table, salt, after, priority=priority, ttl=ttl)
             for engine, chain, table in zip(self.engines, chains, tables, strict=True)
         )
         handles = all_begun(stores, wait=bool(self.planes))
@@ -368,6 +367,7 @@ class HybridEngine(FromConfig[Sequence[RankAddress]]):
         `PageHashes`, for their longest hit without a gate; or a `HybridHit`, which has its own `start` and `salt`.
         `pin`: seconds for which they are kept there: see `CacheEngine.prefetch`. Where pins have no room for all of the
         pages, none is brought or pinned."""
+        pin = self.engines[0].pin_seconds(pin)  # here: a call that raises is no lookup
         if isinstance(tokens, HybridHit):
             arguments.hit_alone(start, salt)
             self._check_own([hit := tokens])
@@ -384,6 +384,7 @@ class HybridEngine(FromConfig[Sequence[RankAddress]]):
 
     def pin(self, tokens: Any, seconds: float, salt: str = "") -> HybridPin:
         """Keep the pages of the longest hit from eviction on every tier that has them, for `seconds` at most."""
+        seconds = arguments.span(seconds, "seconds", LONGEST_TTL)  # here: a call that raises is no lookup
         names, length = self._request(tokens, salt)
         hit = self._find(names, length, 0)
         pins: list[tuple[Pin, int]] = []
@@ -418,8 +419,10 @@ class HybridEngine(FromConfig[Sequence[RankAddress]]):
         """Give blocks of `take` back: integers, also in an array or a tensor. Raises `SlotRangeError` for one that is
         not taken, and takes none back then."""
         pool = self._own_pool(group)
-        several = isinstance(blocks, Iterable) and not isinstance(blocks, (np.ndarray, torch.Tensor))
-        given = host_indices([*blocks] if several else blocks).tolist()
+        try:
+            given = host_indices([*blocks]).tolist()
+        except TypeError:  # also of a tensor without dimensions, which is an `Iterable`
+            raise SlotRangeError(f"blocks are {arguments.shown(blocks)}", "pass a list of blocks") from None
         with self._lock:
             if len(set(given)) < len(given) or not self._taken[pool].issuperset(given):
                 raise SlotRangeError(
@@ -458,16 +461,12 @@ class HybridEngine(FromConfig[Sequence[RankAddress]]):
     def on_events(self, callback: Callable[[str, KVEventBatch], object]) -> Callable[[], None]:
         """Call `callback(names, batch)` for each batch of KV events: see `CacheEngine.on_events`.
 
-        `names`: of the pool's groups, as in `by_groups`. Batches are numbered pool by pool, and a batch's
-        `AllBlocksCleared` is of its pool. Returns a function that removes it.
+        `names`: of the pool's groups, as in `by_groups`. Batches are numbered pool by pool. Of several pools none tells
+        `AllBlocksCleared`: a clear is told as `BlockRemoved` of its pages. Returns a function that removes it.
         """
         with contextlib.ExitStack() as undo:
             for names, engine in self.by_groups.items():
-
-                def told(batch: KVEventBatch, names: str = names) -> None:
-                    callback(names, batch)
-
-                undo.callback(engine.on_events(told))
+                undo.callback(engine.on_events(functools.partial(callback, names)))
             return undo.pop_all().close
 
     def clear(self) -> dict[str, int]:

@@ -214,7 +214,7 @@ class Parts:
         if self.status is not None:
             undo.callback(self.status.close)
         if config.events is not None:
-            self.events = _open_events(config.events, layout.page_tokens)
+            self.events = _open_events(config.events, layout.page_tokens, self._pool)
             undo.callback(self.events.close)
             _name_groups(self.events, config, below.ssd)
             with self._lock:
@@ -236,7 +236,7 @@ class Parts:
         """End prefetches, stores (finished with `drain`, else dropped) and loads; then close the tiers and free the
         buffers. Each step runs even if earlier ones raise."""
         with contextlib.ExitStack() as last_to_first:
-            last_to_first.callback(self.journal.close)
+            last_to_first.callback(self._log.flush, last=True)
             for bounce in self.bounces:
                 last_to_first.callback(bounce.close)
             last_to_first.callback(self.manager.close, self.executor.close)
@@ -512,13 +512,13 @@ def _outlets(below: _Tiers, offers: int, log: LimitedLog) -> list[Outlet]:
     return found
 
 
-def _open_events(config: EventsConfig, page_tokens: int) -> KVEventHub:
+def _open_events(config: EventsConfig, page_tokens: int, pool: PoolPart | None) -> KVEventHub:
     publisher = None
     if config.endpoint is not None:
         from gdscache.events.socket import ZmqPublisher
 
         publisher = ZmqPublisher(config.endpoint, config.replay, config.topic)
-    return KVEventHub(page_tokens, publisher)
+    return KVEventHub(page_tokens, publisher, alone=pool is None or pool.share == 1)
 
 
 def _name_groups(events: KVEventHub, config: Config, ssd: SsdTier | None) -> None:

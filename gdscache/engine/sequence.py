@@ -254,12 +254,13 @@ class Sequence:
         """
         gpu, index = self._gpu, self._gpu.index
         event = record(gpu.paged.device)
-        with self._manager.lock:
+        with self._manager.lock, contextlib.ExitStack() as undo:
             sources, lease = self._manager.lease("store"), self._held.lease
+            undo.callback(self._manager.end, sources)
             assert lease is not None, "a sequence that was not begun"
             if self._manager.clearing.epoch(self._engine.namespace(self._salt)) != self._epoch:
                 self._manager.count("dropped", "cleared", pages)
-                return [], sources
+                pages = 0
             self._manager.retain(self._pages[:pages], retention)
             for i, page in enumerate(self._pages[:pages]):
                 entry = self._held.entries[i] or index.find(page.key)
@@ -275,4 +276,5 @@ class Sequence:
                     gpu.order_after((entry.slot,))  # another sequence's stream may still compute it
                 sources.add(index, entry)  # also one that has expired: its bytes are there until the last lease ends
             index.touch([page.key for page in reversed(self._pages[:pages])])
+            undo.pop_all()
             return [entry.page for _, entry in sources], sources

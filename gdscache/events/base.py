@@ -14,10 +14,12 @@ import logging
 import operator
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdscache.pages.keys import Page
+from gdscache.runtime.limited_log import LimitedLog
 from gdscache.runtime.threads import failure_of, log_failure, start
 
 if TYPE_CHECKING:
@@ -116,15 +118,20 @@ class KVEventHub:
     and those of the pages that are there when it begins to watch. Further ones are dropped and counted. They are seen
     as a missing number behind the batch of those that waited, with an empty batch behind it."""
 
-    def __init__(self, page_tokens: int, publisher: ZmqPublisher | None = None, queue: int = QUEUE) -> None:
+    def __init__(
+        self, page_tokens: int, publisher: ZmqPublisher | None = None, queue: int = QUEUE, *, alone: bool = True
+    ) -> None:
+        """`alone`: False for one of several pools: its clears are told as removed pages, since others stay."""
         self.dropped = 0  # pages
+        self._alone = alone
+        self._said = LimitedLog()  # a callback that raises does so at each batch
         self._all = GroupFacts(page_tokens)
         self._groups: dict[bytes, GroupFacts] = {}  # by namespace
         self._limit = queue
         self._publisher = publisher
         self._lock = threading.Lock()
         self._callbacks: tuple[Callable[[KVEventBatch], object], ...] = ()
-        self._noted: list[tuple[Place, str, Sequence[Any]]] = []
+        self._noted: list[tuple[Place, str, Collection[Any]]] = []
         self._pages = 0
         self._lost = False
         self._seq = 0
@@ -159,18 +166,19 @@ class KVEventHub:
 
         return remove
 
-    def note(self, place: Place, what: str, some: Sequence[Any]) -> None:
+    def note(self, place: Place, what: str, some: Collection[Any]) -> None:
         """Note an event: see `PageIndex.on_change`. Never waits."""
+        pages = 0 if what == "cleared" else len(some)  # of a clear they may be more than may wait
         if what == "cleared":
-            place = _ALL
-        elif not some:
+            place, what, some = (_ALL, what, ()) if self._alone else (place, "removed", some)
+        if not some and what != "cleared":
             return
         with self._lock:
-            if self._lost or self._pages + len(some) > self._limit:  # none behind a lost one before its number
-                self.dropped += len(some)
+            if self._lost or self._pages + pages > self._limit:  # none behind a lost one before its number
+                self.dropped += pages
                 self._lost = True
                 return
-            self._pages += len(some)
+            self._pages += pages
             self._noted.append((place, what, some))
         if not self._wake.is_set():
             self._wake.set()
@@ -191,6 +199,7 @@ class KVEventHub:
                 time.sleep(GATHER_S)
             self._wake.clear()
             log_failure(failure_of(self._publish))
+        self._said.flush(last=True)
         if self._publisher is not None:
             self._publisher.close()
 
@@ -209,29 +218,29 @@ class KVEventHub:
 
     def _pass_on(self, batch: KVEventBatch, callbacks: Iterable[Callable[[KVEventBatch], object]]) -> None:
         for callback in callbacks:
-            log_failure(failure_of(functools.partial(callback, batch)))
+            if (error := failure_of(functools.partial(callback, batch))) is not None:
+                told = "".join(traceback.format_exception(error))
+                self._said.say(_log, logging.ERROR, "callback", "a callback of KV events raised:\n%s", told)
+        self._said.flush()
         if self._publisher is not None:
             self._publisher.publish(batch)
 
-    def _events(self, noted: Sequence[tuple[Place, str, Sequence[Any]]]) -> Iterator[KVEvent]:
+    def _events(self, noted: Sequence[tuple[Place, str, Collection[Any]]]) -> Iterator[KVEvent]:
         for (place, what), alike in itertools.groupby(noted, operator.itemgetter(0, 1)):
-            yield from self._events_of(what, place, [*itertools.chain.from_iterable(some for _, _, some in alike)])
+            some = [*itertools.chain.from_iterable(pages for _, _, pages in alike)]
+            if what == "cleared":
+                yield AllBlocksCleared()
+            elif what == "removed":
+                for at in range(0, len(some), BATCH_PAGES):
+                    yield BlockRemoved(some[at : at + BATCH_PAGES], *place)
+            else:
+                yield from (self._stored(run, place) for run in _runs(some))
 
-    def _events_of(self, what: str, place: Place, some: Sequence[Any]) -> Iterator[KVEvent]:
-        if what == "cleared":
-            yield AllBlocksCleared()
-        elif what == "removed":
-            for at in range(0, len(some), BATCH_PAGES):
-                yield BlockRemoved(list(some[at : at + BATCH_PAGES]), *place)
-        else:
-            for run in _runs(some):
-                first = run[0]
-                parent = None if first.parent == first.namespace else first.parent
-                keys = [page.key for page in run]
-                medium, locality, ownership = place
-                facts = self._groups.get(first.namespace, self._all)
-                where, group = (medium, None, locality, ownership), (facts.number, facts.kind, facts.window)
-                yield BlockStored(keys, parent, [], facts.page_tokens, None, *where, *group)
+    def _stored(self, run: Sequence[Page], place: Place) -> BlockStored:
+        _, parent, namespace = run[0]
+        tokens, number, kind, window = self._groups.get(namespace, self._all)
+        keys, before = [page.key for page in run], None if parent == namespace else parent
+        return BlockStored(keys, before, [], tokens, None, place.medium, None, *place[1:], number, kind, window)
 
 
 def _runs(pages: Sequence[Page]) -> Iterator[list[Page]]:

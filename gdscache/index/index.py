@@ -116,7 +116,7 @@ class PageIndex:
         self._held: Counter[int] = Counter()  # leases on pages at rest, by slot: see `hold_run`
         self._children = array("i", bytes(4 * slots))  # number of pages that follow the page in the slot
         self._orphans: dict[bytes, int] = {}  # number of pages that follow an absent page, by its key
-        self.orders = Orders(LRU() if policy is None else policy, self.present, self.all_keys)
+        self.orders = Orders(LRU() if policy is None else policy, self.present, self.all_keys, lambda: self.on_loss())
         self._dirty: set[int] = set()  # slots of pages that a lower tier is to get and lacks
         self.evictions = 0
         self.ages = PageAges(slots)
@@ -125,10 +125,12 @@ class PageIndex:
         self._free = FreeSlots(slots)
         self._forget = forget
         self._recycle = self.free if recycle is None else recycle
-        # Both are called under the lock, and only take notes. `on_evict` gets the keys of victims; `on_change` gets the
-        # pages that become visible ("stored"), and the keys of those that were and go ("removed"; "cleared": all).
+        # All are called under the lock, and only take notes. `on_evict` gets the keys of victims; `on_change` gets the
+        # pages that become visible ("stored"), and the keys of those that were and go ("removed"; "cleared": all that
+        # are left, which may be read later). `on_loss` is told that the eviction orders begin anew.
         self.on_evict: Callable[[Collection[bytes]], object] = _nobody
-        self.on_change: Callable[[str, Sequence[Any]], object] | None = None
+        self.on_loss: Callable[[], object] = _nobody
+        self.on_change: Callable[[str, Collection[Any]], object] | None = None
         # Where a prefix may lie in several tiers: the tables of the others, and the keys of pages on their way to any.
         self.others: Sequence[PageIndex] = ()
         self.coming: Callable[[], Collection[bytes]] = tuple
@@ -699,14 +701,13 @@ class PageIndex:
         orders, children = self.orders.empty(), array("i", bytes(4 * self.slots))
         for entry in in_use:
             self.drop(entry)
-        detached = Detached(
-            visible, list(self._resting.values()), (self._resting, self.orders, self._orphans, self._children)
-        )
+        gone = self._resting
+        detached = Detached(visible, list(gone.values()), (gone, self.orders, self._orphans, self._children))
         self._resting, self.orders, self._orphans, self._children = {}, orders, {}, children
         self._dirty = set()
         self.ages.clear()
         if self.on_change is not None:
-            self.on_change("cleared", ())
+            self.on_change("cleared", gone)
         return detached
 
     def retire(self, slots: Iterable[int]) -> None:
@@ -766,5 +767,5 @@ class PageIndex:
         return problems + [f"page {e.key.hex()[:16]} has {e.leases} leases, dropped={e.dropped}" for e in wrong]
 
 
-def _nobody(keys: Collection[bytes]) -> None:
+def _nobody(keys: Collection[bytes] = ()) -> None:
     pass

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import heapq
 import itertools
-import logging
 import math
 import operator
 import time
@@ -123,7 +122,6 @@ class Expiries:
         return {key: expires for expires, keys in self._keys.items() for key in keys}
 
 
-_log = logging.getLogger("gdscache")
 _named = operator.itemgetter(0, 1)  # a page's key and parent
 _P = ParamSpec("_P")
 NO_RETENTIONS: Mapping[int, Retention] = {}
@@ -148,12 +146,14 @@ class Orders:
         policy: EvictionPolicy,
         present: Callable[[Sequence[bytes]], Sequence[bytes]],
         everything: Callable[[], Sequence[bytes]],
+        on_loss: Callable[[], object],
     ) -> None:
         """`policy`: of priority 0, without pages; the other priorities get its kind. `present(keys)`: the keys whose
-        pages are present. `everything()`: the keys of all pages."""
+        pages are present. `everything()`: the keys of all pages. `on_loss()` is called when the orders are lost."""
         self.policy = policy
         self._present = present
         self._everything = everything
+        self._on_loss = on_loss
         self._lost = False  # the policies have other pages than the tier, until they begin anew
         self.retained: dict[bytes, Retention] = {}  # of pages whose retention is not the default; read only
         self._of_priority = [policy if priority == 0 else policy.empty() for priority in PRIORITIES]
@@ -163,7 +163,7 @@ class Orders:
         self._uses: list[bytes] = []  # later uses, perhaps of absent pages
 
     def empty(self) -> Orders:
-        return Orders(self.policy.empty(), self._present, self._everything)
+        return Orders(self.policy.empty(), self._present, self._everything, self._on_loss)
 
     def restore(
         self,
@@ -212,8 +212,7 @@ class Orders:
     def remove(self, key: bytes) -> None:
         self.bring_in()
         self._change(self._of(key).remove, key)
-        if key in self.retained:
-            self._forget(key)
+        self._forget(key)
 
     def evict(self, gone: Sequence[tuple[bytes, bytes | None]]) -> None:
         self.bring_in()
@@ -222,8 +221,7 @@ class Orders:
             return
         for key, freed in gone:
             self._change(self._of(key).evict_all, ((key, None),))
-            if key in self.retained:
-                self._forget(key)
+            self._forget(key)
             if freed is not None:
                 self.hasten(freed)
 
@@ -273,9 +271,9 @@ class Orders:
     def _lose(self, error: MemoryError | NativeCallError) -> None:
         if isinstance(error, NativeCallError) and error.errno != errno.ENOMEM:
             raise error
-        _log.warning("no memory for a change of an eviction order: it begins anew, and forgets which pages were used")
         self._lost, self._changed = True, 0
         self._changes.clear()
+        self._on_loss()
 
     def _begin_anew(self) -> None:
         """May find no memory, and can be called again."""
@@ -322,8 +320,7 @@ class Orders:
         """A present page gets this retention. With another priority it is new in that priority's order."""
         self.bring_in()
         key, before = page.key, self._of(page.key)
-        if key in self.retained:
-            self._forget(key)
+        self._forget(key)
         if retention != DEFAULT:
             self._keep(key, retention)
         if self._of(key) is not before:
@@ -347,7 +344,7 @@ class Orders:
             self.expiries.add(key, retention.expires)
 
     def _forget(self, key: bytes) -> None:
-        expires = self.retained.pop(key).expires
+        expires = self.retained.pop(key, DEFAULT).expires
         if expires is not None:
             self.expiries.remove(key, expires)
 

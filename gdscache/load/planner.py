@@ -208,8 +208,7 @@ class LoadPlanner:
         if quarantine.hiding:
             hidden = self.manager.hidden
             seen = next((i for i, entry in enumerate(entries) if hidden(tier.name, entry.slot)), len(entries))
-            for entry in entries[seen:]:
-                index.release(entry)
+            index.release_all(entries[seen:])
             del entries[seen:]
         lease.take(index, entries)
         return entries
@@ -305,19 +304,13 @@ class LoadPlanner:
                 return found, "busy"
             if not most:
                 break
-            for tier in slow:
-                entries = self._pin_run(tier, pages, i, i + 1, plan.leases[-1])
-                if entries:
-                    plan.pages.append(pages[i])
-                    plan.sources += entries
-                    plan.slots.append(entries[0].slot)
-                    if plan.runs and plan.runs[-1].tier is tier:
-                        plan.runs[-1] = TierRun(tier, range(plan.runs[-1].rows.start, len(plan)))
-                    else:
-                        plan.runs.append(TierRun(tier, range(len(plan) - 1, len(plan))))
-                    break
-            else:
+            row = len(plan)
+            tier = next((one for one in slow if self._take_run_of(plan, one, pages, i, i + 1, row)), None)
+            if tier is None:
                 return found, "missing"
+            plan.pages.append(pages[i])
+            if row and plan.runs[-2].tier is tier:
+                plan.runs[-2:] = [TierRun(tier, range(plan.runs[-2].rows.start, row + 1))]
             found.append(True)
             most -= 1
         return found, "more"

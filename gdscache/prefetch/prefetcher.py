@@ -171,8 +171,7 @@ class Prefetcher:
     def stats(self) -> dict[str, Any]:
         """Plain data: prefetches by end, pages by status, and prefetched pages that were used, or lost unused."""
         lock, held = self._manager.lock, self._held
-        with lock:
-            left = held.unused
+        left = held.unused
         while left > 0:
             with lock:
                 left -= held.sweep(SWEPT) or left

@@ -273,12 +273,10 @@ class PrefetchQueue:
         """
         request = self.chunks.pop(chunk)
         request.bad = request.bad or bad
-        if request.end is not None:
-            self._end_if_over(request)
-        elif good:
+        if good and request.end is None:
             self._complete(request)
         else:
-            self.stop(request, PrefetchEnd.ERROR)
+            self.lose(request, chunk)
 
     def lose(self, request: PrefetchRequest, chunk: object) -> None:
         """The landing of a chunk raised, perhaps behind `land`: the request ends."""

@@ -67,9 +67,6 @@ class Journal:
             finally:
                 self._turn.release()
 
-    def close(self) -> None:
-        self._manager.log.flush(last=True)
-
     def _tell_request(self) -> None:
         sample, self._manager.sample = self._manager.sample, None
         if sample is not None and _log.isEnabledFor(logging.INFO):

@@ -6,6 +6,7 @@ The lock guards every index. It is held for dictionary work only, never over I/O
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import threading
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 _LOOKED = 256  # pages looked up under the lock at a time
 WATCH_S = 0.05  # seconds between two checks of the directories' locks
+_ORDER_LOST = "no memory for a change of an eviction order: it begins anew, and forgets which pages were used"
 _log = logging.getLogger("gdscache")
 
 
@@ -102,6 +104,7 @@ class TierManager:
         self.fates = PageFates(sum(tier.index.slots for tier in tiers))
         for tier in tiers:
             tier.index.on_evict = self.fates.evict
+            tier.index.on_loss = functools.partial(self.log.say, _log, logging.WARNING, "eviction order", _ORDER_LOST)
         self.quarantine = Quarantine(lock, clock, self.log) if quarantine is None else quarantine
         self.timeline = timeline
         self._clock = clock
@@ -184,12 +187,9 @@ class TierManager:
             elif at < declined or gap:
                 told[at] = Told("gate" if at < declined else "behind", one.tier)
             else:
-                told[at] = Told("stored_since", one.tier, self._before(pages[first + at].key))
+                with self.lock:
+                    told[at] = Told("stored_since", one.tier, self.fates.told(pages[first + at].key).cause)
         return joined(start + first * page_tokens, page_tokens, told)
-
-    def _before(self, key: bytes) -> str:
-        with self.lock:
-            return self.fates.told(key).cause
 
     def missed(self, pages: int) -> None:
         """Count the pages behind a hybrid model's hit as misses: only the hit's pages are passed to `lookup`."""

@@ -10,7 +10,7 @@ import contextlib
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from gdscache import arguments
@@ -115,10 +115,6 @@ class Claim(Pin):
     def cut(self, pages: int) -> None:
         del self.pages[pages:], self.tiers[pages:], self.slots[pages:]
 
-    def gone(self) -> None:
-        self.slots = []
-        self._good = 0
-
     def _held_from(self, first: int) -> int:
         return next(itertools.filterfalse(self.holds, range(first, len(self.slots))), len(self.slots))
 
@@ -160,16 +156,21 @@ class Pins:
 
     def begin(self, pages: Sequence[Page], seconds: float, page_tokens: int) -> Pin:
         seconds = arguments.span(seconds, "seconds", LONGEST_TTL)
-        lease = self.manager.lease("pin")
         distinct = {page.key: page for page in pages}.values()
-        held = list(itertools.takewhile(bool, (self._hold(page, lease) for page in distinct)))
-        return self._begun(Pin(self, lease, held, page_tokens, self.clock() + seconds))
+        with self._begun(Pin(self, self.manager.lease("pin"), [], page_tokens, self.clock() + seconds)) as pin:
+            pin._pages += itertools.takewhile(bool, (self._hold(page, pin._lease) for page in distinct))
+        return pin
 
-    def _begun(self, pin: _P) -> _P:
+    @contextlib.contextmanager
+    def _begun(self, pin: _P) -> Iterator[_P]:
+        """Ends the pin when its time is up, or now if the block raises."""
         self._pins[pin._lease] = pin
         end: tuple[float, int, Pin] = (pin.until, next(self._numbers), pin)
         heapq.heappush(self._ends, end)
-        return pin
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.end, pin)
+            yield pin
+            undo.pop_all()
 
     def _hold(self, page: Page, lease: Lease) -> list[Entry]:
         found = []
@@ -199,15 +200,15 @@ class Pins:
     def claim(self, pages: Sequence[Page], seconds: float, page_tokens: int, tiers: Sequence[str]) -> Claim:
         """Lease the leading `pages` that a landing tier has, and promise room for the others, until none is left.
         Nothing waits for room. `tiers`: the pages' tiers, by their names."""
-        claim = Claim(self, self.manager.lease("prefetch pin"), page_tokens, self.clock() + seconds)
-        at = 0
-        for name, some in itertools.groupby(tiers):
-            end = at + sum(1 for _ in some)
-            self._claim(claim, self.manager.landing_of(self.manager.tiers[name]), pages[at:end])
-            if len(claim.pages) < end:
-                break
-            at = end
-        return self._begun(claim)
+        at, lease = 0, self.manager.lease("prefetch pin")
+        with self._begun(Claim(self, lease, page_tokens, self.clock() + seconds)) as claim:
+            for name, some in itertools.groupby(tiers):
+                end = at + sum(1 for _ in some)
+                self._claim(claim, self.manager.landing_of(self.manager.tiers[name]), pages[at:end])
+                if len(claim.pages) < end:
+                    break
+                at = end
+        return claim
 
     def _claim(self, claim: Claim, landing: Tier, pages: Sequence[Page]) -> None:
         """Lease pages, or promise room for them, in one landing tier, until it has no room left."""
@@ -311,7 +312,7 @@ class Pins:
             self._unhold(index, pages, slots)
         if isinstance(pin, Claim):
             self._forgo(pin, *pin.promised)
-            pin.gone()
+            pin.slots, pin._good = [], 0
         pin._pages = []
         self.manager.end(pin._lease)
         if len(self._ends) > 2 * len(self._pins) + 16:

@@ -195,10 +195,14 @@ def test_a_callback_that_raises_harms_no_other(caplog: pytest.LogCaptureFixture)
     hub.note(CPU, "stored", [page(0)])
     until(lambda: len(heard) == 1, "the other hears")
     remove()
-    hub.note(CPU, "stored", [page(1)])
+    for n in range(1, 4):  # each a batch
+        hub.note(CPU, "stored", [page(n)])
+        until(lambda n=n: hub.describe()["batches"] == n + 1, "it is told")
     hub.close()
     assert len(heard) == 1
-    assert "background work broke off" in caplog.text
+    first, others = (record.getMessage() for record in caplog.records)
+    assert "ValueError: no" in first
+    assert "(2 more of this cause within 1 s)" in others
 
 
 def test_a_callback_that_was_added_twice_is_removed_once() -> None:
@@ -227,3 +231,18 @@ def test_pages_that_do_not_follow_each_other_are_events_of_their_own() -> None:
     assert (second.parent_block_hash, second.block_hashes) == (page(4).key, [page(5).key, page(6).key])
     assert removed == BlockRemoved([page(1).key], *SSD)
     assert cleared == AllBlocksCleared()
+
+
+def test_a_clear_of_one_of_several_pools_names_its_pages_however_many() -> None:
+    hub, heard = KVEventHub(4, queue=3, alone=False), list[KVEventBatch]()
+    hub.add(heard.append)
+    hub.note(CPU, "stored", [page(0), page(1)])
+    hub.note(CPU, "cleared", {page(n).key: n for n in range(5)})
+    hub.note(SSD, "cleared", {})
+    hub.note(CPU, "stored", [page(0)])
+    hub.close()
+    removed, again = [event for batch in heard for event in batch.events][1:]
+    assert removed == BlockRemoved([page(n).key for n in range(5)], *CPU)
+    assert isinstance(again, BlockStored)
+    assert [batch.seq for batch in heard] == [*range(len(heard))]
+    assert hub.describe()["dropped_pages"] == 0

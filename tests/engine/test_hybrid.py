@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import itertools
 import json
 import threading
 import time
@@ -463,6 +465,9 @@ def test_planes_of_its_own_and_their_blocks(tmp_path: Path) -> None:
         for given in (slots["full"], [slots["chunk"][0]] * 2, [1000], 1000, np.array(1000)):
             with pytest.raises(SlotRangeError, match="not taken"):
                 engine.give("chunk" if given is not slots["full"] else "full", given)
+        for nothing in (None, 3, torch.tensor(3)):
+            with pytest.raises(SlotRangeError, match="blocks are"):
+                engine.give("full", nothing)  # type: ignore[arg-type]
         for kind in (np.array, torch.tensor):
             engine.give("full", kind(engine.take("full", 2)))
             assert {type(block) for block in engine._free[1]} == {int}
@@ -802,3 +807,49 @@ def test_events_say_the_group_its_kind_and_its_window(open_hybrid: OpenHybrid, m
                     assert event.kv_cache_spec_sliding_window == (group.span if group.keeps == "window" else None)
         remove()
         host.engine.close()
+
+
+def test_arguments_that_are_refused_are_no_lookup(open_hybrid: OpenHybrid) -> None:
+    engine = open_hybrid("apart").engine
+    calls: list[Callable[[], object]] = [
+        lambda: engine.prefetch(PROMPT, pin=-1),  # also where no page is found
+        lambda: engine.pin(PROMPT, float("nan")),
+    ]
+    for call in calls:
+        with pytest.raises(InvalidValueError, match=r"(seconds|pin) is"):
+            call()
+    assert engine.stats()["tokens"]["asked"] == 0
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_router_that_puts_the_events_of_all_pools_together_knows_what_a_clear_of_one_leaves(
+    open_hybrid: OpenHybrid, model: str
+) -> None:
+    host = open_hybrid(model, events={})
+    view, numbers, turn = CacheView(), itertools.count(), threading.Lock()
+
+    def hear(_: str, batch: KVEventBatch) -> None:
+        with turn:
+            view.apply(dataclasses.replace(batch, seq=next(numbers)))
+
+    host.engine.on_events(hear)
+
+    def agrees() -> bool:
+        there = {
+            (entry.key, name)
+            for engine in host.engine.engines
+            for name, tier in engine.manager.tiers.items()
+            for entry in tier.index
+        }
+        with turn:
+            return {(key, name) for key, names in view._pages.items() for name in names} == there
+
+    host.store(PROMPT)
+    until(agrees, "all is told")
+    for engine in host.engine.engines:
+        engine.clear()
+        until(agrees, "the pages of the other pools are still known")
+    assert not len(view)
+    host.store(PROMPT)
+    assert any(host.engine.clear().values())
+    until(lambda: not len(view), "all have gone")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import re
 from collections.abc import Callable, Iterator
@@ -12,8 +13,9 @@ import pytest
 
 from gdscache import PageStatus, errors
 from gdscache.disk.catalog import Catalog
-from gdscache.errors import IOFailedError
+from gdscache.errors import IOFailedError, NativeCallError
 from gdscache.integrations.settings import follow
+from gdscache.policies.base import LRU
 from gdscache.storage.base import Op
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import Host, OpenHost, drop_from, kept, kept_on_ssd, prompt, quiet, raising, settle, until
@@ -246,6 +248,33 @@ def test_refusals_are_said_once_a_minute(open_host: OpenHost, caplog: pytest.Log
     said = [record.message for record in caplog.records if "refuses pages (second_offer)" in record.message]
     assert 3 <= len(said) <= 4
     assert all("store.admission is second_offer" in message for message in said)
+
+
+def test_an_order_without_memory_is_a_line_that_no_lock_is_held_for(
+    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A log's handler may be slow, and may call the engine."""
+    host, held = open_host(cpu=8, ssd=None, eviction="lru"), list[bool]()
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            held.append(host.engine.manager.lock._is_owned())  # type: ignore[attr-defined]
+
+    logger, handler = logging.getLogger("gdscache"), Handler(logging.WARNING)
+    logger.addHandler(handler)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(LRU, "insert_all", raising(NativeCallError("as ordered", "free memory", errno.ENOMEM)))
+            host.keep(prompt(1, 4))
+            assert host.engine.manager.tiers["cpu"].index.evict(1) == 1
+        host.engine.clear()
+        host.keep(prompt(1, 4))
+        host.engine.close()
+    finally:
+        logger.removeHandler(handler)
+    (line,) = [record.message for record in caplog.records if "begins anew" in record.message]
+    assert line.startswith("no memory for a change of an eviction order")
+    assert held == [False]
 
 
 # -- summaries, and requests that missed ------------------------------------------------------------------------------

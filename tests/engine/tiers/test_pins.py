@@ -10,7 +10,7 @@ import pytest
 
 from gdscache.errors import InvalidValueError, PoolFullError
 from tests.support.bare_manager import set_clock
-from tests.support.helpers import WAIT, OpenEngine, OpenHost, prompt, quiet, run, together, tokens_of
+from tests.support.helpers import WAIT, OpenEngine, OpenHost, prompt, quiet, raising, run, together, tokens_of
 
 
 def test_a_pinned_prefix_stays_under_pressure(open_host: OpenHost) -> None:
@@ -111,6 +111,23 @@ def test_a_pin_needs_a_time(open_host: OpenHost, seconds: Any) -> None:
         with pytest.raises(InvalidValueError, match=r"(seconds|pin) is"):
             pin(prompt(1, 1), seconds)
     assert engine.stats()["leases"] == []
+
+
+@pytest.mark.parametrize("how", ["pin", "prefetch"])
+def test_a_pin_that_fails_halfway_holds_nothing(open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    host = open_host()
+    host.keep(prompt(1, 3))
+    engine, index = host.engine, host.engine.manager.tiers["cpu"].index
+    last = engine.pages(prompt(1, 3))[-1].key
+    get, full = index.get, raising(MemoryError("as ordered"))
+    with monkeypatch.context() as patch:
+        patch.setattr(index, "get", lambda key: full() if key == last else get(key))  # for `pin`, the others
+        patch.setattr(index, "hold_run", full)  # for `prefetch`
+        with pytest.raises(MemoryError):
+            engine.pin(prompt(1, 3), 60) if how == "pin" else engine.prefetch(prompt(1, 3), pin=60)
+    stats = engine.stats()
+    assert (stats["leases"], stats["prefetch"]["pinned_pages"], stats["prefetch"]["under_way"]) == ([], 0, 0)
+    assert index.evict(3) == 3
 
 
 @pytest.mark.parametrize("how", ["clear", "invalidate", "expire"])
