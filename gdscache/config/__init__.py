@@ -16,6 +16,7 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
+    PlainSerializer,
     Strict,
     ValidationError,
     ValidationInfo,
@@ -49,7 +50,7 @@ GateMode = Annotated[
 ]
 
 
-_NAMED = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
+_NAMED = re.compile(r"\$(?:\$|(\w+)|\{(\w+)\})")
 _DEVICE = r"auto|cpu|cuda(:([0-9]|[1-9][0-9]|1[01][0-9]|12[0-7]))?"  # torch keeps the index in a signed byte
 _CLASS = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
 _TRANSPORT = rf"auto|posix|uring|cufile|kvikio|nixl|{_CLASS}"
@@ -67,11 +68,11 @@ def _text(pattern: str, allowed: str) -> tuple[AfterValidator, WithJsonSchema]:
 
 
 def _expand(value: object) -> Path:
-    """`~` and `$VARS` expanded, made absolute relative to the current directory."""
-    text = _NAMED.sub(_variable, str(value)) if isinstance(value, (str, Path)) else ""
+    """`~` and, in text, `$VARS` expanded (`$$` is a `$`), made absolute relative to the current directory."""
+    text = str(value) if isinstance(value, Path) else _NAMED.sub(_variable, value) if isinstance(value, str) else ""
     if not text or b"\0" in os.fsencode(text):  # no name of a file, or an empty variable
         raise ValueError("must be a path")
-    if braces := re.search(r"\{[^}]*\}?", text):
+    if isinstance(value, str) and (braces := re.search(r"\{[^}]*\}?", text)):
         raise ValueError(f"{braces[0]} is not replaced; $VARS are, such as $RANK")
     try:
         return located(Path(text).expanduser())
@@ -83,6 +84,8 @@ def _expand(value: object) -> Path:
 
 def _variable(match: re.Match[str]) -> str:
     name = match[1] or match[2]
+    if name is None:
+        return "$"
     if name not in os.environ:
         raise ValueError(f"the environment variable {name} is not set")
     return os.environ[name]
@@ -92,7 +95,12 @@ EvictionOrder = Literal["lru", "lifetime"]
 Device = Annotated[str, *_text(_DEVICE, "auto, cpu, cuda or cuda:N, with N from 0 to 127")]
 Transport = Annotated[str, *_text(_TRANSPORT, "auto, posix, uring, cufile, kvikio, nixl or package.module:Class")]
 ClassPath = Annotated[str, *_text(_CLASS, "package.module:Class")]
-Directory = Annotated[Path, BeforeValidator(_expand), WithJsonSchema({"type": "string", "minLength": 1})]
+Directory = Annotated[
+    Path,
+    BeforeValidator(_expand),
+    PlainSerializer(lambda path: str(path).replace("$", "$$"), str, when_used="json"),
+    WithJsonSchema({"type": "string", "minLength": 1}),
+]
 
 
 class GpuConfig(ConfigSection):
@@ -128,7 +136,8 @@ class SsdConfig(ConfigSection):
     """The slab and its catalogue on an SSD."""
 
     path: Directory = Field(
-        description="directory of the tier; ~ and $VARS are replaced; a relative path starts at the current directory"
+        description="directory of the tier; ~ and $VARS are replaced, $$ is a $; a relative path starts at the "
+        "current directory"
     )
     stripes: Annotated[tuple[Directory, ...], Strict(False)] = Field(
         default=(), description="more directories, on other devices, that the slab is spread over"

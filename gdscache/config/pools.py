@@ -198,7 +198,7 @@ def _part(config: Config, pool: Pool, model: dict[str, Any], share: float, plane
         set_size(data, path, int(size * share))
     below = POOL_PREFIX + "-".join(map(str, pool.groups))
     if config.status is not None:
-        data["status"]["path"] = str(config.status.path / below)
+        data["status"]["path"] = config.status.path / below
     put_below(data, config, below)
     return data
 

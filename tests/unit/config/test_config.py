@@ -23,6 +23,7 @@ import gdscache.config
 from gdscache import errors
 from gdscache.config import Config, GpuConfig, ModelConfig, config_schema, load_config
 from gdscache.config.file import known_keys, read_mapping, section_of
+from gdscache.config.pools import put_below
 from gdscache.metrics import FAMILIES
 from gdscache.pages.keys import namespace_digest
 from gdscache.pages.layout import MAX_PAGE_TOKENS, Plane
@@ -177,6 +178,15 @@ def test_paths_are_expanded_and_absolute(tmp_path: Path, monkeypatch: pytest.Mon
     assert path("~/kv/$RANK") == tmp_path / "home" / "kv" / "3"
     assert path("/a/$DISK/${DISK}x/r${RANK}$RANK") == Path("/a/nvme$0/nvme$0x/r33")
     assert path("rel/x") == tmp_path / "rel" / "x"
+    assert path("/a$$DISK") == Path("/a$DISK")
+    (tmp_path / "b$DISK").mkdir()
+    monkeypatch.chdir(tmp_path / "b$DISK")
+    for written in ("x", Path("x")):  # a dump reads back, also from a directory whose name has a $
+        found = config(ssd={"path": written}, status={"path": written})
+        assert found.ssd.path == found.status.path == tmp_path / "b$DISK" / "x"
+        assert Config.from_dict(found.dump()) == found
+        put_below(data := found.dump(), found, "plain")
+        assert Config.from_dict(data).ssd.path == found.ssd.path / "plain"
     assert path("/a$b"[:2]) == Path("/a")
     monkeypatch.setenv("EMPTY", "")
     with pytest.raises(errors.InvalidValueError, match="must be a path"):
