@@ -30,7 +30,7 @@ from gdscache.integrations.settings import digest_of
 from gdscache.integrations.weights import FRESH, fresh_salt
 
 SAMPLE, PROBE = 4096, 256  # bytes: tensors up to the first size are read whole; the second is read for each request
-COLUMNS = 4096  # words of 8 bytes
+COLUMNS, PIECE = 4096, 16 << 20  # words of 8 bytes; bytes whose sums are taken at once
 _PROCESS = secrets.token_hex(16)  # hooks have no names, but numbers in their process
 # Hooks that leave keys and values alone, or are looked at elsewhere (`LiveModel.switches`), by their modules' names.
 _KNOWN = (
@@ -373,9 +373,13 @@ def _sums(tensor: torch.Tensor) -> torch.Tensor:
         return memory.clone()
     if memory.storage_offset() % 8:
         memory = memory.clone()
+    return torch.cat([_sums_of_piece(piece) for piece in memory.split(PIECE)])
+
+
+def _sums_of_piece(memory: torch.Tensor) -> torch.Tensor:
     words = memory[: len(memory) // 8 * 8].view(torch.int64)
-    if tensor.element_size() >= 8:  # sums wrap: two changed signs would cancel, which are first bits of words
-        words = words + 3 * (words >> 32)
+    # Sums wrap, and two changed signs in a row or a column would cancel: a word's first bit counts below it, too.
+    words = words.add(words >> 32, alpha=3)
     table = words[: len(words) // COLUMNS * COLUMNS].view(-1, COLUMNS)
     parts = table.sum(0), table.sum(1), words[table.numel() :], memory[len(words) * 8 :]
     return torch.stack([(one * (2 * torch.arange(len(one), device=one.device) + 1)).sum() for one in parts])
