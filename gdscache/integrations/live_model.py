@@ -284,8 +284,8 @@ def _told(code: object) -> object:
     """A class, a function or a text as plain data. A class that a notebook writes again keeps its name, and a function
     may take another's: of those that no library has, the bytecode counts."""
     kinds = code.__mro__ if isinstance(code, type) else ()
-    own = [vars(kind) for kind in kinds if kind.__module__.partition(".")[0] not in _LIBRARIES] or [{"": code}]
-    return [plain(code), *(_written(one) for functions in own for _, one in sorted(functions.items()))]
+    own = [vars(kind).items() for kind in kinds if kind.__module__.partition(".")[0] not in _LIBRARIES]
+    return [plain(code), _written(code), *(_written(one) for functions in own for _, one in sorted(functions))]
 
 
 def _written(function: object) -> object:
