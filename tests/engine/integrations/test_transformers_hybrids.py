@@ -204,7 +204,7 @@ def test_the_section_has_the_states_as_the_model_makes_them(qwen: PreTrainedMode
     half = build("qwen3_next", dtype="bfloat16")
     section = model_section(half.config, dtype="bfloat16", name="m", model=half)
     assert {plane["name"]: plane["dtype"] for plane in section["planes"]}["recurrent"] == "float32"
-    with pytest.raises(GeometryError, match="qwen3_next keeps states") as refused:
+    with pytest.raises(GeometryError, match="qwen3_next has states") as refused:
         model_section(qwen.config, dtype="float32", name="m")
     assert "model=" in str(refused.value.hint)
 
