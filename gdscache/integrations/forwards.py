@@ -92,12 +92,14 @@ class Forwards:
                 if past and not self._calls and let_go(given.get("input_ids"), past, _begins_anew(given)):
                     past = 0
                     self._look_at_adapters()  # the reset has forgotten how they were
-                if past and given.get("use_cache") is False and _begins_anew(given) is None:
+                if past and given.get("use_cache") is False and _begins_anew(given) is not False:
                     raise UnsupportedRequestError(
-                        "the model is called with use_cache=False and without positions: `generate` gives it all "
-                        "tokens again then, which the cache has",
+                        "the model is called with use_cache=False: `generate` gives it all tokens again then, which "
+                        "the cache has",
                         "pass use_cache=True, also to generate(), where the model's config has it off",
                     )
+                if _sees_later(module, given):
+                    raise _refused("Falcon attends to later tokens when sdpa is asked for output_attentions")
                 told = {n: v for n, v in given.items() if n in _CHECKED or not _is_default(signature, n, v)}
                 self._called(told, past)
                 if placed:
@@ -252,6 +254,13 @@ def takes(model: torch.nn.Module, name: str) -> bool:
 def _has_cache(given: Mapping[str, Any], cache: Cache) -> bool:
     """Whether a call has this cache, by either name."""
     return any(given.get(name) is cache for name in CACHE_NAMES)
+
+
+def _sees_later(module: torch.nn.Module, given: Mapping[str, Any]) -> bool:
+    config = getattr(module, "config", None)
+    if getattr(config, "model_type", "") != "falcon" or getattr(config, "_attn_implementation", "") != "sdpa":
+        return False
+    return bool(given.get("output_attentions") or getattr(config, "output_attentions", False))
 
 
 def _wants_more(module: torch.nn.Module, given: Mapping[str, Any]) -> bool:

@@ -16,7 +16,7 @@ import secrets
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from types import MethodType, SimpleNamespace
+from types import CellType, CodeType, FunctionType, MethodType, SimpleNamespace
 from typing import Any, TypeGuard
 
 import torch
@@ -30,7 +30,7 @@ from gdscache.integrations.settings import digest_of
 from gdscache.integrations.weights import FRESH, fresh_salt
 
 SAMPLE, PROBE = 4096, 256  # bytes: tensors up to the first size are read whole; the second is read for each request
-COLUMNS = 4096  # words of 8 bytes
+COLUMNS, PIECE = 4096, 16 << 20  # words of 8 bytes; bytes whose sums are taken at once
 _PROCESS = secrets.token_hex(16)  # hooks have no names, but numbers in their process
 # Hooks that leave keys and values alone, or are looked at elsewhere (`LiveModel.switches`), by their modules' names.
 _KNOWN = (
@@ -43,6 +43,7 @@ _VALUES = {bool, int, float, str}  # the types of a module's attributes that nam
 # Modes that are looked at elsewhere, and what calls set: the tokens that a rope has seen, bitsandbytes' first call.
 _IDLE = {"training", "gradient_checkpointing", "name_or_path", "compute_type_is_set"}
 _TOKENS = "seq_len_cached"
+_LIBRARIES = {"builtins", "torch", "transformers"}  # their versions or names tell their code
 _PRECISION = "accelerate.utils.operations"  # its forward is within autocast, of a type that it does not tell
 _ROUNDING = ("eager", "grouped_mm", "batched_mm")  # of experts: `generate` exchanges them for a while
 _log = logging.getLogger("gdscache")
@@ -54,11 +55,6 @@ class TextConfig(SimpleNamespace):
 
 
 table = functools.partial(table_in, "gdscache.integrations", "transformers_fields.toml")
-
-
-def facts_of(model: torch.nn.Module) -> dict[str, object]:
-    """The facts that tell models apart, except for their tensors, by name."""
-    return _facts(*_settings(model))
 
 
 def _settings(model: torch.nn.Module) -> _Settings:
@@ -186,25 +182,22 @@ class LiveModel:
         if not steady:
             shapes += [[name, str(buffer.dtype)] for name, buffer in self._model.named_buffers()]
         numbers = _numbers(self._hooks)
+        modules = list(self._model.named_modules())
         hidden = [name for name, tensor in tensors if not _has_bytes(tensor)]
+        hidden += [name for name, one in modules if _is_packed(one)]
         if hidden:
             _log.warning(
-                "%d tensors have no bytes to look at (%s): nothing of this model is found after a restart",
+                "%d tensors or modules have no bytes to look at (%s): nothing of this model is found after a restart",
                 len(hidden),
                 ", ".join(hidden[:3]),
             )
         if drawn and not self._drawn:
             _log.warning("the model is in training and draws at random (dropout): none of its pages is found again")
         pieces = self._sums(tensor for _, tensor in tensors if _has_bytes(tensor))
-        sums = hashlib.blake2b(_read(pieces), digest_size=32)
+        sums, told = hashlib.blake2b(_read(pieces), digest_size=32), functools.cache(_told)
         return {
             **self._facts,
-            "modules": digest_of(
-                [
-                    [name, *map(plain, _code(one)), dict(_values(one, steady))]
-                    for name, one in self._model.named_modules()
-                ]
-            ),
+            "modules": digest_of([[name, *map(told, _code(one)), dict(_values(one, steady))] for name, one in modules]),
             "tensors": digest_of(shapes),
             "weights": fresh_salt() if hidden or drawn else sums.hexdigest(),
             "adapters": plain([[name, *_switched(module)] for name, module in _adapted(self._model)]),
@@ -240,7 +233,9 @@ def _stamp(model: torch.nn.Module, steady: bool = True) -> list[object]:
             volatile = module._non_persistent_buffers_set
             tensors += [one for name, one in module._buffers.items() if steady or name not in volatile]
             found += [one.dtype for one in module._buffers.values() if one is not None]
-        found += [(id(one), one.data_ptr(), _writes(one)) for one in tensors if one is not None]
+        found += [
+            (id(one), one.data_ptr() if _has_bytes(one) else 0, _writes(one)) for one in tensors if one is not None
+        ]
         if "_disable_adapters" in module.__dict__:
             found.append(_switched(module))
         found += map(id, _hooks(module))  # code that removes all hooks may put other tables in their place
@@ -283,6 +278,31 @@ def _code(module: torch.nn.Module) -> tuple[object, ...]:
         return type(module), re.sub(r"___torch_mangle_\d+\.", "", code)
     own = vars(module).get("forward")
     return type(module), type(module).forward, *([own.__func__] if _is_method(own) else [])
+
+
+def _told(code: object) -> object:
+    """A class, a function or a text as plain data. A class that a notebook writes again keeps its name, and a function
+    may take another's: of those that no library has, the bytecode counts."""
+    kinds = code.__mro__ if isinstance(code, type) else ()
+    own = [vars(kind).items() for kind in kinds if kind.__module__.partition(".")[0] not in _LIBRARIES]
+    return [plain(code), _written(code), *(_written(one) for functions in own for _, one in sorted(functions))]
+
+
+def _written(function: object) -> object:
+    """What a function does by itself: its bytecode, defaults, and the numbers, texts and functions that it holds."""
+    if not isinstance(function, FunctionType):
+        return None
+    if function.__globals__.get("__name__", "").partition(".")[0] in _LIBRARIES:
+        return _written(getattr(function, "__wrapped__", None))
+    held = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
+    codes = [function.__code__, *(one.__code__ for one in held if isinstance(one, FunctionType))]
+    values = [one for one in (*held, *(function.__defaults__ or ())) if type(one) in _VALUES]
+    return [*map(_bytecode, codes), values]
+
+
+def _bytecode(code: CodeType) -> object:
+    consts = [_bytecode(one) if isinstance(one, CodeType) else plain(one) for one in code.co_consts]
+    return [code.co_code.hex(), code.co_names, consts]
 
 
 def _is_method(forward: object) -> TypeGuard[MethodType]:
@@ -353,8 +373,15 @@ def _switched(module: torch.nn.Module) -> list[object]:
     return [plain(module.__dict__.get(name)) for name in names]
 
 
+def _is_packed(module: torch.nn.Module) -> bool:
+    """Whether a module keeps weights in an object of torch, as its dynamic quantisation does."""
+    own = vars(module).values()
+    return not isinstance(module, torch.jit.ScriptModule) and any(isinstance(one, torch.ScriptObject) for one in own)
+
+
 def _has_bytes(tensor: torch.Tensor) -> bool:
-    return tensor.device.type != "meta" and not hasattr(tensor, "__tensor_flatten__")
+    plain_memory = tensor.layout == torch.strided and not tensor.is_quantized and tensor.device.type != "meta"
+    return plain_memory and not hasattr(tensor, "__tensor_flatten__")
 
 
 def _place(name: str, tensor: torch.Tensor) -> tuple[int, int]:
@@ -373,9 +400,13 @@ def _sums(tensor: torch.Tensor) -> torch.Tensor:
         return memory.clone()
     if memory.storage_offset() % 8:
         memory = memory.clone()
+    return torch.cat([_sums_of_piece(piece) for piece in torch.split(memory, PIECE)])
+
+
+def _sums_of_piece(memory: torch.Tensor) -> torch.Tensor:
     words = memory[: len(memory) // 8 * 8].view(torch.int64)
-    if tensor.element_size() >= 8:  # sums wrap: two changed signs would cancel, which are first bits of words
-        words = words + 3 * (words >> 32)
+    # Sums wrap, and two changed signs in a row or a column would cancel: a word's first bit counts below it, too.
+    words = words.add(words >> 32, alpha=3)
     table = words[: len(words) // COLUMNS * COLUMNS].view(-1, COLUMNS)
     parts = table.sum(0), table.sum(1), words[table.numel() :], memory[len(words) * 8 :]
     return torch.stack([(one * (2 * torch.arange(len(one), device=one.device) + 1)).sum() for one in parts])

@@ -43,6 +43,7 @@ from gdscache.integrations.transformers_layers import (
     LayerPart,
     StateLayer,
     WindowLayer,
+    cache_name,
     groups_of,
     parts_of,
     planes_of,
@@ -72,9 +73,9 @@ def model_section(
     parameters, since another rope makes other keys. A model with sliding windows or states gets `groups`: its layers
     that keep all tokens, those of each window size, and those with a state.
 
-    `model`: the model itself, needed if it has states: a call with two tokens shows their shapes and types. A layer
-    with attention and a state is two here. Raises `GeometryError` for an unknown `dtype`, and for all other models:
-    states of unproven families, indexers, encoders, attention to later tokens, layers of unequal shapes.
+    `model`: the model itself, needed if it has states, or heads of unequal shapes (Gemma 4, MiMo-V2): a call with two
+    tokens shows shapes and types. A layer with attention and a state is two here. Raises `GeometryError` for an unknown
+    `dtype`, and for all other models: states of unproven families, indexers, encoders, attention to later tokens.
     """
     elements = str(dtype).removeprefix("torch.")
     if elements not in DTYPE_BYTES:
@@ -89,10 +90,11 @@ def model_section(
     }
     if any(part.keeps != "all" for part in parts):
         section["groups"] = groups_of(parts)
-    if any(part.keeps == "state" for part in parts):
-        if model is None:
-            raise GeometryError(f"{config.model_type} keeps states, whose shapes its config does not tell", MODEL)
+    uneven = any(part.keeps == "state" for part in parts) or getattr(config, "is_heterogeneous", False)
+    if model is not None and (uneven or "groups" in section):
         return {**section, "planes": planes_of(model, parts)}
+    if uneven:
+        raise GeometryError(f"{config.model_type} has states or heads whose shapes its config does not tell", MODEL)
     if getattr(config, "kv_lora_rank", None):
         return {**section, "kv_lora_rank": config.kv_lora_rank, "rope_dim": config.qk_rope_head_dim}
     try:
@@ -127,8 +129,9 @@ class PrefixCache:
     If the model's rotation depends on the sequence's length (longrope, dynamic), requests are kept to one side of the
     length at which it changes: see `open`.
 
-    Thread-safe; the caller closes the engine. Raises `GeometryError` for other layouts, `RopeByLengthError` for an
-    unknown kind of rope, `UnsupportedRequestError` for a model that is no module, or a transformers before `OLDEST`.
+    Thread-safe; the caller closes the engine. Raises `GeometryError` for other layouts and a model that takes no cache,
+    `RopeByLengthError` for an unknown kind of rope, `UnsupportedRequestError` for a model that is no module, or a
+    transformers before `OLDEST`.
     """
 
     def __init__(self, engine: CacheEngine | HybridEngine, model: torch.nn.Module) -> None:
@@ -150,6 +153,7 @@ class PrefixCache:
                     "make the model section with model_section()",
                 )
         self._parts = _check_groups(engine, model) if isinstance(engine, HybridEngine) else []
+        cache_name(model)  # raises
         self.engine = engine
         self.model = model
         self._live = LiveModel(model)

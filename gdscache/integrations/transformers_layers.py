@@ -34,12 +34,6 @@ STATES = (
     "bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "nemotron_h",
     "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "zamba2",
 )  # fmt: skip
-_NO_STATE = {  # known reasons for refusing others
-    **dict.fromkeys(
-        ("jamba", "zamba"), "its prefill of several tokens begins from an empty state, even after a cached prefix"
-    ),
-    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba"), "without attention its cache does not know its length"),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +51,8 @@ def text_config(hf_config: PreTrainedConfig) -> PreTrainedConfig:
         config = hf_config.get_text_config(decoder=True)
     except (ValueError, AttributeError) as error:  # several text models; no model's configuration
         raise GeometryError(f"{type(hf_config).__name__} has no text model of its own: {error}", KEPT) from None
-    if any(one.is_encoder_decoder or getattr(one, "is_heterogeneous", False) for one in (hf_config, config)):
-        raise GeometryError(f"{config.model_type} is an encoder-decoder model, or its layers differ in shape", KEPT)
+    if any(one.is_encoder_decoder for one in (hf_config, config)):
+        raise GeometryError(f"{config.model_type} is an encoder-decoder model", KEPT)
     return config
 
 
@@ -68,8 +62,8 @@ def parts_of(hf_config: PreTrainedConfig) -> list[LayerPart]:
     `GeometryError` for other kinds of layers."""
     config = text_config(hf_config)
     hint, kind = KEPT, config.model_type
-    if kind in _BY_PADS:
-        raise GeometryError(f"{kind} counts a call's positions from its padding token, or without it", hint)
+    if kind in _REFUSED:
+        raise GeometryError(f"{kind} {_REFUSED[kind]}", hint)
     later = [name for name, causal in _CAUSAL.items() if getattr(config, name, None) not in causal]
     if hasattr(type(config), "is_decoder") and not config.is_decoder and kind not in _DECODERS:
         later.append("is_decoder")
@@ -87,14 +81,17 @@ def parts_of(hf_config: PreTrainedConfig) -> list[LayerPart]:
         raise GeometryError(f"{kind} has {hidden} layers, of which {len(layers)} keep a cache of their own", hint)
     found: list[LayerPart] = []
     for number, layer in enumerate(layers):
-        if type(layer) not in _KEPT or (not _KEPT[type(layer)] and kind not in STATES):
+        if type(layer) not in _KEPT:
             raise GeometryError(f"layer {number} of {kind} keeps its cache in a {type(layer).__name__}", hint)
         if isinstance(layer, DynamicSlidingWindowLayer) and layer.sliding_window < 2:
             raise GeometryError(f"layer {number} of {kind} has a window of {layer.sliding_window}", hint)
         found += [LayerPart(number, keeps, getattr(layer, "sliding_window", 0)) for keeps in _KEPT[type(layer)]]
         if isinstance(layer, LinearAttentionLayer) and (kind not in STATES or layer.number_of_states > 1):
-            why = _NO_STATE.get(kind, f"states are cached of {', '.join(STATES)}")
-            raise GeometryError(f"layer {number} of {kind} keeps a state ({type(layer).__name__}): {why}", hint)
+            raise GeometryError(
+                f"layer {number} of {kind} keeps a state ({type(layer).__name__}): states are cached of "
+                f"{', '.join(STATES)}",
+                hint,
+            )
     return found
 
 
@@ -103,12 +100,21 @@ def layers_of(model: torch.nn.Module) -> DynamicCache:
     return DynamicCache(config=cast(PreTrainedConfig, model.config))
 
 
+def cache_name(model: torch.nn.Module) -> str:
+    """The name by which a model's forward takes a cache. Raises `GeometryError` if it takes none."""
+    for name in CACHE_NAMES:
+        if takes(model, name):
+            return name
+    raise GeometryError(
+        f"{type(model).__name__} takes no cache: neither {' nor '.join(CACHE_NAMES)}",
+        "pass the module whose forward is called with the cache",
+    )
+
+
 def planes_of(model: torch.nn.Module, parts: Sequence[LayerPart]) -> list[dict[str, Any]]:
     """`model.planes` of the parts, from a call of the model for two tokens. Waits for its device. Raises
     `GeometryError` if it takes no cache."""
-    cache, name = layers_of(model), next((one for one in CACHE_NAMES if takes(model, one)), None)
-    if name is None:
-        raise GeometryError(f"{type(model).__name__} takes no cache: neither {' nor '.join(CACHE_NAMES)}", MODEL)
+    cache, name = layers_of(model), cache_name(model)
     with torch.inference_mode(mode=False), torch.no_grad():
         ids = torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device)
         model(input_ids=ids, use_cache=True, **{name: cache})
@@ -151,9 +157,18 @@ MODEL = "pass model=, which is called for two tokens"
 STATE_PLANES = ("conv", "recurrent")
 KEPT = "models can be cached whose layers keep keys and values of all tokens or of a sliding window, or one state"
 _CAUSAL = {"use_bidirectional_attention": (None, False, "vision"), "is_causal": (None, True)}  # and their values
-_BY_PADS = (
-    "camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
-)  # fmt: skip
+_REFUSED = {  # families, and why
+    **dict.fromkeys(
+        ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+        "counts a call's positions from its padding token, or without it",
+    ),
+    **dict.fromkeys(("jamba", "zamba"), "begins a prefill of several tokens from an empty state, also behind a prefix"),
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba"), "has no attention, so its cache does not know its length"),
+    **dict.fromkeys(("flaubert", "xlm"), "has another kind of cache"),
+    "cpmant": "computes tokens of its own before a prompt's",
+    "mllama_text_model": "has layers that keep images, and nothing of text",
+    "prophetnet": "takes one token a call behind a prefix",
+}
 _DECODERS = ("gpt_neox", "gpt_neox_japanese")  # they do not ask is_decoder, as BERT and its like do
 _KEPT: dict[type, tuple[Keeps, ...]] = {
     DynamicLayer: ("all",),
@@ -165,7 +180,7 @@ _KEPT: dict[type, tuple[Keeps, ...]] = {
 
 
 KeysValues = tuple[torch.Tensor, torch.Tensor]  # K and V of some tokens, (rows, heads, tokens, head_dim)
-SECTION = "make the engine's model section with model_section() from this model's config and dtype"
+SECTION = "make the engine's model section with model_section() from this model's config and dtype, and model=model"
 
 
 class FixedRows:

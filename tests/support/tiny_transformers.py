@@ -44,6 +44,13 @@ WINDOW = 20  # tokens: no multiple of a page
 
 SLIDING = {**SMALL, "num_key_value_heads": 2, "sliding_window": WINDOW}
 
+SHARED = {
+    "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
+    "vocab_size_per_layer_input": 61,
+}  # fmt: skip
+
+UNEVEN = ("gemma4", "mimo_v2_flash")  # models whose layers have heads of unequal shapes or numbers
+
 WINDOWED = {  # models that have layers of a sliding window
     "gemma3": lambda: transformers.Gemma3TextConfig(
         **SLIDING, head_dim=16, layer_types=["sliding_attention", "full_attention", "sliding_attention"]
@@ -53,6 +60,21 @@ WINDOWED = {  # models that have layers of a sliding window
     "gemma2": lambda: transformers.Gemma2Config(**SLIDING, head_dim=16),
     "qwen2": lambda: transformers.Qwen2Config(**SLIDING, use_sliding_window=True, max_window_layers=1),
     "cohere2": lambda: transformers.Cohere2Config(**SLIDING, sliding_window_pattern=2),
+    # Heads of two shapes; the last two layers of Gemma's have the keys and values of others.
+    "gemma4": lambda: transformers.Gemma4TextConfig(
+        **{**SLIDING, **SHARED}, head_dim=16, global_head_dim=32, hidden_size_per_layer_input=8
+    ),
+    "gemma3n": lambda: transformers.Gemma3nTextConfig(
+        **{**SLIDING, **SHARED},
+        head_dim=16,
+        hidden_size_per_layer_input=8,
+        laurel_rank=8,
+        altup_num_inputs=2,
+        activation_sparsity_pattern=[0.0] * 4,
+    ),
+    "mimo_v2_flash": lambda: transformers.MiMoV2FlashConfig(
+        **SLIDING, **EXPERTS, head_dim=16, v_head_dim=8, n_routed_experts=4
+    ),
     "llama4": lambda: transformers.Llama4TextConfig(
         **{**SMALL, "num_hidden_layers": 4},
         num_key_value_heads=2,

@@ -109,6 +109,19 @@ def test_each_kind_of_falcon_is_served(more: dict[str, Any], tmp_path: Path) -> 
         assert [serve(engine, model, tokens())["found"] for _ in range(2)] == [0, 40]
 
 
+def test_falcon_attends_to_later_tokens_where_it_is_asked_for_attentions(tmp_path: Path) -> None:
+    """Its keys depend on them then, as transformers 5.23 computes them: see the first assertion."""
+    model = AutoModelForCausalLM.from_config(FalconConfig(**SMALL)).eval()
+    asked = {"output_attentions": True}
+    short, long = (model(tokens()[:, :n], **asked).logits[:, :20].detach() for n in (20, 40))
+    assert float((short - long).abs().max()) > 1e-3
+    with CacheEngine.from_config(options(model, tmp_path)) as engine:
+        cache = PrefixCache(engine, model).open(tokens())
+        with cache, pytest.raises(UnsupportedRequestError, match="attends to later tokens"):
+            model(tokens(), past_key_values=cache, **asked)
+        assert serve(engine, model, tokens())["found"] == 0
+
+
 def test_an_unknown_element_type_is_refused_by_name() -> None:
     config = LlamaConfig(**SMALL, num_key_value_heads=2, head_dim=16)
     for dtype in ("bf16", torch.float64):

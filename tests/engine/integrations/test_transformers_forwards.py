@@ -16,12 +16,13 @@ from transformers import (
     AutoModelForCausalLM,
     BatchEncoding,
     DynamicCache,
-    Gemma3nTextConfig,
     LlamaConfig,
     LlavaConfig,
     MptConfig,
+    OpenAIGPTConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    ReformerConfig,
     SiglipVisionConfig,
 )
 
@@ -314,6 +315,13 @@ def test_a_prefix_cache_needs_the_model(model: PreTrainedModel, engine: CacheEng
             PrefixCache(engine, wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("kind", [OpenAIGPTConfig, ReformerConfig])
+def test_a_model_that_takes_no_cache_is_refused(engine: CacheEngine, kind: type[PreTrainedConfig]) -> None:
+    config = kind(**SMALL, is_decoder=True, axial_pos_embds_dim=[16, 16], d_model=32, n_layer=1, n_head=4)
+    with pytest.raises(GeometryError, match="takes no cache: neither"):
+        PrefixCache(engine, AutoModelForCausalLM.from_config(config))
+
+
 def test_what_is_no_token_ids_is_refused_by_its_type(model: PreTrainedModel, engine: CacheEngine) -> None:
     wrong = ["text", b"text", {"input_ids": tokens()}, BatchEncoding({"input_ids": tokens()}), None, 5, [1.5, 2.5]]
     prefixes = PrefixCache(engine, model)
@@ -421,25 +429,6 @@ def refused(config: Any) -> str:
         model_section(config, dtype="float32", name="m")
     assert caught.value.hint
     return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {},
-        {"num_hidden_layers": 3},
-        {"num_hidden_layers": 4, "num_kv_shared_layers": 2},
-        {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["full_attention"] * 4},
-        {"num_hidden_layers": 2, "num_kv_shared_layers": 4},
-    ],
-    ids=str,
-)
-def test_gemma3n_is_refused_by_name(more: dict[str, Any]) -> None:
-    try:
-        config = Gemma3nTextConfig(**more)
-    except (ValueError, TypeError):
-        pytest.skip("transformers makes no such configuration")
-    assert "gemma3n" in refused(config)
 
 
 def test_what_is_no_configuration_of_a_language_model_is_refused() -> None:

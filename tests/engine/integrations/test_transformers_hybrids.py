@@ -15,9 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import (
     BertConfig,
+    CpmAntConfig,
     DynamicCache,
     FalconMambaConfig,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GPTNeoXConfig,
     InklingTextConfig,
     JambaConfig,
@@ -25,10 +27,13 @@ from transformers import (
     Mamba2Config,
     MambaConfig,
     MistralConfig,
+    MllamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    ProphetNetConfig,
     RobertaConfig,
     T5GemmaConfig,
+    XLMConfig,
     ZambaConfig,
 )
 
@@ -46,6 +51,7 @@ from tests.support.tiny_transformers import (
     SLIDING,
     SMALL,
     STATEFUL,
+    UNEVEN,
     WINDOW,
     WINDOWED,
     build,
@@ -168,12 +174,14 @@ def parting(n: int, seed: int, length: int = PROMPT) -> torch.Tensor:
 @pytest.mark.parametrize("kind", WINDOWED)
 def test_the_section_has_a_group_for_each_window(kind: str, models: Callable[[str], PreTrainedModel]) -> None:
     model = models(kind)
-    section = model_section(model.config, dtype=model.dtype, name="m", page_tokens=PAGE)
+    given = model if kind in UNEVEN else None
+    section = model_section(model.config, dtype=model.dtype, name="m", page_tokens=PAGE, model=given)
     layout = ModelConfig(**section).layout()
     cache = DynamicCache(config=model.config)
     model(tokens(3), past_key_values=cache)
     windows = {layer: group.get("window") for group in section["groups"] for layer in group["layers"]}
-    for number, (planes, layer) in enumerate(zip(layout.layers, cache.layers, strict=True)):
+    own = [layer for layer in cache.layers if layer.keys is not None]  # others have those of a layer before
+    for number, (planes, layer) in enumerate(zip(layout.layers, own, strict=True)):
         assert windows[number] == (WINDOW if layer.is_sliding else None)
         for plane, states in zip(planes, (layer.keys, layer.values), strict=True):
             assert plane.shape == (states.shape[1], states.shape[3])
@@ -196,7 +204,7 @@ def test_the_section_has_the_states_as_the_model_makes_them(qwen: PreTrainedMode
     half = build("qwen3_next", dtype="bfloat16")
     section = model_section(half.config, dtype="bfloat16", name="m", model=half)
     assert {plane["name"]: plane["dtype"] for plane in section["planes"]}["recurrent"] == "float32"
-    with pytest.raises(GeometryError, match="qwen3_next keeps states") as refused:
+    with pytest.raises(GeometryError, match="qwen3_next has states") as refused:
         model_section(qwen.config, dtype="float32", name="m")
     assert "model=" in str(refused.value.hint)
 
@@ -220,11 +228,19 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
     "an encoder that could be a decoder": (lambda: BertConfig(**ENCODER), "bert has is_decoder=False"),
     "positions by pads": (lambda: RobertaConfig(**ENCODER, is_decoder=True), "roberta counts a call's positions"),
     "an encoder": (T5GemmaConfig, "encoder-decoder"),
-    "jamba": (lambda: JambaConfig(**SMALL, attn_layer_period=2, attn_layer_offset=1), "begins from an empty state"),
-    "zamba": (lambda: ZambaConfig(**SMALL, attn_layer_period=2), "begins from an empty state"),
+    "jamba": (lambda: JambaConfig(**SMALL, attn_layer_period=2, attn_layer_offset=1), "from an empty state"),
+    "zamba": (lambda: ZambaConfig(**SMALL, attn_layer_period=2), "from an empty state"),
     "mamba": (lambda: MambaConfig(num_hidden_layers=2), "does not know its length"),
     "mamba2": (lambda: Mamba2Config(num_hidden_layers=2), "does not know its length"),
     "falcon_mamba": (lambda: FalconMambaConfig(num_hidden_layers=2), "does not know its length"),
+    "cpmant": (CpmAntConfig, "tokens of its own before"),
+    "mllama_text_model": (lambda: MllamaConfig().text_config, "keep images"),
+    "prophetnet": (lambda: ProphetNetConfig(is_encoder_decoder=False), "one token a call"),
+    "xlm": (XLMConfig, "another kind of cache"),
+    "heads of two shapes, without the model": (
+        lambda: Gemma4TextConfig(num_hidden_layers=6),
+        "gemma4_text has .* shapes",
+    ),
     "inkling_text": (lambda: InklingTextConfig(num_hidden_layers=2), "keeps its cache in a Linear"),
 }
 
@@ -242,7 +258,7 @@ def test_decoders_that_could_be_encoders_are_kept() -> None:
 def test_what_cannot_be_kept_is_refused_by_name(what: str) -> None:
     make, words = REFUSED[what]
     config = make()
-    name = "" if " " in what else f"of {config.model_type} .*"
+    name = "" if " " in what else f"{config.model_type} .*"
     with pytest.raises(GeometryError, match=name + words):
         model_section(config, dtype="float32", name="m")
 

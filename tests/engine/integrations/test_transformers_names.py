@@ -336,9 +336,85 @@ def test_a_forward_that_was_there_for_one_call_is_noticed(model: PreTrainedModel
             cache.commit(other)
 
 
+def _written(times: float, how: str) -> type[LlamaMLP]:
+    """A class as a notebook's cell makes it anew, by one name."""
+    if how == "what it holds":
+
+        class Mlp(LlamaMLP):  # type: ignore[misc]
+            def forward(self, states: torch.Tensor) -> torch.Tensor:
+                return times * super().forward(states)
+
+    else:
+
+        class Mlp(LlamaMLP):  # type: ignore[misc,no-redef]
+            def forward(self, states: torch.Tensor) -> torch.Tensor:
+                return self.after(super().forward(states))
+
+        def twice(self: object, states: torch.Tensor) -> torch.Tensor:
+            return 2 * states
+
+        def thrice(self: object, states: torch.Tensor) -> torch.Tensor:
+            return 3 * states
+
+        Mlp.after = twice if times == 2 else thrice
+    return Mlp
+
+
+@pytest.mark.parametrize("how", ["what it holds", "another method"])
+def test_a_class_that_is_written_again_is_another_model(model: PreTrainedModel, how: str) -> None:
+    names = []
+    for times in (2.0, 3.0, 2.0):
+        model.model.layers[1].mlp.__class__ = _written(times, how)
+        names.append(LiveModel(model).identity())
+    assert names[0] == names[2] != names[1]
+
+
+def test_a_forward_that_takes_the_name_of_a_librarys_is_another_model(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner, live = LlamaMLP.forward, LiveModel(model)
+    known: list[object] = []
+    for times in (1.0, 2.0):
+
+        @functools.wraps(inner)
+        def forward(self: torch.nn.Module, states: torch.Tensor, times: float = times) -> torch.Tensor:
+            return times * inner(self, states)
+
+        known.append(live.identity())
+        monkeypatch.setattr(LlamaMLP, "forward", forward)
+    known.append(live.identity())
+    assert all(known.count(name) == 1 for name in known)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_weights_that_are_packed_in_other_memory_are_never_found_again(model: PreTrainedModel) -> None:
+    packed = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+    assert not any("down_proj" in name for name, _ in packed.named_parameters())
+    assert LiveModel(packed).identity()["weights"] != LiveModel(packed).identity()["weights"]
+
+
+ODD = {
+    "sparse": torch.Tensor.to_sparse,
+    "rows": torch.Tensor.to_sparse_csr,
+    "mkldnn": torch.Tensor.to_mkldnn,
+    "quantised": lambda tensor: torch.quantize_per_tensor(tensor, 0.1, 0, torch.qint8),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ODD)
+def test_tensors_of_other_layouts_are_never_found_again(model: PreTrainedModel, kind: str) -> None:
+    model.model.register_buffer("odd", ODD[kind](weight(model).detach().cpu()))
+    live = LiveModel(model)
+    assert live.identity() == live.identity() != LiveModel(model).identity()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float64])
 @pytest.mark.parametrize("shape", [(61, 1030), (1, 5000), (3, 4096 * 8), (2000, 3)])
-def test_one_element_anywhere_is_another_model(shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+def test_one_element_anywhere_is_another_model(
+    shape: tuple[int, int], dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_model, "PIECE", 1 << 16)
     bare, rng = torch.nn.Module(), random.Random(3)
     # behind three elements: words of 8 bytes begin elsewhere
     memory = torch.randint(1, 50, (3 + shape[0] * shape[1],), device=device).to(dtype)
@@ -359,7 +435,8 @@ def test_other_signs_are_another_model(dtype: torch.dtype, device: str) -> None:
     bare = torch.nn.Module()
     bare.register_buffer("weight", torch.rand(64, 4096, device=device).to(dtype))
     live, names = LiveModel(bare), []
-    for some in (bare.weight[:0], bare.weight, bare.weight[3:5], bare.weight[:, :2048]):
+    columns = (bare.weight[:, column] for column in range(1, 9))  # 8 elements, at least, are a word
+    for some in (bare.weight[:0], bare.weight, bare.weight[3:5], bare.weight[:, :2048], *columns):
         some.neg_()
         names.append(live.identity())
     assert all(names.count(name) == 1 for name in names)
@@ -625,7 +702,7 @@ def test_tensors_without_bytes_are_never_found_again(model: PreTrainedModel, cap
     one, other = LiveModel(model), LiveModel(model)
     assert one.identity()["weights"] == one.identity()["weights"]
     assert one.identity()["weights"] != other.identity()["weights"]
-    assert "2 tensors have no bytes to look at" in caplog.text
+    assert "2 tensors or modules have no bytes to look at" in caplog.text
 
 
 # -- facts -------------------------------------------------------------------------------------------------------------
@@ -636,7 +713,7 @@ def facts(**changes: Any) -> dict[str, object]:
     config.get_text_config = lambda decoder: config
     module = torch.nn.Module()
     module.config = config  # type: ignore[assignment]
-    return live_model.facts_of(module)
+    return live_model._facts(*live_model._settings(module))
 
 
 def fields(*kinds: str) -> list[str]:
@@ -652,12 +729,12 @@ def test_another_value_of_a_line_is_another_model(field: str) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("field", fields("held"))
 def test_a_line_that_is_taken_out_is_missed(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = live_model.facts_of
+    kept = live_model._facts
 
-    def some(module: torch.nn.Module) -> dict[str, object]:
-        return {name: value for name, value in kept(module).items() if name != f"TextConfig.{field}"}
+    def some(*given: Any) -> dict[str, object]:
+        return {name: value for name, value in kept(*given).items() if name != f"TextConfig.{field}"}
 
-    monkeypatch.setattr(live_model, "facts_of", some)
+    monkeypatch.setattr(live_model, "_facts", some)
     with pytest.raises(AssertionError):
         test_another_value_of_a_line_is_another_model(field)
 
