@@ -39,7 +39,11 @@ def cache(way: str, folder: str) -> dict[str, Any]:
     """Arguments of `sglang.Engine` for our linker, or for our storage below HiCache."""
     ssd = {"path": f"{folder}/{way}", "capacity": "2GiB", "transport": "posix", "gds": "off"}
     if way == "linker":
-        config = {"cpu": {"capacity": "256MiB"}, "ssd": ssd, "host_buffer": "64MiB"}  # two states beside other pools' pages
+        config = {
+            "cpu": {"capacity": "256MiB"},
+            "ssd": ssd,
+            "host_buffer": "64MiB",
+        }  # two states beside other pools' pages
         return {
             "enable_unified_cache_external_linker": True,
             "unified_cache_external_linker_backend": "dynamic",
