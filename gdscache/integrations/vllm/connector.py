@@ -250,8 +250,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             orders = StepOrders(None if loads else prefill_of(step), idle, idle or bool(step.finished_req_ids))
         self._counts["steps"] += 1
         deferred, table.deferred = table.deferred, False
-        told = self._joined.stores.step(loads, stores, fresh, idle=idle, last=orders.last)
-        orders.loads, orders.stores = told
+        orders.loads, orders.stores = self._joined.stores.step(loads, stores, fresh, idle=idle, last=orders.last)
         if idle and not loads and (deferred or self._joined.loads.under_way):
             self._joined.rest(_REST_S)
         return orders

@@ -63,6 +63,7 @@ class Lead(Stores):
         """See `Stores.end`. Ranks have computed these pages: vLLM has the tokens behind them. So an earlier step's mark
         will do."""
         self._computed = [*self._computed, *(order for order in orders if self._order[order.pool].begun)]
+        self._end_step(idle=False, last=True)
 
     def reads(self) -> Set[int]:
         return super().reads() | {block for order in self._computed for block in order.blocks}

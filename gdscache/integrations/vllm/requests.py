@@ -269,10 +269,8 @@ class RequestTable:
             if known is None or (offered := known.offered) is None:
                 continue
             before = known.request.num_computed_tokens
-            if (before + tokens) // size <= offered <= before // size:
-                continue  # most requests in most steps
-            if self._refused(known):
-                continue
+            if (before + tokens) // size <= offered <= before // size or self._refused(known):
+                continue  # most requests in most steps, by the numbers
             full = min((before + tokens) // size, len(known.request.block_hashes))
             first = min(offered, before // size)  # less if a bad page is computed again
             known.offered = max(first, full)

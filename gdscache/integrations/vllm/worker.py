@@ -239,10 +239,11 @@ class Stores:
 
     def _start(self, pool: int, orders: Sequence[StoreOrder]) -> None:
         engine, marks, salt = self._engines[pool], self._marks[pool], self._salt
-        namespace, shared = engine.namespaces(salt)[0], dict[tuple[int, Page], None]()
-        for order in orders:  # a request may begin with blocks that another one fills in the same step
-            shared.update(dict.fromkeys(zip(order.blocks, order.pages(namespace), strict=True)))
-        blocks, pages = [block for block, _ in shared], [page for _, page in shared]
+        namespace, shared = engine.namespaces(salt)[0], dict[tuple[int, bytes], Page]()
+        for order in orders:  # requests may share blocks that a step fills; of a hybrid model, behind unequal pages
+            for block, page in zip(order.blocks, order.pages(namespace), strict=True):
+                shared.setdefault((block, page.key), page)
+        blocks, pages = [block for block, _ in shared], [*shared.values()]
         epoch, after = engine.epoch(salt), marks.mark()
 
         def store() -> list[StoreHandle]:

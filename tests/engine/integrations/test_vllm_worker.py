@@ -290,6 +290,20 @@ def test_requests_of_a_step_that_share_blocks(worker: Worker) -> None:
     assert (worker.session.cached(hashes(3)), worker.session.cached(hashes(4))) == (0, 0)
 
 
+def test_requests_of_a_hybrid_model_share_blocks_behind_unequal_pages(worker: Worker) -> None:
+    """A page follows the one that its request stored before it, and another request may have stored none there."""
+    worker.fill([3, 4], 30)
+    first, page = worker.session.engine.pages(hashes(5, 2))
+    worker.stores.begin(
+        [StoreOrder("a", (first, page), 0, (3, 4)), StoreOrder("b", (page._replace(parent=bytes(32)),), 0, (4,))],
+        last=True,
+    )
+    worker.stores.wait_until_read({3, 4})
+    worker.session.engine.drain(30)
+    assert worker.session.cached(hashes(5, 2)) == 2
+    assert (worker.counts["offered_pages"], worker.counts["unstored_pages"]) == (2, 0)
+
+
 def test_pages_of_a_store_that_is_refused_are_counted(caplog: pytest.LogCaptureFixture) -> None:
     engine, _ = stub_engine()
     engine.store_pages = raising(SlotRangeError("no such block", ""))
