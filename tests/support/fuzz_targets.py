@@ -35,7 +35,7 @@ from gdscache.index.index import PageIndex
 from gdscache.mooncake.tier import TRAILER_BYTES, is_stored, trailer
 from gdscache.pages.checksum import bound, layer_checksums
 from gdscache.pages.keys import Page
-from gdscache.policies import new_policy
+from gdscache.policies import POLICIES
 from gdscache.policies.admission import RecentCounter
 from gdscache.tiers.fates import LEAST, PageFates
 from gdscache.tiers.ssd import _retentions
@@ -490,7 +490,7 @@ def able(found: Recovered) -> None:
     require(sorted(found.order.tolist()) == list(range(count)), "an order of other rows")
     require(not count or found.namespaces.max() < len(found.digests), "a namespace without a digest")
     require(all(len(digest) == 32 for digest in found.digests), "a digest of another size")
-    index = PageIndex(SLOTS, new_policy("lifetime"), forget=lambda *_: None, recycle=lambda *_: None)
+    index = PageIndex(SLOTS, POLICIES["lifetime"](1), forget=lambda *_: None, recycle=lambda *_: None)
     names = (found.keys, found.parents, found.digests, found.namespaces, found.slots, found.order)
     index.restore(*names, _retentions(found), found.above)
     require(index.free_slots == SLOTS - count, "slots that are neither free nor taken")

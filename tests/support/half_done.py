@@ -10,7 +10,7 @@ from gdscache.index.index import PageIndex
 from gdscache.index.retention import DEFAULT, Retention
 from gdscache.index.table import PENDING
 from gdscache.pages.keys import Page
-from gdscache.policies import new_policy
+from gdscache.policies import POLICIES
 from tests.support.index_machine import chain
 
 SLOTS = 8
@@ -57,7 +57,7 @@ def index_life(policy: str, quiet: Quiet) -> None:
     """An index in use. `quiet()`: a context in which nothing fails."""
     first, second, third, fourth = (chain(number, pages) for number, pages in enumerate((4, 3, 4, 2)))
     with quiet():
-        index = PageIndex(SLOTS, new_policy(policy))
+        index = PageIndex(SLOTS, POLICIES[policy](1))
         index.orders.changes_kept = 3
     tried = tries(quiet, index, index.check)
     tried(lambda: put(index, first))

@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 
 from gdscache import errors
-from gdscache.commands.inspect import inspect, verify
 from gdscache.commands.inspect.owner import find_owner
-from gdscache.commands.inspect.verification import _own
+from gdscache.commands.inspect.reading import inspect
+from gdscache.commands.inspect.verification import _own, verify
 from gdscache.disk import directory
 from gdscache.disk.directory import CacheDirectory
 from tests.support.disk_parts import PAGES, opened, served, store

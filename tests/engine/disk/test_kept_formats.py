@@ -4,6 +4,8 @@ finds all pages.
 Each archive holds the directory `a` of 3 pages of prompt 1, 3 of prompt 2 with the salt "tenant", and one of prompts 3
 (of priority 2), 4 and 5 (of priority -1), the last two with times to live beyond the year 2080. A page is its key,
 repeated. `killed` was not closed: rows are in the log alone. `striped` lies over `a` and `b`.
+
+Beside these, a packed directory of vLLM's planes is read by docs/format.md alone.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ import pytest
 
 from gdscache.commands.inspect.reading import inspect
 from gdscache.commands.inspect.verification import verify
-from tests.support.helpers import OpenHost, prompt, settle
+from gdscache.pages.keys import namespace_digest
+from tests.support.helpers import Host, OpenHost, expected, make_config, narrowed, prompt, settle
+from tests.support.packed_pages import unpack
 
 FORMATS = Path(__file__).parents[2] / "formats"
 KEPT = sorted(FORMATS.glob("*/*.tar.xz"))
@@ -82,3 +86,36 @@ def test_it_is_inspected_and_verified(archive: Path, tmp_path: Path) -> None:
     report = verify(tmp_path / "a")
     assert (report["pages"], report["good_pages"]) == (sum(PAGES.values()), sum(PAGES.values()))
     assert files(tmp_path / "a") == before
+
+
+def test_packed_planes_of_opaque_bytes(tmp_path: Path) -> None:
+    """Runs that take turns have a part each, and the namespace says so."""
+    parts, described = (64, 128), ["kv", [96], "int8", "bfloat16", [64, 128]]
+    plane = dict(zip(("name", "shape", "dtype", "values", "parts"), described, strict=True))
+    model = {"name": "tiny", "layers": 2, "page_tokens": 4, "planes": [plane], "pack": "on"}
+    host = Host(make_config(tmp_path, model=model, cpu=None, bounce=32))
+    host.data = lambda key: narrowed(expected(host.layout, key))  # type: ignore[method-assign]
+    host.keep(prompt(1, 1))
+    (page,) = host.engine.pages(prompt(1, 1))
+    host.engine.close()
+    fields = {
+        "name": "tiny",
+        "weights": "",
+        "planes": [[described]] * 2,
+        "page_tokens": 4,
+        "first_layer": 0,
+        "layers": 2,
+    }
+    fields |= {"head_group": 0, "head_groups": 1, "salt": "", "request_salt": "", "packed": 1}
+    assert page.namespace == namespace_digest(fields)
+    extent = np.frombuffer((tmp_path / "slab-0.bin").read_bytes(), np.uint8)
+    at, found = 0, []
+    for _ in range(2):
+        runs = []
+        for nbytes in parts:
+            values = nbytes * 2 // 2  # two turns
+            size = -(-values // 256) * 384 + 128
+            runs.append(unpack(extent[at : at + size], values).view(np.uint8).reshape(2, nbytes))
+            at += size
+        found.append(np.concatenate(runs, axis=1).reshape(-1))
+    assert np.array_equal(np.concatenate(found), host.data(page.key))

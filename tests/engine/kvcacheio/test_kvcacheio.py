@@ -256,11 +256,11 @@ def call(name: str, **changes: Any) -> None:
 
 REFUSED = {
     "item_size": [
-        (0, "at least 1"), (-8, "at least 1"), (12, "multiple of 8"), (1 << 31, "multiple"), (64.0, "integer"),
+        (0, "item_size is 0"), (-8, "item_size is -8"), (12, "multiple of 8"), (1 << 31, "multiple"), (64.0, "integer"),
     ],
     "block_quota": [(0, "block_quota is 0"), (-1, "block_quota is -1")],
     "num_warps_per_block": [(0, "num_warps_per_block is 0"), (33, "at most 32")],
-    "layer_id": [(2, "not in a layout_dim of 128"), (-1, "layer_id is -1"), (1 << 40, "not in a layout_dim")],
+    "layer_id": [(2, "not in a layout_dim of 128"), (-1, "layer_id is -1"), (1 << 40, "layer_id is 1099511627776")],
     "src_layout_dim": [
         (127, "layout_dim"),
         (0, "layout_dim is 0"),

@@ -32,9 +32,7 @@ from gdscache.pages.checksum import bound, first_bad_layer, layer_checksums, unb
 from gdscache.pages.keys import as_tokens, namespace_digest, page_keys
 from gdscache.pages.layout import PageLayout, Plane
 from tests.support.disk_parts import sums_of
-from tests.support.helpers import Host, expected, make_config, narrowed, prompt
 from tests.support.hybrid import MODELS
-from tests.support.packed_pages import unpack
 from tests.support.places import ROOT
 
 DOCUMENT = ROOT / "docs" / "format.md"
@@ -361,39 +359,6 @@ def test_another_number_of_shards_is_refused(tmp_path: Path, write: Callable[[Pa
     with pytest.raises(ExtentSizeError, match=r"of 4,096 bytes.*8,192"):
         Catalog(tmp_path, extent_bytes=8192, durability="process")
     assert (tmp_path / "catalog.sqlite").read_bytes() == before
-
-
-def test_packed_planes_of_opaque_bytes(tmp_path: Path) -> None:
-    """Runs that take turns have a part each, and the namespace says so."""
-    parts, described = (64, 128), ["kv", [96], "int8", "bfloat16", [64, 128]]
-    plane = dict(zip(("name", "shape", "dtype", "values", "parts"), described, strict=True))
-    model = {"name": "tiny", "layers": 2, "page_tokens": 4, "planes": [plane], "pack": "on"}
-    host = Host(make_config(tmp_path, model=model, cpu=None, bounce=32))
-    host.data = lambda key: narrowed(expected(host.layout, key))  # type: ignore[method-assign]
-    host.keep(prompt(1, 1))
-    (page,) = host.engine.pages(prompt(1, 1))
-    host.engine.close()
-    fields = {
-        "name": "tiny",
-        "weights": "",
-        "planes": [[described]] * 2,
-        "page_tokens": 4,
-        "first_layer": 0,
-        "layers": 2,
-    }
-    fields |= {"head_group": 0, "head_groups": 1, "salt": "", "request_salt": "", "packed": 1}
-    assert page.namespace == namespace_digest(fields)
-    extent = np.frombuffer((tmp_path / "slab-0.bin").read_bytes(), np.uint8)
-    at, found = 0, []
-    for _ in range(2):
-        runs = []
-        for nbytes in parts:
-            values = nbytes * 2 // 2  # two turns
-            size = -(-values // 256) * 384 + 128
-            runs.append(unpack(extent[at : at + size], values).view(np.uint8).reshape(2, nbytes))
-            at += size
-        found.append(np.concatenate(runs, axis=1).reshape(-1))
-    assert np.array_equal(np.concatenate(found), host.data(page.key))
 
 
 def test_a_packed_page_is_refused_and_its_directory_is_not(tmp_path: Path) -> None:
