@@ -118,13 +118,10 @@ public:
     // Slots of the reserve that late reads hold.
     int64_t held_slots() const { return held_slots_; }
     int64_t free_slots() const { return reserve_.free(); }
-    // Slots that a disk's reads may take, if they are free. Reads that are slow or hang leave the other disks a round, in
-    // equal shares.
+    // Slots that a disk's reads may take, if they are free. Slow or hanging reads leave each other disk its share.
     int64_t room(int32_t disk) const {
-        int64_t left = reserve_.slots() - traffic_[disk].slots;
-        for (int32_t other = 0; other < disks_; ++other) {
-            if (other != disk) left -= std::max(share_, traffic_[other].slots);
-        }
+        int64_t left = reserve_.slots();
+        for (int32_t of = 0; of < disks_; ++of) left -= std::max(of == disk ? 0 : share_, traffic_[of].slots);
         return left;
     }
 
@@ -208,9 +205,8 @@ private:
 
     Limits limits_;
     std::vector<Space> spaces_;
-    int32_t reserve_space_;
+    int32_t reserve_space_, disks_ = 1;
     Reserve reserve_;
-    int32_t disks_ = 1;
     int64_t share_ = 0;  // slots of the reserve that each disk finds free, whatever the others do
     Status refusal_ = Status::kPending;
     int64_t begun_ = 0, next_job_ = 1;
