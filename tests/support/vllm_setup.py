@@ -47,6 +47,8 @@ def setup(**changes: Any) -> tuple[Any, Any]:
         ),
         speculative_config=None,
         weight_transfer_config=None,
+        lora_config=None,
+        device_config=SimpleNamespace(device_type="cpu"),
     )
     group = SimpleNamespace(layer_names=["layer.0"], kv_cache_spec=FullAttentionSpec(block_size=16))
     cache = SimpleNamespace(kv_cache_groups=[group], hash_block_size=16, kv_cache_layout="LBNHC")

@@ -110,7 +110,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         follow(logging.getLogger("vllm"))
-        setup.refuse_setup(vllm_config, kv_cache_config)
+        setup.refuse_setup(vllm_config, kv_cache_config, version=vllm.__version__)
         self._options = _options(vllm_config)
         self._engine_id: str = vllm_config.kv_transfer_config.engine_id
         self._grouped = bool(groups_of(kv_cache_config))
@@ -456,7 +456,7 @@ def _refuse(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None
     (vllm_config,) = (*args, *kwargs.values())
     transfer = vllm_config.kv_transfer_config
     if transfer is not None and transfer.kv_connector == GdsCacheConnector.__name__:
-        setup.refuse_config(vllm_config)
+        setup.refuse_config(vllm_config, version=vllm.__version__)
         _options(vllm_config)
 
 

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from packaging.version import Version
 
 from gdscache import arguments
 from gdscache.errors import (
+    AdaptersUnsupportedError,
     CacheTypeUnsupportedError,
     HashSeedError,
     MediaUnsupportedError,
@@ -36,6 +38,7 @@ from gdscache.integrations.weights import commit_of, model_directory, weights_se
 
 _DIGEST = re.compile(r"[0-9a-f]{64}|[0-9a-f]{128}")  # of vLLM's hashers: blake3, SHA-256, SHA-512
 _LONGEST = 3600  # seconds, of an option's time
+_PLAIN_BESIDE_LORA = "0.33"  # of vLLM: on a CPU, earlier ones take an adapter for requests without one
 _SCALED = "int8_per_token_head", "fp8_per_token_head"  # types with scales in the blocks that a GPU has run
 WEIGHT_METHODS = ("reload_weights", "reset_weights")  # methods of vLLM's workers that write weights, untold
 
@@ -72,18 +75,18 @@ class Options:
         return cls(config, **switches, **times)
 
 
-def refuse_setup(vllm: Any, cache: Any, environment: Mapping[str, str] = os.environ) -> None:
+def refuse_setup(vllm: Any, cache: Any, environment: Mapping[str, str] = os.environ, version: str = "") -> None:
     """Raise the `IntegrationError` subclass of an unsupported setting.
 
     `vllm`: vLLM's `VllmConfig`; `cache`: its `KVCacheConfig`.
     """
-    refuse_config(vllm, environment)
+    refuse_config(vllm, environment, version)
     refuse_groups(cache, untried=_untried(vllm))
     _refuse_ropes(vllm.model_config)  # last: vLLM may shorten the length until its caches exist
 
 
-def refuse_config(vllm: Any, environment: Mapping[str, str] = os.environ) -> None:
-    """The checks of `refuse_setup` that need no KV cache."""
+def refuse_config(vllm: Any, environment: Mapping[str, str] = os.environ, version: str = "") -> None:
+    """The checks of `refuse_setup` that need no KV cache. `version`: vLLM's; "" is the newest."""
     transfer, parallel = vllm.kv_transfer_config, vllm.parallel_config
     cache, model = vllm.cache_config, vllm.model_config
     owners = {"KVTransferConfig": transfer, "ParallelConfig": parallel, "CacheConfig": cache, "ModelConfig": model}
@@ -107,6 +110,12 @@ def refuse_config(vllm: Any, environment: Mapping[str, str] = os.environ) -> Non
         raise SpeculationUnsupportedError(
             f"speculative decoding by {speculative.method!r} has weights of its own",
             "leave it out, or use the method ngram",
+        )
+    on_cpu = vllm.lora_config is not None and vllm.device_config.device_type == "cpu"
+    if on_cpu and version and Version(version) < Version(_PLAIN_BESIDE_LORA):
+        raise AdaptersUnsupportedError(
+            f"vLLM {version} computes requests without an adapter by the last adapter, beside requests with one",
+            f"leave --enable-lora out, or use vLLM {_PLAIN_BESIDE_LORA} or later",
         )
 
 

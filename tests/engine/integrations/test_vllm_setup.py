@@ -83,6 +83,15 @@ def test_what_is_refused(change: dict[str, Any], error: str, hint: str) -> None:
     assert issubclass(type(raised.value), errors.IntegrationError)
 
 
+def test_adapters_on_a_processor_are_refused_where_plain_requests_get_one() -> None:
+    vllm, cache = setup(lora_config=object())
+    with pytest.raises(errors.AdaptersUnsupportedError, match=r"vLLM 0\.32\.0 computes requests without an adapter"):
+        refuse_setup(vllm, cache, {}, "0.32.0")
+    refuse_setup(vllm, cache, {}, "0.33.0")
+    refuse_setup(*setup(), {}, "0.32.0")
+    refuse_setup(*setup(lora_config=object(), device_config__device_type="cuda"), {}, "0.32.0")
+
+
 @pytest.mark.parametrize("kept_as", ["fp8", "int8_per_token_head", "fp8_per_token_head"])
 def test_quantised_caches_that_a_gpu_has_run_are_served(kept_as: str) -> None:
     refuse_setup(*setup(cache_config__cache_dtype=kept_as), {})
