@@ -81,7 +81,7 @@ def init(
     if not directory:
         raise InvalidValueError("--dir is empty", "name a directory on a fast local disk, or leave --dir out")
     if not directory.startswith(("/", "~", "$")):
-        directory = str(Path.cwd() / directory)  # the engine's working directory may differ
+        directory = str(Path(os.getcwd().replace("$", "$$"), directory))  # the engine's working directory may differ
     about = ENGINES[engine]
     if cpu is not None and "C" not in about.lines:
         raise InvalidValueError("--cpu is given, but HiCache keeps pages in host memory itself", "leave --cpu out")

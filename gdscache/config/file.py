@@ -251,7 +251,8 @@ def _problem(details: ErrorDetails, model: type[BaseModel]) -> _Problem:
         allowed = "must be a list"
     elif kind == "string_type":
         allowed = "must be a text"
-        hint = "; ".join(filter(None, ("put it in quotes" * isinstance(value, (int, float)), hint)))
+        if isinstance(value, (int, float)):
+            hint = f"put it in quotes; {hint}" if hint else "put it in quotes"
     elif kind == "value_error":
         allowed = str(context["error"])
     else:

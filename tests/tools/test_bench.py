@@ -127,14 +127,14 @@ class Large(kit.Settings):
 
 @pytest.mark.parametrize(
     ("free", "memory", "fits"),
-    [(64, None, False), (100, 1000, True), (100, None, True), (100, 64, False), (0, 0, None)],
+    [(64, None, False), (100, 1000, True), (100, None, True), (100, 100, False), (0, 0, None)],
 )
 def test_files_lie_on_a_ram_disk_where_they_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], free: int, memory: int | None,
     fits: bool | None,
 ) -> None:  # fmt: skip
-    """Containers have one of 64 MiB. Its bytes are host memory, which a machine may have less of. `fits` None: there is
-    no RAM disk. The command says which directory it takes, and why."""
+    """Containers have one of 64 MiB. Its bytes are host memory, of which the CPU tier takes as much. `fits` None: there
+    is no RAM disk. The command says which directory it takes, and why, or nothing if the bench has no files."""
     ram, other = tmp_path / "ram", tmp_path / "other"
     for one in (ram, other):
         one.mkdir()
@@ -146,8 +146,12 @@ def test_files_lie_on_a_ram_disk_where_they_fit(
     bench = dataclasses.replace(toy({"a": lambda: 1.0}), settings=Large)
     bench.command(directory=None)
     said = capsys.readouterr().err.splitlines()[0]
-    assert f"The files lie in {ram if fits else other}, " in said
-    assert ("80 MiB" in said, str(ram) in said) == (fits is not None, True)
+    assert f"bench toy has its files, 80 MiB, in {ram if fits else other}: " in said
+    assert said.endswith(
+        "is no RAM disk that this user may write" if fits is None else f"{min(free, (memory or 1000) // 2)} MiB"
+    )
+    dataclasses.replace(bench, settings=kit.Settings).command(directory=None)
+    assert capsys.readouterr().err.startswith("0 s, ")
 
 
 def test_a_full_disk_is_said_with_the_option_that_names_another(tmp_path: Path) -> None:

@@ -297,6 +297,20 @@ def test_a_run_that_takes_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert bench.run.found["failed"] == [{"what": "stage 1", "cause": words}]
 
 
+@pytest.mark.parametrize(("folder", "option"), [("first", "--dir"), ("second", "--disk")])
+def test_a_run_without_room_names_the_option_of_its_directory(tmp_path: Path, folder: str, option: str) -> None:
+    bench = serving.Serving(kit.Run({"rows": []}), serving.Settings())
+    bench.folders = [tmp_path / "first", tmp_path / "second"]
+    order = dict.fromkeys(("way", "restarted", "where", "policy")) | {"folder": str(tmp_path / folder)}
+    (tmp_path / "1.log").write_text("gdscache.errors.NoSpaceError: the slab needs more\n")
+    with subprocess.Popen(["/bin/false"], start_new_session=True) as process:
+        one = serving.Running("stage 1", order, tmp_path / "1.json", process)
+        one.file(".ready").touch()
+        bench._measure(one)
+    [failed] = bench.run.found["failed"]
+    assert failed["cause"] == f"exit status 1; {kit.ELSEWHERE}: {option}"
+
+
 def test_a_full_disk_costs_no_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does a kill within a write."""
     order, file = tmp_path / "order", tmp_path / "answers"

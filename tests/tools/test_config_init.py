@@ -97,6 +97,16 @@ def test_the_file_is_what_a_connector_reads(init: Run) -> None:
     }
 
 
+def test_a_relative_directory_begins_at_this_one_whose_name_may_have_a_sign(
+    init: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "a$DISK").mkdir()
+    monkeypatch.chdir(tmp_path / "a$DISK")
+    monkeypatch.setenv("NUMBER", "3")
+    assert init("vllm", "--ssd", "2GiB", "--dir", "kv/$NUMBER")[::2] == (0, "")
+    assert load_config(Path("gdscache.yaml"), model=MHA).ssd.path == tmp_path / "a$DISK" / "kv" / "3"
+
+
 def test_each_line_fits_and_each_key_says_what_it_is_for(init: Run) -> None:
     init("vllm")
     text = Path("gdscache.yaml").read_text()

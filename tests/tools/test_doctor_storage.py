@@ -11,12 +11,25 @@ import tarfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 
 from gdscache.commands.doctor import storage
-from gdscache.commands.doctor.facts import Asked, Facts, Found, FreeSpace, Moved, Place, Row, Ssd, defaults
+from gdscache.commands.doctor.facts import (
+    Asked,
+    Facts,
+    Found,
+    FreeSpace,
+    Moved,
+    Place,
+    Row,
+    Ssd,
+    answer,
+    attempt,
+    defaults,
+)
 from gdscache.commands.doctor.storage import ssd_rows
 from gdscache.config import Config
 from gdscache.disk.directory import CacheDirectory
@@ -315,6 +328,14 @@ def test_free_space_counts_the_slab_that_is_there(tmp_path: Path) -> None:
         os.posix_fallocate(file.fileno(), 0, 4 * MIB)
     assert storage.find_space(tmp_path, tmp_path, 2).slab >= 7 * MIB
     assert storage.find_space(tmp_path, tmp_path, 0).slab < 4 * MIB
+
+
+def test_a_file_system_without_a_size_has_no_log_to_look_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_blocks=0, f_bavail=0, f_frsize=4096))
+    space: Found[FreeSpace] = attempt(lambda: storage.find_space(tmp_path, tmp_path))
+    [row] = answer("free space", space, "warn", "see the system log for the device")
+    assert (row.value, row.verdict) == ("the file system does not report its size", "warn")
+    assert "the slab fits" in row.next_step
 
 
 def test_free_space_counts_the_slabs_of_all_pools_and_of_pages_that_do_not_fit(tmp_path: Path) -> None:

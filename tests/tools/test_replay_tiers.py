@@ -498,6 +498,27 @@ def test_ctrl_c_breaks_no_decision_off(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_ctrl_c_in_the_last_step_ends_a_replay_too() -> None:
+    clock, ended = Clock(), list[float]()
+
+    def process() -> Process:
+        yield clock.wait(1)
+        signal.raise_signal(signal.SIGINT)
+        ended.append(clock.now)
+
+    @clock.interruptible()
+    def replayed() -> None:
+        clock.start(process())
+        clock.run()
+
+    with pytest.raises(KeyboardInterrupt):
+        replayed()
+    assert ended == [1]
+    with pytest.raises(KeyboardInterrupt):
+        clock.interruptible()(signal.raise_signal)(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_the_report_as_json(gdscache, trace: Path, tiny: Path) -> None:
     options = ["--config", tiny, "--cpu", "12KiB", "--ssd", "20KiB", "--json"]
     status, out, err = gdscache("replay", trace, *options, "--prefill-tokens-per-second", "5120")

@@ -364,7 +364,7 @@ def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
     needed, free = 3 * settings.total + GIB, shutil.disk_usage(directory).free
     if free < needed:
         message = f"{directory} has {about(free)} free, {about(needed)} are needed"
-        raise CapacityError(message, f"{kit.ELSEWHERE}, or lower --total")
+        raise CapacityError(message, f"{kit.ELSEWHERE}: --dir, or lower --total")
     some: dict[str, Callable[[Place], list[Row]]] = {}
     for transport, size in itertools.product(("", *settings.transports), TARGETS):
         given: dict[str, Any] = {"page_bytes": size, "transport": transport, "require_gds": settings.require_gds}

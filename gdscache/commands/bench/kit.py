@@ -58,7 +58,7 @@ Keep = Callable[[dict[str, Any]], None]
 
 ERRORS = (GdsCacheError, RuntimeError, OSError, MemoryError)
 RAM_DISK = Path("/dev/shm")
-ELSEWHERE = "name a directory with more room: --dir"
+ELSEWHERE = "name a directory with more room"
 _PLOT_FORMATS = (".png", ".svg", ".pdf")
 
 
@@ -91,18 +91,6 @@ class Settings:
     def needed(self) -> int:
         """Bytes of the files, if a RAM disk may have them."""
         return 0
-
-    def place(self, other: Path = Path()) -> tuple[Path, str]:
-        """The directory where none is named, and the reason: a RAM disk with room for the files, else `other`."""
-        if not self.needed:
-            return other, ""
-        needed, lacks = self.needed, f"no RAM disk is at {RAM_DISK}"
-        if RAM_DISK.is_dir() and os.access(RAM_DISK, os.W_OK) and machine.in_memory(RAM_DISK):
-            room = min(there for there in (shutil.disk_usage(RAM_DISK).free, host_bytes()) if there is not None)
-            if room >= needed:
-                return RAM_DISK, f"The files lie in {RAM_DISK}, a RAM disk with room for {about(needed)}."
-            lacks = f"{RAM_DISK} has room for {about(room)} of {about(needed)}"
-        return other, f"The files lie in {other.absolute()}, since {lacks}."
 
 
 class NoTimeLeftError(Exception):
@@ -225,23 +213,35 @@ class Bench:
         except ERRORS as error:
             if not run.found["left"] or (isinstance(error, GdsCacheError) and not run.found["done"]):
                 if _is_full(error):
-                    raise NoSpaceError(getattr(error, "message", str(error)), ELSEWHERE) from error
+                    raise NoSpaceError(getattr(error, "message", str(error)), f"{ELSEWHERE}: --dir") from error
                 raise
             for name in run.found["left"]:
                 run.note("failed", name, cause_of(error))
         run.save()
         return run.found
 
+    def place(self, settings: Settings, other: Path = Path()) -> Path:
+        """A RAM disk with room for the files, else `other`. Says on stderr which, and why."""
+        if not settings.needed:
+            return other
+        found, why = other.absolute(), f"{RAM_DISK} is no RAM disk that this user may write"
+        if RAM_DISK.is_dir() and os.access(RAM_DISK, os.W_OK) and machine.in_memory(RAM_DISK):
+            room, memory = shutil.disk_usage(RAM_DISK).free, host_bytes()
+            room = room if memory is None else min(room, memory // 2)  # the CPU tier takes as much
+            found = RAM_DISK if room >= settings.needed else found
+            why = f"the RAM disk {RAM_DISK} has room for {about(room)}"
+        said = f"bench {self.name} has its files, {about(settings.needed)}, in {found}: {why}"
+        print(said, file=sys.stderr, flush=True)  # above a progress bar
+        return found
+
     def command(
         self, directory: Path | None = Path(), json_file: Path | None = None, plot: Path | None = None, **options: Any
     ) -> None:
         """The command, by its options: a progress bar, tables, the JSON file, the plot, the exit status. `directory`:
-        None for one that the settings choose."""
+        None for that of `place`."""
         settings = self.settings.of(**options)
         settings.check()
-        if directory is None:
-            directory, why = settings.place()
-            typer.echo(why, err=True)
+        directory = self.place(settings) if directory is None else directory
         matplotlib = None if plot is None else require_matplotlib(plot)
         check_writable(plot, "--plot")
         check_directory(directory, "--dir")
@@ -284,7 +284,7 @@ def cause_of(error: BaseException) -> str:
     """An error in one line; of a full file system also the option that names another."""
     message = error.message if isinstance(error, GdsCacheError) else str(error)
     line = " ".join(message.split()) or type(error).__name__
-    return f"{line}; {ELSEWHERE}" if _is_full(error) else line
+    return f"{line}; {ELSEWHERE}: --dir" if _is_full(error) else line
 
 
 def _is_full(error: BaseException) -> bool:

@@ -101,11 +101,9 @@ def measure(directory: Path, out: Path, seconds: float, progress: Progress, *, q
         share, shares = part.share / shares, shares - part.share
         try:
             settings = part.bench.settings.of(quick=quick, **part.options)
-            place, why = settings.place(directory)
+            place = part.bench.place(settings, directory)
             keep = functools.partial(_keep, out, found, part.bench.name, part.bench.head(settings, place))
             told = functools.partial(_told, progress, part.title)
-            if why:
-                told(0, 1, why)
             rows = part.bench.run(settings, place, told, keep, seconds=(until - began) * share)
         except kit.ERRORS as error:
             found["cannot"][part.bench.name] = cause_of(error)

@@ -281,7 +281,6 @@ class Serving:
         settings, folder = self.settings, self.folders[way.second]
         small = settings.preset == "tiny"
         of, where = model_config(settings.preset), self._where(folder)
-        states = settings.preset in STATES
         prompt = settings.prompt_bytes
         policy = settings.policy or ("wait_complete" if where == "ram" else "best_effort")  # a disk may be slow
         self._started += 1
@@ -299,7 +298,7 @@ class Serving:
             "ends": 500 + 100 * self._started,  # of prompts, so that runs have distinct prompts
             "gpu": settings.gpus > 0,
             "groups": "layer_types" in of,
-            "states": states,
+            "states": settings.preset in STATES,
             "kv_cache": 9 * prompt // 4 // settings.tp,  # of each GPU
             "gpu_tokens": 9 * settings.tokens // 4,  # of SGLang's GPU cache: two prompts, so the third evicts the first
             "cpu": GIB if small else (2 * settings.repeat + 3) * prompt // 2,  # it holds all prompts of first tokens
@@ -366,7 +365,8 @@ class Serving:
             typer.echo(f"{one.label}\n{log[-TAIL:]}", err=True)
             late = f"it measured for more than {MEASURE_S:g} s" if ready else f"it was not open after {OPEN_S:g} s"
             wrong = late if status is None else f"exit status {status}"
-            wrong += f"; {kit.ELSEWHERE}" if "NoSpaceError" in log else ""
+            if "NoSpaceError" in log:
+                wrong += f"; {kit.ELSEWHERE}: {'--dir' if one.order['folder'] == str(self.folders[0]) else '--disk'}"
         self.run.add(one.label, {"rows": [row]}, wrong=wrong)
         self.run.save()  # a machine may be gone before the last run ends
 

@@ -57,15 +57,14 @@ class Settings(kit.Settings):
         return tiny | (small if quick else {"prompts": (2048, 512, 8192)})
 
     @property
-    def longest(self) -> int:
-        """Tokens of the longest prompt that is measured."""
-        return max(cell.prompt_tokens for cell in chosen(self))
+    def pages(self) -> int:
+        """Pages of the longest prompt that is measured, the last one perhaps in part."""
+        return -(-max(cell.prompt_tokens for cell in chosen(self)) // self.page_tokens)
 
     @property
     def tier_pages(self) -> int:
         """Pages of a tier with room for two of the longest prompts."""
-        whole = self.longest // self.page_tokens
-        return 2 * whole + whole // 8 + 16
+        return 2 * self.pages + self.pages // 8 + 16
 
     @property
     def needed(self) -> int:

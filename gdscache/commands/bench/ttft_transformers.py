@@ -66,7 +66,7 @@ class TransformersClient:
         section["pack"] = "on" if settings.pack else "off"
         self._vocab = self.model.config.vocab_size
         self.layout = Config.from_dict({"model": section}).model.layout()
-        pages = -(-settings.longest // size)
+        pages = settings.pages
         self._request, self._document = list(range(pages)), list(range(pages, 2 * pages))
         self.planes = PagedPlanes.allocate(self.layout, 2 * pages, self.device).tensors
         config = self._config(section, settings.tier_pages * self.layout.extent_bytes)

@@ -37,7 +37,7 @@ from gdscache.commands.inspect.owner import find_owner
 from gdscache.commands.inspect.reading import caches_below
 from gdscache.config import SsdConfig
 from gdscache.disk.catalog_file import FORMAT_VERSION, OLD_VERSION, format_version, system_errors
-from gdscache.errors import DirectoryNotWritableError, GdsCacheError
+from gdscache.errors import DirectoryNotWritableError, GdsCacheError, IOFailedError
 from gdscache.runtime.files import located, text_of
 from gdscache.sizes import MIB, about, format_size
 from gdscache.storage import choose_and_open
@@ -182,10 +182,10 @@ def scratch(place: Path) -> Iterator[Path]:
 
 
 def find_space(directory: Path, place: Path, number: int = 0) -> FreeSpace:
-    """Free space for this user, and bytes of the slab files in directory `number`. Raises `OSError`."""
+    """Free space for this user, and the slab's bytes in directory `number`. Raises `OSError`, `IOFailedError`."""
     system = os.statvfs(place)
     if not system.f_blocks:
-        raise OSError("the file system does not report its size")
+        raise IOFailedError("the file system does not report its size", "see by other means that the slab fits")
     slab = 0
     for path in (file for own in caches_below(directory) for file in own.glob(f"slab-{number}.*bin")):  # of all shards
         with contextlib.suppress(OSError):

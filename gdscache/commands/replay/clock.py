@@ -49,7 +49,6 @@ class Clock:
         self.past.happened = True
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = 0
-        self._interrupted = False
 
     def time(self) -> float:
         """The time, as a clock function."""
@@ -77,27 +76,26 @@ class Clock:
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Ctrl-C is raised by `run` between two steps. The engine's decisions, which its threads take, expect none. A
+        """Ctrl-C is raised by `run` as the next event. The engine's decisions, which its threads take, expect none. A
         second Ctrl-C is raised at once."""
-        if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # as with `nohup`
-            yield
-            return
-        signal.signal(signal.SIGINT, self._interrupt)
+
+        def interrupt(*_: object) -> None:
+            signal.signal(signal.SIGINT, before)
+            heapq.heappush(self._events, (self.now, 0, lambda: signal.raise_signal(signal.SIGINT)))
+
+        before = signal.getsignal(signal.SIGINT)
+        if before is signal.default_int_handler:  # not with `nohup`
+            signal.signal(signal.SIGINT, interrupt)
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def _interrupt(self, *_: object) -> None:
-        self._interrupted = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGINT, before)
+        self.run(self.now)  # raises a Ctrl-C that came last
 
     def run(self, until: float = math.inf) -> None:
         """Run all events up to and including time `until`, or until no event is left."""
         ready, events = self.ready, self._events
         while True:
-            if self._interrupted:
-                raise KeyboardInterrupt
             while ready:
                 self.start(ready.popleft())
             if not events or events[0][0] > until:
