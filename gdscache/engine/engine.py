@@ -552,11 +552,9 @@ class CacheEngine(FromConfig[RankAddress]):
 
     def pin_seconds(self, pin: Any) -> float | None:
         """The seconds of a prefetch's pins. Raises the errors of `prefetch` that are about them."""
-        if pin is None:
-            return None
-        if self._check_attached().landing is None:
+        if pin is not None and self._check_attached().landing is None:
             raise InvalidValueError("pin is given, and there is no CPU tier", "add a cpu section, or leave pin out")
-        return arguments.span(pin, "pin", LONGEST_TTL)
+        return None if pin is None else arguments.span(pin, "pin", LONGEST_TTL)
 
     def pin(self, tokens: Any, seconds: float, salt: str = "") -> Pin:
         """Keep the cached prefix of `tokens` from eviction, on every tier that has pages of it, for `seconds` at most.

@@ -175,7 +175,7 @@ class KVEventHub:
             return
         with self._lock:
             if self._lost or self._pages + pages > self._limit:  # none behind a lost one before its number
-                self.dropped += pages
+                self.dropped += len(some)
                 self._lost = True
                 return
             self._pages += pages

@@ -16,7 +16,7 @@ import itertools
 import math
 import statistics
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -50,7 +50,7 @@ class Costs:
         """`memory`: tiers in memory. They count as free until they are measured, which a busy engine's are not: the
         hit's other tiers then decide."""
         self._assumed = frozenset(("gpu", *memory))
-        self.tiers: dict[str, Fit] = {}
+        self.tiers: dict[str, Fit] = defaultdict(lambda: Fit(2, _columns_of_loads))
         self.prefill = Fit(3, _columns_of_prefills)
         self.overlap = 0.0
         self._overlaps: deque[float] = deque(maxlen=_OVERLAPS_KEPT)
@@ -61,10 +61,7 @@ class Costs:
     def observe_load(self, tier: str, nbytes: int, seconds: float) -> None:
         if nbytes > 0 and 0 < seconds < math.inf:
             with self._lock:
-                fit = self.tiers.get(tier)
-                if fit is None:
-                    fit = self.tiers[tier] = Fit(2, _columns_of_loads)
-                fit.observe((float(nbytes), 1.0), seconds)
+                self.tiers[tier].observe((float(nbytes), 1.0), seconds)
 
     def observe_prefill(
         self, tokens: int, cached_tokens: int, seconds: float, load_seconds: float | None = None
@@ -100,7 +97,7 @@ class Costs:
     def restore_loads(self, tier: str, rows: Observations) -> None:
         if rows:
             with self._lock:
-                self.tiers.setdefault(tier, Fit(2, _columns_of_loads)).restore(rows)
+                self.tiers[tier].restore(rows)
 
     # -- expecting -------------------------------------------------------------------------------------------------
 

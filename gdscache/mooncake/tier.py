@@ -48,7 +48,7 @@ from gdscache.mooncake.client import (
     size_of,
 )
 from gdscache.native import layer_sums
-from gdscache.pages.checksum import Checksums, bound, unbound
+from gdscache.pages.checksum import Checksums, bound
 from gdscache.pages.keys import Page
 from gdscache.pages.layout import PageLayout
 from gdscache.runtime.threads import log_failure
@@ -82,19 +82,9 @@ def trailer(page: Page, page_bytes: int, stored: Checksums) -> bytes:
     return (head + sums).ljust(TRAILER_BYTES, b"\0")
 
 
-def stored_sums(found: bytes, page: Page, page_bytes: int, layers: int) -> Checksums | None:
-    """The checksums in a trailer, bound to the page's key; None if it is another page's, or damaged."""
-    magic, count, nbytes, key, namespace, _ = _HEAD.unpack_from(found)
-    if (magic, count, nbytes, key, namespace) != (_MAGIC, layers, page_bytes, page.key, page.namespace):
-        return None
-    sums = np.frombuffer(found, "<u8", layers, _HEAD.size).astype(np.uint64)
-    return sums if trailer(page, page_bytes, sums) == found else None
-
-
 def is_stored(found: bytes, page: Page, layout: PageLayout, sums: Checksums) -> bool:
     """Whether bytes with the checksums `sums` and this trailer are the page as it was put."""
-    stored = stored_sums(found, page, layout.page_bytes, layout.n_layers)
-    return stored is not None and np.array_equal(unbound(stored[None], [page.key])[0], sums)
+    return found == trailer(page, layout.page_bytes, bound(sums[None], [page.key])[0])
 
 
 class MooncakeFiles(Transport):

@@ -455,8 +455,7 @@ class NativeExecutor(ThreadDriver):
     def forget(self, moving: NativeMoving) -> None:
         self._under_way.pop(moving.number, None)
 
-    # -- late pages
-    # --------------------------------------------------------------------------------------------------------
+    # -- late pages ----------------------------------------------------------------------------------------------------
 
     def _serve_late(self) -> None:
         while (error := failure_of(self._tell_late)) is not None:

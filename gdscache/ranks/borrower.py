@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import threading
@@ -29,7 +28,7 @@ from gdscache.ranks.channel import Channel, connected
 from gdscache.ranks.loads import Verdicts
 from gdscache.ranks.place import open_host_transport
 from gdscache.ranks.wire import Fields
-from gdscache.runtime.threads import in_turn, log_failure, once
+from gdscache.runtime.threads import log_failure, once
 
 CLOSE_S = 5.0  # seconds that `close` waits for late reads
 _log = logging.getLogger("gdscache.ranks")
@@ -218,12 +217,10 @@ class Borrower:
                 return
             self._closed, self._gone = True, self._gone or "this rank is closed"
             self._lock.wait_for(lambda: not self._loads, 2 * self._deadline + CLOSE_S)
-        free = functools.partial(
-            in_turn, *(one.close for one in (self._executor, self._copies, self._files, self._bounce))
-        )
-        in_time = once(lambda: not self._late and not self._loads, self._lock, free, "gdscache-borrower-late", CLOSE_S)
-        self._channel.close()
-        if not in_time:
+        parts = self._channel, self._executor, self._copies, self._files, self._bounce
+        ends = [part.close for part in parts]
+        if not once(lambda: not self._late and not self._loads, self._lock, ends, "gdscache-borrower-late", CLOSE_S):
+            self._channel.close()
             _log.error("rank %d: reads have not ended: their memory and files are kept until they do", self.rank)
 
 

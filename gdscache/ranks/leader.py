@@ -158,8 +158,7 @@ class RankSet:
         self.gone(link)
 
     def late(self, link: Link, number: int, owing: Container[int]) -> None:
-        """A move has not ended on a rank in time. `owing`: the ranks without an answer; this one may have answered in
-        the meantime."""
+        """A move has not ended on a rank in time. `owing`: the ranks that have not answered yet."""
         with self._lock:
             if link.rank not in owing:
                 return

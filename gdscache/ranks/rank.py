@@ -45,7 +45,7 @@ from gdscache.ranks.channel import Channel, Door
 from gdscache.ranks.loads import MixedMoving, Verdicts, plain_rows
 from gdscache.ranks.place import open_host_transport
 from gdscache.ranks.wire import Fields
-from gdscache.runtime.threads import Flag, Workers, failure_of, in_turn, log_failure, once
+from gdscache.runtime.threads import Flag, Workers, failure_of, log_failure, once
 
 WAITING = 16
 REFUSED_KEPT = 4096  # cancelled moves that are remembered one by one
@@ -466,18 +466,13 @@ class Service:
             for mark in [*self._marks.values()]:  # this rank's own threads go on adding some
                 mark.there.set()
             log_failure(failure_of(self._workers.shutdown))
-            if not once(
-                lambda: not self._late and not self._moving, self._lock, self._free, "gdscache-rank-late", CLOSE_S
-            ):
+            ends = [] if self._executor is None else [self._executor.close]
+            ends += [copies.close for copies in self._copies]
+            ends += [files.close for files in self._files.values()]
+            ends += [*(extents.close for extents in self._memories.values()), self._give_locks_back]
+            if not once(lambda: not self._late and not self._moving, self._lock, ends, "gdscache-rank-late", CLOSE_S):
                 late = self._late, len(self._moving)
                 _log.error("%d pages and %d moves of rank %d are late: memory and files are kept", *late, self._rank)
-
-    def _free(self) -> None:
-        ends = [] if self._executor is None else [self._executor.close]
-        ends += [copies.close for copies in self._copies]
-        ends += [files.close for files in self._files.values()]
-        ends += [extents.close for extents in self._memories.values()]
-        in_turn(*ends, self._give_locks_back)
 
 
 def _plain(told: Mapping[str, object]) -> dict[str, Any]:

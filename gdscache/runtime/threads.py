@@ -138,16 +138,16 @@ def start(threads: Sequence[threading.Thread], stop: Callable[[], object]) -> No
 
 
 def once(
-    over: Callable[[], bool], lock: threading.Condition, work: Callable[[], object], name: str, most: float
+    over: Callable[[], bool], lock: threading.Condition, ends: Sequence[Callable[[], object]], name: str, most: float
 ) -> bool:
-    """Run `work()` when `over()` is true, which the lock guards. False if that takes more than `most` seconds: then a
-    thread of this name waits and runs it, and errors go to the log."""
+    """Call `ends` `in_turn` when `over()` is true, which the lock guards. False if that takes more than `most` seconds:
+    then a thread of this name waits and calls them, and errors go to the log."""
 
     def waited(seconds: float | None = None) -> bool:
         with lock:
             there = lock.wait_for(over, seconds)
         if there:
-            work()
+            in_turn(*ends)
         return there
 
     there = waited(most)

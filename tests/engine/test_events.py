@@ -137,9 +137,9 @@ def page(n: int) -> Page:
     return Page(n.to_bytes(32, "big"), (n - 1).to_bytes(32, "big") if n else bytes(32), bytes(32))
 
 
-def held_up() -> tuple[KVEventHub, list[KVEventBatch], threading.Event]:
+def held_up(*, alone: bool = True) -> tuple[KVEventHub, list[KVEventBatch], threading.Event]:
     """A hub with room for four pages, what its callback has heard, and the event that the callback waits for."""
-    hub, heard, gate = KVEventHub(4, queue=4), list[KVEventBatch](), threading.Event()
+    hub, heard, gate = KVEventHub(4, queue=4, alone=alone), list[KVEventBatch](), threading.Event()
 
     def slow(batch: KVEventBatch) -> None:
         heard.append(batch)
@@ -231,6 +231,17 @@ def test_pages_that_do_not_follow_each_other_are_events_of_their_own() -> None:
     assert (second.parent_block_hash, second.block_hashes) == (page(4).key, [page(5).key, page(6).key])
     assert removed == BlockRemoved([page(1).key], *SSD)
     assert cleared == AllBlocksCleared()
+
+
+def test_pages_of_a_clear_that_is_lost_count_as_dropped() -> None:
+    hub, heard, gate = held_up(alone=False)
+    hub.note(CPU, "stored", [page(9)])
+    until(lambda: len(heard) == 1, "the first is told")
+    hub.note(CPU, "stored", [page(n) for n in range(5)])  # finds no room
+    hub.note(CPU, "cleared", {page(n).key: n for n in range(6)})
+    gate.set()
+    hub.close()
+    assert hub.describe()["dropped_pages"] == 11
 
 
 def test_a_clear_of_one_of_several_pools_names_its_pages_however_many() -> None:

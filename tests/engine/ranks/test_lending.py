@@ -26,7 +26,7 @@ from gdscache.ranks.borrower import Borrower
 from gdscache.storage.base import Op
 from tests.support.faults import Fault
 from tests.support.faulty import PLAN
-from tests.support.helpers import WAIT, our_threads, until
+from tests.support.helpers import WAIT, our_threads, raising, until
 
 PAGE, PAGES, WIDTH = 4, 24, 512
 KEYS = [hashlib.sha256(bytes([number])).hexdigest() for number in range(20)]
@@ -196,6 +196,19 @@ def test_what_hanging_reads_kept_is_free_when_they_end(tmp_path: Path, monkeypat
             assert len(os.listdir("/proc/self/fd")) > before, "the reads need the file"
         until(lambda: "gdscache-borrower-late" not in our_threads(), "the reads have ended")
         assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_a_close_that_breaks_off_hangs_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lender takes the pages of a borrower back when that hangs up."""
+    with ranks(tmp_path) as found:
+        before = our_threads()
+        borrower = found.borrowed(pool())._borrower
+        close = borrower._copies.close
+        monkeypatch.setattr(borrower._copies, "close", raising(OSError("as ordered")))
+        with pytest.raises(OSError, match="as ordered"):
+            borrower.close()
+        close()
+        until(lambda: len(our_threads()) == len(before), "both ends of the channel have ended")
 
 
 def test_a_close_waits_for_loads_that_are_under_way(tmp_path: Path) -> None:
