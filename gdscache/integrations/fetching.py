@@ -233,9 +233,8 @@ class GroupFetch(Pinned):
             sizes = {name: engine.layout.bytes_in(name) * (kind == "files") for name, kind in engine.tiers.items()}
             slow += sum(sizes[name] for name in part.tiers)
             begun += sum(sizes[name] for name in part.tiers[:turns])
-        return self._gate.outpaced(
-            time.monotonic() - self._since, begun, slow - begun, self.found.tokens, self.found.start
-        )
+        took = time.monotonic() - self._since
+        return self._gate.outpaced(took, begun, slow - begun, self.found.tokens, self.found.start)
 
     def crowded(self) -> bool:
         if self._prefetch is None:

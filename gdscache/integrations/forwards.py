@@ -69,6 +69,8 @@ class Forwards:
         signature, mine = inspect.signature(model.forward), weakref.ref(cache)
         takes_positions = takes(model, "position_ids")
         self._shifting = [one for one in model.modules() if takes_positions and "rope_deltas" in one.__dict__]
+        configs: list[Any] = [vars(one).get("config") for one in model.modules()]
+        falcons = [config for config in configs if getattr(config, "model_type", "") == "falcon"]
         # Some models (Bamba) would count from 0 behind a prefix. Models with images go on from an earlier request, with
         # as many rows of positions.
         placed = takes_positions and (self._ends is not None or bool(self._shifting))
@@ -98,8 +100,12 @@ class Forwards:
                         "the cache has",
                         "pass use_cache=True, also to generate(), where the model's config has it off",
                     )
-                if _sees_later(module, given):
-                    raise _refused("Falcon attends to later tokens when sdpa is asked for output_attentions")
+                sdpa = [config for config in falcons if config._attn_implementation == "sdpa"]
+                if any(_asks(config, given, "output_attentions") for config in sdpa):
+                    raise UnsupportedRequestError(
+                        "Falcon attends to later tokens when sdpa is asked for output_attentions",
+                        "leave output_attentions out, or load the model with attn_implementation='eager'",
+                    )
                 told = {n: v for n, v in given.items() if n in _CHECKED or not _is_default(signature, n, v)}
                 self._called(told, past)
                 if placed:
@@ -178,7 +184,8 @@ class Forwards:
         """Call the model for all pieces of a call but the last, whose arguments are returned."""
         assert self._ends is not None
         end, keep = self._end, given.get("logits_to_keep", 0)
-        whole = end - past == 1 or not isinstance(keep, int) or _wants_more(module, given)
+        whole = end - past == 1 or not isinstance(keep, int) or given.get("labels") is not None
+        whole = whole or _asks(getattr(module, "config", None), given, *_WHOLE)
         cuts = [] if whole else [one for one in self._ends.cuts(past, end) if one >= self._least]
         if not cuts:
             return given
@@ -219,14 +226,11 @@ class Forwards:
         ids = given.get("input_ids")
         if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or given.get("inputs_embeds") is not None:
             raise _refused("the model is called with embeddings and not with token ids")
-        if len(ids) != self._rows:
-            raise UnsupportedRequestError(
-                f"the model computes {len(ids)} rows, the cache was opened for {self._rows}",
-                "open the cache with the rows that the model sees; use one beam and one returned sequence",
-            )
+        check_rows(len(ids), self._rows)
         for name, value in given.items():
             if name not in _HARMLESS | _CHECKED:
-                what = ", as with images or audio" if _has_tensor(value) else f" of type {type(value).__name__}"
+                tensors = any(isinstance(leaf, torch.Tensor) for leaf in _leaves(value))
+                what = ", as with images or audio" if tensors else f" of type {type(value).__name__}"
                 raise _refused(f"the model is called with {name}{what}, which page names do not hold")
         end = past + ids.shape[1]
         if not self._least <= end <= self._most:
@@ -251,22 +255,23 @@ def takes(model: torch.nn.Module, name: str) -> bool:
     return name in parameters or (hands_on and any(takes(one, name) for one in model.children()))
 
 
+def check_rows(made: int, rows: int) -> None:
+    """Raises `UnsupportedRequestError` for rows of states, or of ids, that a cache of `rows` rows does not have."""
+    if made != rows:
+        raise UnsupportedRequestError(
+            f"the model computes {made} rows, the cache was opened for {rows}",
+            "open the cache with the rows that the model sees; use one beam and one returned sequence",
+        )
+
+
 def _has_cache(given: Mapping[str, Any], cache: Cache) -> bool:
     """Whether a call has this cache, by either name."""
     return any(given.get(name) is cache for name in CACHE_NAMES)
 
 
-def _sees_later(module: torch.nn.Module, given: Mapping[str, Any]) -> bool:
-    config = getattr(module, "config", None)
-    if getattr(config, "model_type", "") != "falcon" or getattr(config, "_attn_implementation", "") != "sdpa":
-        return False
-    return bool(given.get("output_attentions") or getattr(config, "output_attentions", False))
-
-
-def _wants_more(module: torch.nn.Module, given: Mapping[str, Any]) -> bool:
-    """Whether a call returns more than logits, for all of its tokens."""
-    config = getattr(module, "config", None)
-    return given.get("labels") is not None or any(given.get(name) or getattr(config, name, False) for name in _WHOLE)
+def _asks(config: Any, given: Mapping[str, Any], *names: str) -> bool:
+    """Whether a call, or else a model's configuration, asks for one of these outputs."""
+    return any(given.get(name) or getattr(config, name, False) for name in names)
 
 
 def _cut(given: Mapping[str, Any], past: int, begin: int, stop: int) -> dict[str, Any]:
@@ -324,24 +329,16 @@ def _begins_anew(given: Mapping[str, Any]) -> bool | None:
 
 def _is_default(signature: inspect.Signature, name: str, value: Any) -> bool:
     """Whether an argument has its default value."""
-    if _is_nothing(value):
+    if all(leaf is None for leaf in _leaves(value)):
         return True
     default = signature.parameters[name].default if name in signature.parameters else None
     return isinstance(value, (bool, int, float, str)) and type(value) is type(default) and value == default
 
 
-def _is_nothing(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return all(map(_is_nothing, value.values()))
-    return value is None or (isinstance(value, (list, tuple)) and all(map(_is_nothing, value)))
-
-
-def _has_tensor(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(map(_has_tensor, value.values()))
-    if isinstance(value, (list, tuple)):
-        return any(map(_has_tensor, value))
-    return isinstance(value, torch.Tensor)
+def _leaves(value: Any) -> list[Any]:
+    """The values in nested lists and tables."""
+    inner = list(value.values()) if isinstance(value, Mapping) else value
+    return [leaf for one in inner for leaf in _leaves(one)] if isinstance(inner, (list, tuple)) else [value]
 
 
 def _refused(message: str) -> UnsupportedRequestError:

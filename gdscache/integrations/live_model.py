@@ -226,6 +226,7 @@ def _stamp(model: torch.nn.Module, steady: bool = True) -> list[object]:
     """A cheap value that stays equal while no module and no tensor is exchanged or written in place, and no adapter or
     hook switched. `steady`: calls leave the buffers that are not saved alone."""
     found: list[object] = [*_numbers(_EVERY), *_forwards(model.modules())]
+    found += map(_own, dict.fromkeys(map(type, model.modules())))  # methods of a class are exchanged in place, too
     for module in model.modules():
         found += (weakref.ref(module), *_code(module), _values(module, steady))
         tensors: list[torch.Tensor | None] = list(module._parameters.values())
@@ -233,9 +234,7 @@ def _stamp(model: torch.nn.Module, steady: bool = True) -> list[object]:
             volatile = module._non_persistent_buffers_set
             tensors += [one for name, one in module._buffers.items() if steady or name not in volatile]
             found += [one.dtype for one in module._buffers.values() if one is not None]
-        found += [
-            (id(one), one.data_ptr() if _has_bytes(one) else 0, _writes(one)) for one in tensors if one is not None
-        ]
+        found += [(id(one), _has_bytes(one) and one.data_ptr(), _writes(one)) for one in tensors if one is not None]
         if "_disable_adapters" in module.__dict__:
             found.append(_switched(module))
         found += map(id, _hooks(module))  # code that removes all hooks may put other tables in their place
@@ -280,24 +279,29 @@ def _code(module: torch.nn.Module) -> tuple[object, ...]:
     return type(module), type(module).forward, *([own.__func__] if _is_method(own) else [])
 
 
+def _own(kind: type) -> list[object]:
+    """The functions (properties, too), numbers and texts of a class, and of its bases, that no library has."""
+    bases = [one for one in kind.__mro__ if one.__module__.partition(".")[0] not in _LIBRARIES]
+    held = [getattr(one, "fget", getattr(one, "__func__", one)) for base in bases for one in [*vars(base).values()]]
+    return [*(one for one in held if isinstance(one, FunctionType)), *(_values(base, steady=True) for base in bases)]
+
+
 def _told(code: object) -> object:
     """A class, a function or a text as plain data. A class that a notebook writes again keeps its name, and a function
-    may take another's: of those that no library has, the bytecode counts."""
-    kinds = code.__mro__ if isinstance(code, type) else ()
-    own = [vars(kind).items() for kind in kinds if kind.__module__.partition(".")[0] not in _LIBRARIES]
-    return [plain(code), _written(code), *(_written(one) for functions in own for _, one in sorted(functions))]
+    may take another's: so their own code counts, unless a library has it."""
+    return [plain(code), *map(_written, _own(code) if isinstance(code, type) else [code])]
 
 
-def _written(function: object) -> object:
-    """What a function does by itself: its bytecode, defaults, and the numbers, texts and functions that it holds."""
-    if not isinstance(function, FunctionType):
-        return None
-    if function.__globals__.get("__name__", "").partition(".")[0] in _LIBRARIES:
-        return _written(getattr(function, "__wrapped__", None))
-    held = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
-    codes = [function.__code__, *(one.__code__ for one in held if isinstance(one, FunctionType))]
-    values = [one for one in (*held, *(function.__defaults__ or ())) if type(one) in _VALUES]
-    return [*map(_bytecode, codes), values]
+def _written(one: object) -> object:
+    """A function's own code as plain data: bytecode, defaults, and the numbers, texts and functions that it holds."""
+    if not isinstance(one, FunctionType):
+        return plain(one)
+    if one.__globals__.get("__name__", "").partition(".")[0] in _LIBRARIES:
+        return [plain(one), _written(getattr(one, "__wrapped__", None))]
+    held = [cell.cell_contents for cell in one.__closure__ or () if cell != CellType()]
+    held += [*(one.__defaults__ or ()), *(one.__kwdefaults__ or {}).values()]
+    codes = [one.__code__, *(inner.__code__ for inner in held if isinstance(inner, FunctionType))]
+    return [*map(_bytecode, codes), [value for value in held if type(value) in _VALUES]]
 
 
 def _bytecode(code: CodeType) -> object:
@@ -310,12 +314,12 @@ def _is_method(forward: object) -> TypeGuard[MethodType]:
     return isinstance(forward, MethodType) and "<" not in plain(forward) and forward.__module__ != "__main__"
 
 
-def _values(module: torch.nn.Module, steady: bool) -> list[tuple[str, object]]:
-    """A module's numbers and texts that may change its results. Without `steady` calls set the rope's scaling, which
-    follows the configuration."""
+def _values(owner: torch.nn.Module | type, steady: bool) -> list[tuple[str, object]]:
+    """The numbers and texts of a module, or a class, that may change its results. Without `steady` calls set the rope's
+    scaling, which follows the configuration."""
     return [
         (name, value)
-        for name, value in list(vars(module).items())  # other threads set some meanwhile
+        for name, value in list(vars(owner).items())  # other threads set some meanwhile
         if type(value) in _VALUES
         and name[:1] != "_"
         and name not in _IDLE

@@ -81,9 +81,10 @@ def model_section(
     if elements not in DTYPE_BYTES:
         raise GeometryError(f"dtype is {elements!r}, an unknown element type", f"one of {', '.join(DTYPE_BYTES)}")
     parts, config = parts_of(hf_config), text_config(hf_config)
+    rope = json.dumps(getattr(config, "rope_parameters", None), sort_keys=True).encode()
     section: dict[str, Any] = {
         "name": name,
-        "weights": f"{weights};rope={_rope_digest(config)}",
+        "weights": f"{weights};rope={hashlib.blake2b(rope, digest_size=8).hexdigest()}",
         "dtype": elements,
         "layers": len(parts),
         "page_tokens": page_tokens,
@@ -109,11 +110,6 @@ def model_section(
     return section if v_head_dim == head_dim else {**section, "v_head_dim": v_head_dim}
 
 
-def _rope_digest(config: PreTrainedConfig) -> str:
-    text = json.dumps(getattr(config, "rope_parameters", None), sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-
 class PrefixCache:
     """Opens caches for requests. `engine` owns its pool, and its layers have two planes: K and V, or latent and rope.
 
@@ -130,8 +126,8 @@ class PrefixCache:
     length at which it changes: see `open`.
 
     Thread-safe; the caller closes the engine. Raises `GeometryError` for other layouts and a model that takes no cache,
-    `RopeByLengthError` for an unknown kind of rope, `UnsupportedRequestError` for a model that is no module, or a
-    transformers before `OLDEST`.
+    `RopeByLengthError` for an unknown kind of rope, `UnsupportedRequestError` for an engine of another type, a model
+    that is no module, or a transformers before `OLDEST`.
     """
 
     def __init__(self, engine: CacheEngine | HybridEngine, model: torch.nn.Module) -> None:
@@ -235,9 +231,8 @@ class PrefixCache:
 
 
 def _salt_of(facts: Mapping[str, object], salt: str, rope: str) -> str:
-    return json.dumps(
-        {**facts, "rope": rope, "salt": arguments.text(salt, "salt")}, sort_keys=True, separators=(",", ":")
-    )
+    named = {**facts, "rope": rope, "salt": arguments.text(salt, "salt")}
+    return json.dumps(named, sort_keys=True, separators=(",", ":"))
 
 
 class GdsCache(DynamicCache):

@@ -26,7 +26,7 @@ from transformers.cache_utils import (
 
 from gdscache.errors import GeometryError, UnsupportedRequestError
 from gdscache.groups.base import Group, Keeps, kept
-from gdscache.integrations.forwards import CACHE_NAMES, takes
+from gdscache.integrations.forwards import CACHE_NAMES, check_rows, takes
 from gdscache.pages.layout import Plane
 
 # Families whose prefill is proven to go on from a state, by `model_type` of their text configuration.
@@ -87,11 +87,8 @@ def parts_of(hf_config: PreTrainedConfig) -> list[LayerPart]:
             raise GeometryError(f"layer {number} of {kind} has a window of {layer.sliding_window}", hint)
         found += [LayerPart(number, keeps, getattr(layer, "sliding_window", 0)) for keeps in _KEPT[type(layer)]]
         if isinstance(layer, LinearAttentionLayer) and (kind not in STATES or layer.number_of_states > 1):
-            raise GeometryError(
-                f"layer {number} of {kind} keeps a state ({type(layer).__name__}): states are cached of "
-                f"{', '.join(STATES)}",
-                hint,
-            )
+            what = f"layer {number} of {kind} keeps a state ({type(layer).__name__})"
+            raise GeometryError(f"{what}: states are cached of {', '.join(STATES)}", hint)
     return found
 
 
@@ -113,7 +110,7 @@ def cache_name(model: torch.nn.Module) -> str:
 
 def planes_of(model: torch.nn.Module, parts: Sequence[LayerPart]) -> list[dict[str, Any]]:
     """`model.planes` of the parts, from a call of the model for two tokens. Waits for its device. Raises
-    `GeometryError` if it takes no cache."""
+    `GeometryError` if it takes no cache, or fills none."""
     cache, name = layers_of(model), cache_name(model)
     with torch.inference_mode(mode=False), torch.no_grad():
         ids = torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device)
@@ -121,7 +118,12 @@ def planes_of(model: torch.nn.Module, parts: Sequence[LayerPart]) -> list[dict[s
     planes: dict[tuple[str, tuple[int, ...], str], list[int]] = {}
     for number, part in enumerate(parts):
         layer = cache.layers[part.layer]
-        for name, made in _tensors(layer, part).items():
+        if not (tensors := _tensors(layer, part)):
+            raise GeometryError(
+                f"{type(model).__name__} has computed two tokens, and kept none of them in the cache",
+                "call model.eval(): in training, gradient checkpointing keeps none",
+            )
+        for name, made in tensors.items():
             shape = tuple(made.shape[1:]) if part.keeps == "state" else (made.shape[1], made.shape[3])
             planes.setdefault((name, shape, str(made.dtype).removeprefix("torch.")), []).append(number)
     return [
@@ -143,9 +145,8 @@ def groups_of(parts: Sequence[LayerPart]) -> list[dict[str, Any]]:
 
 
 def _tensors(layer: Any, part: LayerPart) -> dict[str, torch.Tensor]:
-    if part.keeps == "state":
-        return {n: one for n, one in zip(STATE_PLANES, state_tensors(layer), strict=True) if one is not None}
-    return {"k": layer.keys, "v": layer.values}
+    names, made = (STATE_PLANES, state_tensors(layer)) if part.keeps == "state" else ("kv", (layer.keys, layer.values))
+    return {name: one for name, one in zip(names, made, strict=True) if one is not None}
 
 
 def state_tensors(layer: LinearAttentionLayer) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -205,11 +206,7 @@ class _Rows(FixedRows):
     def _check(self, given: KeysValues) -> None:
         """Raises for states of other rows, heads or dtype; moves held states to their device."""
         for states, plane, (rows, *shape) in zip(given, self._planes, self._shapes, strict=True):
-            if len(states) != rows:
-                raise UnsupportedRequestError(
-                    f"the model computes {len(states)} rows, the cache was opened for {rows}",
-                    "open the cache with the rows that the model sees; use one beam and one returned sequence",
-                )
+            check_rows(len(states), rows)
             made = [states.shape[1], states.shape[3]]
             if made != shape or states.dtype != getattr(torch, plane.dtype):
                 raise GeometryError(

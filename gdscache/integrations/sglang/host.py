@@ -262,7 +262,4 @@ class PoolPages:
 
     def close(self) -> None:
         """Finish accepted stores, and close all engines. Repeated calls are fine."""
-        with contextlib.ExitStack() as ends:
-            for one in (self.engine, *self.pools.values()):
-                if one is not None:
-                    ends.callback(one.close)
+        in_turn(*(one.close for one in (*self.pools.values(), self.engine) if one is not None))

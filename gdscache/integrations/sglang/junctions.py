@@ -10,7 +10,7 @@ one at that token, as for such pages in its own tree.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
@@ -82,7 +82,8 @@ class Junctions:
         return inserted
 
     def _offer(self, tree: Any, node: Any) -> None:
-        transfers = [self._transfer(tree, node, name, keys) for name, keys in self._lacking(self._kept(tree, node))]
+        lacking = self._lacking(self._kept(tree, node))
+        transfers = [self._transfer(tree, node, name, keys) for name, keys in lacking.items()]
         if transfers:
             lock = tree.inc_lock_ref(node).to_dec_params()
             if self._linker.offload(transfers):
@@ -90,26 +91,25 @@ class Junctions:
             else:
                 tree.dec_lock_ref(node, lock)
 
-    def _kept(self, tree: Any, node: Any) -> list[tuple[PoolName, Sequence[str]]]:
+    def _kept(self, tree: Any, node: Any) -> dict[PoolName, Sequence[str]]:
         """The keys of the state and of the window at the node's end, as far as the tree has them."""
-        keys, found = tree.tree_core.get_hash_values(node), list[tuple[PoolName, Sequence[str]]]()
+        keys, found = tree.tree_core.get_hash_values(node), dict[PoolName, Sequence[str]]()
         if _value(tree, node, ComponentType.MAMBA) is not None:
-            found.append((PoolName.MAMBA, keys[-1:]))
+            found[PoolName.MAMBA] = keys[-1:]
         if _value(tree, node, ComponentType.SWA) is not None:
             path = keys if len(keys) >= self._pages else [*tree.get_prefix_hash_values(node), *keys]
-            found.append((PoolName.SWA, path[-self._pages :]))
+            found[PoolName.SWA] = path[-self._pages :]
         return found
 
-    def _lacking(self, ends: Sequence[tuple[PoolName, Sequence[str]]]) -> list[tuple[PoolName, Sequence[str]]]:
+    def _lacking(self, ends: Mapping[PoolName, Sequence[str]]) -> dict[PoolName, Sequence[str]]:
         """Those of `ends` of which our tiers lack a page that is not on its way. All are one agreement."""
-        asked = [(name, keys, [key for key in keys if not self._under_way((name.value, key))]) for name, keys in ends]
-        asked = [one for one in asked if one[2]]
+        asked = {name: [key for key in keys if not self._under_way((name.value, key))] for name, keys in ends.items()}
 
-        def lacking() -> int:  # a bit for each of `asked`
-            return sum((not self._have(name.value, some)) << n for n, (name, _, some) in enumerate(asked))
+        def lacking() -> int:  # a bit for each of `ends`
+            return sum((not self._have(name.value, keys)) << n for n, (name, keys) in enumerate(asked.items()))
 
-        found = self._agreed(lacking) if asked else 0
-        return [(name, keys) for n, (name, keys, _) in enumerate(asked) if found >> n & 1]
+        found = self._agreed(lacking) if any(asked.values()) else 0
+        return {name: keys for n, (name, keys) in enumerate(ends.items()) if found >> n & 1}
 
     def _transfer(self, tree: Any, node: Any, name: PoolName, keys: Sequence[str]) -> PoolTransfer:
         """Dropped pages of a window have slot 0."""

@@ -228,8 +228,7 @@ class LoadTable(RankTable):
             sought.asked, sought.batch = now, self._batch
             return sought, first
         if sought is not None:
-            del self._sought[rid]
-            sought.fetch.release()
+            self._sought.pop(rid).fetch.release()
         self._forget_gone(now)
         if len(self._sought) >= SOUGHT_KEPT:
             return None
@@ -261,5 +260,4 @@ class LoadTable(RankTable):
             rid, oldest = next(iter(self._sought.items()))
             if oldest.batch == self._batch or (now < oldest.asked + GONE_S and len(self._sought) < SOUGHT_KEPT):
                 return
-            del self._sought[rid]
-            oldest.fetch.release()
+            self._sought.pop(rid).fetch.release()

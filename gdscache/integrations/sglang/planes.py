@@ -245,8 +245,7 @@ def refuse_pool(name: str) -> None:
     if name not in (KV, WINDOWS, STATES):
         raise CacheGroupsUnsupportedError(
             f"the model has a host pool {name!r}; {KV}, {WINDOWS} and {STATES} are supported",
-            "use a model whose layers keep all tokens, a sliding window, or a state, or leave "
-            "--hicache-storage-backend out",
+            f"{_MODEL}, or leave --hicache-storage-backend out",
         )
 
 
@@ -263,11 +262,9 @@ def pools_planes(pools: Mapping[str, Any], window: int | None) -> PoolPlanes:
     names = sorted(pools)
     each = {name: _host_states(pool) if name == STATES else host_planes(pool) for name, pool in pools.items()}
     groups = [group_of(name, [at], page, window or page) for at, name in enumerate(names)]
+    described: dict[str, object] = {"pools": {name: each[name].described for name in names}}
     return PoolPlanes(
-        [each[name].tensors[0] for name in names],
-        {"pools": {name: each[name].described for name in names}},
-        [each[name].rows[0] for name in names],
-        groups,
+        [each[name].tensors[0] for name in names], described, [each[name].rows[0] for name in names], groups
     )
 
 

@@ -90,9 +90,8 @@ class SinglePool(PinningCache):
 
     def plan(self, hits: Sequence[Hit]) -> list[LayerwiseLoad | None]:
         ends = itertools.accumulate(len(hit.pages) for hit in hits)
-        return [
-            self.engine.load_many([(h, np.arange(end - len(h.pages), end)) for h, end in zip(hits, ends, strict=True)])
-        ]
+        requests = [(hit, np.arange(end - len(hit.pages), end)) for hit, end in zip(hits, ends, strict=True)]
+        return [self.engine.load_many(requests)]
 
     def store(self, tokens: Any, slots: Blocks, *, salt: str = "", after: Event = None) -> list[StoreHandle]:
         own = np.arange(len(tokens)) if self._ranked else slots[KV]
@@ -194,13 +193,11 @@ class SeveralPools(PinningCache):
         return all(one.cause == CACHED for engine, chain in pages for one in engine.told(chain.pages))
 
     def seconds(self, pages: int) -> float | None:
-        wanted, took = needed(self._hybrid.groups, pages * self._size), list[float]()
-        for part, pool in zip(self.engines, self._hybrid.pools, strict=True):
-            some = part.load_seconds("ssd", sum(len(wanted[g]) for g in pool.groups))
-            if some is None:
-                return None
-            took.append(some)
-        return max(took)  # all pools at once
+        wanted = needed(self._hybrid.groups, pages * self._size)
+        pools = zip(self.engines, self._hybrid.pools, strict=True)
+        took = [part.load_seconds("ssd", sum(len(wanted[g]) for g in pool.groups)) for part, pool in pools]
+        known = [one for one in took if one is not None]
+        return max(known) if len(known) == len(took) else None  # all pools at once
 
     def _named(self, hashes: PageHashes, salt: str) -> tuple[GroupNames, int]:
         """Names of consecutive pages in all groups, and the tokens before the first. Of earlier pages only the last is

@@ -91,10 +91,8 @@ def facts_of(
 
 def directory_of(server: Any) -> Path:
     """The model's directory. Raises `WeightsNotFoundError`."""
-    found: Path = model_directory(
-        str(server.model_path), getattr(server, "revision", None), getattr(server, "download_dir", None)
-    )
-    return found
+    revision, cache = getattr(server, "revision", None), getattr(server, "download_dir", None)
+    return model_directory(str(server.model_path), revision, cache)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,9 +178,8 @@ def weights_of(server: Any, commit: str | None = None) -> str:
     """See `weights_served`."""
     load_format = str(getattr(server.load_format, "value", server.load_format))
     elsewhere = {"load_format": load_format} if load_format in _ELSEWHERE else {}
-    elsewhere |= {
-        name: value for name in _OTHER_WEIGHTS if (value := getattr(server, name, None)) not in (None, "", "off")
-    }
+    others = {name: getattr(server, name, None) for name in _OTHER_WEIGHTS}
+    elsewhere |= {name: value for name, value in others.items() if value not in (None, "", "off")}
     return weights_served("SGLang", load_format, elsewhere, lambda: (directory_of(server), commit))
 
 

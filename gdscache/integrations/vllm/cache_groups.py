@@ -55,12 +55,8 @@ def block_tokens(cache: Any) -> dict[str, int]:
 
 def key_elements(cache: Any) -> dict[str, int]:
     """The elements of a head's key, by name of each layer with keys and values. Latents count as keys alone."""
-    found: dict[str, int] = {}
-    for group in cache.kv_cache_groups:
-        spec = group.kv_cache_spec
-        for name in group.layer_names:
-            found[name] = getattr(getattr(spec, "kv_cache_specs", {}).get(name, spec), "head_size", 0)
-    return found
+    specs = [(name, group.kv_cache_spec) for group in cache.kv_cache_groups for name in group.layer_names]
+    return {name: getattr(getattr(spec, "kv_cache_specs", {}).get(name, spec), "head_size", 0) for name, spec in specs}
 
 
 def state_layers(cache: Any) -> dict[str, int]:

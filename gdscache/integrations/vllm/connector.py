@@ -366,10 +366,8 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """With several groups a failed load is reported by its request: block numbers would end vLLM."""
         loads = self._worker.loads
-        failed = loads.take_failed()
-        return KVConnectorTransferResults(
-            finished_recving=loads.take_arrived(), failed_recving=failed if self._grouped else set()
-        )
+        arrived, failed = loads.take_arrived(), loads.take_failed()
+        return KVConnectorTransferResults(finished_recving=arrived, failed_recving=failed if self._grouped else set())
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         bad = self._worker.loads.take_bad()

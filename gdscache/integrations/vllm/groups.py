@@ -140,10 +140,9 @@ class GroupTable(RequestTable):
             before = known.request.num_computed_tokens
             after = before + tokens
             offers = states.get(request_id, ())
-            if after // self._least <= known.offered <= before // self._least and not offers:
-                continue  # most requests in most steps
-            if self._refused(known):
-                continue
+            idle = after // self._least <= known.offered <= before // self._least and not offers
+            if idle or self._refused(known):
+                continue  # most requests in most steps, by the numbers
             self._name(known)
             after = min(after, known.names.tokens)
             known.offered = max(known.offered, after // self._least)
@@ -234,9 +233,8 @@ class GroupTable(RequestTable):
             else (there // group.page_tokens if there <= hit or group.keeps == "state" else group.first(there))
             for group in self._groups
         ]
-        known.offered = min(n * group.page_tokens for n, group in zip(known.next, self._groups, strict=True)) // (
-            self._least
-        )
+        begins = (n * group.page_tokens for n, group in zip(known.next, self._groups, strict=True))
+        known.offered = min(begins) // self._least
 
     def _orders(self, known: Any, fetch: Any, tables: Any, there: int) -> list[LoadOrder]:
         """See `RequestTable._orders`: pool by pool. None if the next token attends to none of the pages, as after a

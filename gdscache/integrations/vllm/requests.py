@@ -171,8 +171,7 @@ class RequestTable:
         if fetch.wanted <= known.local and not fetch.asking:
             return 0, False
         if not fetch.done():
-            if known.since is None:
-                known.since = now
+            known.since = now if known.since is None else known.since
             if now - known.since < self._wait and not fetch.outpaced():
                 self.counts["deferred"] += 1
                 self.deferred = True

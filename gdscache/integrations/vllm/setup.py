@@ -97,8 +97,14 @@ def refuse_config(vllm: Any, environment: Mapping[str, str] = os.environ, versio
             f"the ranks of an engine are on {hosts} hosts (nnodes is {getattr(parallel, 'nnodes', hosts)})",
             "leave --nnodes out: run one server a host, with as many GPUs as that has",
         )
-    _refuse_hashes(vllm.cache_config, environment)
-    kept_as = getattr(vllm.cache_config, "cache_dtype", "auto")
+    algorithm = cache.prefix_caching_hash_algo
+    if algorithm.startswith("xxhash") and "PYTHONHASHSEED" not in environment:
+        raise HashSeedError(
+            f"prefix_caching_hash_algo is {algorithm!r}, whose seed is drawn anew at each start: nothing that is on "
+            "the SSD would be found again",
+            "set --prefix-caching-hash-algo sha256_cbor, or the environment variable PYTHONHASHSEED",
+        )
+    kept_as = getattr(cache, "cache_dtype", "auto")
     if "per_token_head" in kept_as and kept_as not in _SCALED and not _untried(vllm):
         raise CacheTypeUnsupportedError(
             f"kv_cache_dtype is {kept_as}, which no GPU has run with this connector; {' and '.join(_SCALED)} are "
@@ -149,32 +155,18 @@ def shard_of(vllm: Any, cache: Any, rank: int) -> int:
     Latents (MLA) are on all ranks. With more ranks than key heads, consecutive ranks have the same head. If layers may
     differ in their heads, all ranks are taken to differ.
     """
-    return rank // _replicas(vllm, cache)
-
-
-def _replicas(vllm: Any, cache: Any) -> int:
     ranks: int = vllm.parallel_config.tensor_parallel_size
     specs, model = [group.kv_cache_spec for group in cache.kv_cache_groups], vllm.model_config
     if {kind for spec in specs for kind in kinds_of(spec)} == {"MLAAttentionSpec"}:
-        return ranks
+        return 0
     layers = [layer for spec in specs for layer in layers_of(spec)]
     uneven = getattr(model.hf_text_config, "block_configs", None) or getattr(
         getattr(model, "model_arch_config", None), "per_layer_overrides", None
     )
     if uneven or any(getattr(layer, "num_kv_heads", 0) != 1 for layer in layers):
-        return 1
+        return rank
     heads: int = model.get_total_num_kv_heads()
-    return ranks // heads if 0 < heads < ranks and ranks % heads == 0 else 1
-
-
-def _refuse_hashes(cache: Any, environment: Mapping[str, str]) -> None:
-    algorithm = cache.prefix_caching_hash_algo
-    if algorithm.startswith("xxhash") and "PYTHONHASHSEED" not in environment:
-        raise HashSeedError(
-            f"prefix_caching_hash_algo is {algorithm!r}, whose seed is drawn anew at each start: nothing that is on "
-            "the SSD would be found again",
-            "set --prefix-caching-hash-algo sha256_cbor, or the environment variable PYTHONHASHSEED",
-        )
+    return rank // (ranks // heads) if 0 < heads < ranks and ranks % heads == 0 else rank
 
 
 def refuse_media(vllm: Any) -> None:
@@ -264,6 +256,7 @@ def facts_of(
     """All facts that tell namespaces apart, except for the weights, by name; see `model_of`."""
     model, known = vllm.model_config, table()
     media, spec = getattr(model, "multimodal_config", None), cache.kv_cache_groups[0].kv_cache_spec
+    quantisation = getattr(vllm, "quant_config", None)  # from any source of vLLM's
     facts: dict[str, object] = {
         "vllm": version,
         "layout": str(cache.kv_cache_layout),
@@ -272,7 +265,7 @@ def facts_of(
         "layers": planes.described,
         "names": sorted(planes.layers),
         "ropes_by_length": _ropes_by_length(model),
-        "quant_config": _quantisation(getattr(vllm, "quant_config", None)),
+        "quant_config": quantisation and [type(quantisation).__name__, plain(getattr(quantisation, "__dict__", {}))],
         "code": _files(model, "*.py") if model.trust_remote_code else "",
         "content of mm_encoder_fp8_scale_path": content_of(getattr(media, "mm_encoder_fp8_scale_path", None)),
         "accelerator": "rocm" if torch.version.hip else planes.tensors[0].device.type,
@@ -309,11 +302,6 @@ def weights_of(vllm: Any) -> str:
         return found, None if other or getattr(model, "hf_config_path", None) else commit_of(model)
 
     return weights_served("vLLM", load_format, elsewhere, source)
-
-
-def _quantisation(config: Any) -> object:
-    """The settings of a quantisation, from any source of vLLM's."""
-    return None if config is None else [type(config).__name__, plain(getattr(config, "__dict__", {}))]
 
 
 def _files(model: Any, pattern: str) -> str:

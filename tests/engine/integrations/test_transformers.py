@@ -109,6 +109,17 @@ def test_each_kind_of_falcon_is_served(more: dict[str, Any], tmp_path: Path) -> 
         assert [serve(engine, model, tokens())["found"] for _ in range(2)] == [0, 40]
 
 
+class Wrapper(torch.nn.Module):
+    """Hands its calls on, and has no config of its own."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, **given: Any) -> Any:
+        return self.inner(**given)
+
+
 def test_falcon_attends_to_later_tokens_where_it_is_asked_for_attentions(tmp_path: Path) -> None:
     """Its keys depend on them then, as transformers 5.23 computes them: see the first assertion."""
     model = AutoModelForCausalLM.from_config(FalconConfig(**SMALL)).eval()
@@ -116,9 +127,11 @@ def test_falcon_attends_to_later_tokens_where_it_is_asked_for_attentions(tmp_pat
     short, long = (model(tokens()[:, :n], **asked).logits[:, :20].detach() for n in (20, 40))
     assert float((short - long).abs().max()) > 1e-3
     with CacheEngine.from_config(options(model, tmp_path)) as engine:
-        cache = PrefixCache(engine, model).open(tokens())
-        with cache, pytest.raises(UnsupportedRequestError, match="attends to later tokens"):
-            model(tokens(), past_key_values=cache, **asked)
+        for called in (model, Wrapper(model)):
+            cache = PrefixCache(engine, called).open(tokens())
+            with cache, pytest.raises(UnsupportedRequestError, match="attends to later tokens") as refused:
+                called(input_ids=tokens(), past_key_values=cache, **asked)
+            assert "output_attentions" in str(refused.value.hint)
         assert serve(engine, model, tokens())["found"] == 0
 
 

@@ -221,6 +221,17 @@ def test_a_layer_that_attends_and_keeps_a_state_is_two(models: Callable[[str], P
 
 
 ENCODER = {**SMALL, "num_hidden_layers": 2}
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # older versions have this name alone
+def test_a_model_that_fills_no_cache_is_refused() -> None:
+    model = build("gemma3").train()
+    model.gradient_checkpointing_enable()
+    with pytest.raises(GeometryError, match="kept none of them in the cache") as refused:
+        model_section(model.config, dtype=model.dtype, name="m", model=model)
+    assert "eval()" in str(refused.value.hint)
+
+
 REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
     "no window at all": (lambda: MistralConfig(**{**SLIDING, "sliding_window": 1}), "a window of 1"),
     "later tokens": (lambda: Gemma3TextConfig(**SLIDING, use_bidirectional_attention=True), "depend on later tokens"),

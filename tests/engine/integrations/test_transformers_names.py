@@ -336,37 +336,52 @@ def test_a_forward_that_was_there_for_one_call_is_noticed(model: PreTrainedModel
             cache.commit(other)
 
 
-def _written(times: float, how: str) -> type[LlamaMLP]:
+def _twice(states: Any) -> Any:
+    return 2 * states
+
+
+def _thrice(states: Any) -> Any:
+    return 3 * states
+
+
+AFTER: dict[str, Callable[[float, Callable[[Any], Any]], Any]] = {  # what a class has as `after`
+    "a closure's number": lambda times, _: lambda self, states: times * states,
+    "a keyword's default": lambda times, _: _with_keyword(times),
+    "a method": lambda _, after: after,
+    "a static method": lambda _, after: staticmethod(after),
+    "a property": lambda _, after: property(after),
+    "a number": lambda times, _: times,
+}
+
+
+def _with_keyword(given: float) -> Any:
+    def after(self: object, states: torch.Tensor, *, times: float = given) -> torch.Tensor:
+        return times * states
+
+    return after
+
+
+def _written(times: int, what: str) -> type[LlamaMLP]:
     """A class as a notebook's cell makes it anew, by one name."""
-    if how == "what it holds":
 
-        class Mlp(LlamaMLP):  # type: ignore[misc]
-            def forward(self, states: torch.Tensor) -> torch.Tensor:
-                return times * super().forward(states)
+    class Mlp(LlamaMLP):  # type: ignore[misc]
+        pass
 
-    else:
-
-        class Mlp(LlamaMLP):  # type: ignore[misc,no-redef]
-            def forward(self, states: torch.Tensor) -> torch.Tensor:
-                return self.after(super().forward(states))
-
-        def twice(self: object, states: torch.Tensor) -> torch.Tensor:
-            return 2 * states
-
-        def thrice(self: object, states: torch.Tensor) -> torch.Tensor:
-            return 3 * states
-
-        Mlp.after = twice if times == 2 else thrice
+    Mlp.after = AFTER[what](times, _twice if times == 2 else _thrice)
     return Mlp
 
 
-@pytest.mark.parametrize("how", ["what it holds", "another method"])
-def test_a_class_that_is_written_again_is_another_model(model: PreTrainedModel, how: str) -> None:
-    names = []
-    for times in (2.0, 3.0, 2.0):
-        model.model.layers[1].mlp.__class__ = _written(times, how)
+@pytest.mark.parametrize("what", AFTER)
+def test_a_class_that_is_written_again_is_another_model(model: PreTrainedModel, what: str) -> None:
+    names, mlp = [], model.model.layers[1].mlp
+    for times in (2, 3, 2):
+        mlp.__class__ = _written(times, what)
         names.append(LiveModel(model).identity())
     assert names[0] == names[2] != names[1]
+    live = LiveModel(model)
+    assert live.identity() == names[0]
+    type(mlp).after = vars(_written(3, what))["after"]
+    assert live.identity() == names[1], "the class is there, and has another one"
 
 
 def test_a_forward_that_takes_the_name_of_a_librarys_is_another_model(
