@@ -72,7 +72,7 @@ def _expand(value: object) -> Path:
     text = str(value) if isinstance(value, Path) else _NAMED.sub(_variable, value) if isinstance(value, str) else ""
     if not text or b"\0" in os.fsencode(text):  # no name of a file, or an empty variable
         raise ValueError("must be a path")
-    if isinstance(value, str) and (braces := re.search(r"\{[^}]*\}?", text)):
+    if braces := re.search(r"\{[^}]*\}?", text):
         raise ValueError(f"{braces[0]} is not replaced; $VARS are, such as $RANK")
     try:
         return located(Path(text).expanduser())
