@@ -20,6 +20,7 @@ from gdscache.commands.console import size_of
 from gdscache.config import Config, assembled, described_elsewhere, load_config
 from gdscache.config.file import read_places
 from gdscache.errors import ConfigFileError, GdsCacheError, InvalidValueError
+from gdscache.runtime.files import free_space
 from gdscache.sizes import GIB, MIB, about, format_size
 
 _DIRECTORY = "~/.cache/gdscache/{engine}"
@@ -129,8 +130,9 @@ def _of_disk(directory: str) -> tuple[int, str]:
     place = os.path.realpath(os.path.expanduser(os.path.expandvars(directory)))
     while not os.path.exists(place):  # `/` is there
         place = os.path.dirname(place)
-    status = os.statvfs(place)
-    free = status.f_bavail * status.f_frsize
+    free = free_space(Path(place))
+    if free is None:
+        return 4 * GIB, "the file system there does not report its size"
     return _part(free, 2, _MOST_SSD, "half of the free space there")
 
 

@@ -26,7 +26,7 @@ from gdscache.errors import (
     StorageError,
     StripeError,
 )
-from gdscache.runtime.files import flush_directory, start_empty
+from gdscache.runtime.files import flush_directory, free_space, start_empty
 
 PIECE = 1 << 20  # bytes of a read
 LOG_SUFFIX = "-wal"
@@ -318,10 +318,10 @@ def lacking_room(directory: Path, slots: int, sums: int) -> int:
     with contextlib.suppress(OSError):
         wanted -= (directory / CATALOG_NAME).stat().st_size
     try:
-        found = os.statvfs(directory)
+        free = free_space(directory)
     except OSError:
         return 0
-    return max(0, wanted - found.f_bavail * found.f_frsize) if found.f_blocks else 0
+    return 0 if free is None else max(0, wanted - free)
 
 
 def last_written(directory: Path) -> float:

@@ -37,7 +37,7 @@ from gdscache.errors import (
     StorageError,
     StripeError,
 )
-from gdscache.runtime.files import flush_directory, start_empty
+from gdscache.runtime.files import flush_directory, free_space, start_empty
 from gdscache.sizes import MIB, about
 from gdscache.storage.base import Descriptors, Files, Transport
 from gdscache.storage.files import NativeTransport
@@ -233,8 +233,8 @@ def _prepare(path: Path, total: int, descriptors: contextlib.ExitStack, undo: co
     status = os.fstat(fd)
     before = 0 if created else status.st_size
     undo.callback(_restore, path, fd, created, before)
-    needed, (size, _, free) = total - min(status.st_blocks * 512, total), shutil.disk_usage(path.parent)
-    if needed > free and size:  # ramfs, and a tmpfs without a size, report none
+    needed, free = total - min(status.st_blocks * 512, total), free_space(path.parent)
+    if free is not None and needed > free:
         short = -(-(needed - free) // MIB) * MIB
         raise NoSpaceError(
             f"{path} needs {about(needed)} more ({about(total)} in all), and the file system has {about(free)} free",

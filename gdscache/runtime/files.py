@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -21,6 +22,12 @@ def located(path: Path) -> Path:
     """The absolute path; `..` leads where the system says, also behind a link. Raises `OSError`."""
     path = path.absolute()
     return Path(os.path.realpath(path)) if ".." in path.parts else path
+
+
+def free_space(path: Path) -> int | None:
+    """Free bytes for this user on a path's file system; None if that reports no size, as ramfs. Raises `OSError`."""
+    usage = shutil.disk_usage(path)
+    return usage.free if usage.total else None
 
 
 def flush_directory(directory: Path) -> None:

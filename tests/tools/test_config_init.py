@@ -172,13 +172,20 @@ def test_json_says_the_same(init: Run) -> None:
     [
         (2 << 40, 100 << 40, 64 * GIB, 512 * GIB), (23 * GIB, 41 * GIB, 5 * GIB, 20 * GIB),
         (3 * GIB, 3 * GIB, 768 * MIB, 1536 * MIB), (0, 0, 256 * MIB, 256 * MIB), (None, 41 * GIB, 4 * GIB, 20 * GIB),
+        (23 * GIB, None, 5 * GIB, 4 * GIB),
     ],
 )  # fmt: skip
 def test_sizes_follow_from_the_machine(
-    init: Run, monkeypatch: pytest.MonkeyPatch, memory: int | None, free: int, cpu: int, ssd: int
+    init: Run, monkeypatch: pytest.MonkeyPatch, memory: int | None, free: int | None, cpu: int, ssd: int
 ) -> None:
     monkeypatch.setattr("gdscache.cuda.host_memory.host_bytes", lambda: memory)
-    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=free >> 12, f_frsize=4096))
+    monkeypatch.setattr(
+        os,
+        "statvfs",
+        lambda path: SimpleNamespace(
+            f_blocks=0 if free is None else 1 << 40, f_bfree=0, f_bavail=(free or 0) >> 12, f_frsize=4096
+        ),
+    )
     said = json.loads(init("vllm", "--json")[1])
     assert (said["cpu_bytes"], said["ssd_bytes"]) == (cpu, ssd)
     assert sizes(load_config("gdscache.yaml", model=MHA))[:2] == (cpu, ssd)
@@ -188,7 +195,9 @@ def test_sizes_follow_from_the_machine(
 def test_a_size_says_which_bound_decided(init: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def said(memory: int, free: int) -> list[str]:
         monkeypatch.setattr("gdscache.cuda.host_memory.host_bytes", lambda: memory)
-        monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=free >> 12, f_frsize=4096))
+        monkeypatch.setattr(
+            os, "statvfs", lambda path: SimpleNamespace(f_blocks=1 << 40, f_bfree=0, f_bavail=free >> 12, f_frsize=4096)
+        )
         status, out, _ = init("vllm", "--force")
         reasons = [line.rpartition(": ")[2] for line in out.splitlines() if ".capacity " in line]
         assert (status, all(reason in Path("gdscache.yaml").read_text() for reason in reasons)) == (0, True)

@@ -331,7 +331,7 @@ def test_free_space_counts_the_slab_that_is_there(tmp_path: Path) -> None:
 
 
 def test_a_file_system_without_a_size_has_no_log_to_look_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_blocks=0, f_bavail=0, f_frsize=4096))
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_blocks=0, f_bfree=0, f_bavail=0, f_frsize=4096))
     space: Found[FreeSpace] = attempt(lambda: storage.find_space(tmp_path, tmp_path))
     [row] = answer("free space", space, "warn", "see the system log for the device")
     assert (row.value, row.verdict) == ("the file system does not report its size", "warn")

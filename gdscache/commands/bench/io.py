@@ -8,7 +8,6 @@ import errno
 import functools
 import itertools
 import os
-import shutil
 import statistics
 import tempfile
 import time
@@ -40,6 +39,7 @@ from gdscache.errors import (
 from gdscache.native import bare_loop
 from gdscache.pages.hit import Hit
 from gdscache.pages.planes import PagedPlanes
+from gdscache.runtime.files import free_space
 from gdscache.sizes import GIB, MIB, about, format_size
 from gdscache.storage.base import GDS, Op
 from gdscache.storage.files import probe_direct_io
@@ -361,8 +361,8 @@ def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
     """Measure all cases, the most important first. Files go into a temporary directory, which is deleted. Raises
     `CapacityError` if the disk has too little room."""
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    needed, free = 3 * settings.total + GIB, shutil.disk_usage(directory).free
-    if free < needed:
+    needed, free = 3 * settings.total + GIB, free_space(directory)
+    if free is not None and free < needed:
         message = f"{directory} has {about(free)} free, {about(needed)} are needed"
         raise CapacityError(message, f"{kit.ELSEWHERE}: --dir, or lower --total")
     some: dict[str, Callable[[Place], list[Row]]] = {}

@@ -38,7 +38,7 @@ from gdscache.commands.inspect.reading import caches_below
 from gdscache.config import SsdConfig
 from gdscache.disk.catalog_file import FORMAT_VERSION, OLD_VERSION, format_version, system_errors
 from gdscache.errors import DirectoryNotWritableError, GdsCacheError, IOFailedError
-from gdscache.runtime.files import located, text_of
+from gdscache.runtime.files import free_space, located, text_of
 from gdscache.sizes import MIB, about, format_size
 from gdscache.storage import choose_and_open
 from gdscache.storage.base import Switch
@@ -183,14 +183,14 @@ def scratch(place: Path) -> Iterator[Path]:
 
 def find_space(directory: Path, place: Path, number: int = 0) -> FreeSpace:
     """Free space for this user, and the slab's bytes in directory `number`. Raises `OSError`, `IOFailedError`."""
-    system = os.statvfs(place)
-    if not system.f_blocks:
+    free = free_space(place)
+    if free is None:
         raise IOFailedError("the file system does not report its size", "see by other means that the slab fits")
     slab = 0
     for path in (file for own in caches_below(directory) for file in own.glob(f"slab-{number}.*bin")):  # of all shards
         with contextlib.suppress(OSError):
             slab += os.lstat(path).st_blocks * 512
-    return FreeSpace(system.f_bavail * system.f_frsize, slab)
+    return FreeSpace(free, slab)
 
 
 def find_package(name: str) -> Found[str]:
